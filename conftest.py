@@ -70,13 +70,34 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pytest.fail(f"no mpiexec beside {sys.executable}: install the mpich distribution there", pytrace=False)
     path, _, name = pyfuncitem.nodeid.partition("::")
     command = [
-        str(mpiexec), "-n", str(ranks), sys.executable, "-m", "pytest", f"{pyfuncitem.config.rootpath / path}::{name}",
-        "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", f"timeout={limit_s}",
+        str(mpiexec),
+        "-n",
+        str(ranks),
+        sys.executable,
+        "-m",
+        "pytest",
+        f"{pyfuncitem.config.rootpath / path}::{name}",
+        "-q",
+        "-x",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-o",
+        f"timeout={limit_s}",
     ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PMI_", "HYDI_"))}
     child = subprocess.Popen(
-        command, cwd=pyfuncitem.config.rootpath, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, text=True, errors="replace", start_new_session=True,
+        command,
+        cwd=pyfuncitem.config.rootpath,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     try:
         output, _ = child.communicate(timeout=limit_s + _WORLD_START_S)

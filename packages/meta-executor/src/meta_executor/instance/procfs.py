@@ -1,0 +1,68 @@
+"""Processes by identity, not by number: a pid that was reused is never signalled."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent() -> None:
+    """Have this process killed when the thread that started it ends. For the child, between fork and exec."""
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        os._exit(127)
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process and when it was started (clock ticks since boot): the pair is unique until the next boot."""
+
+    pid: int
+    start_ticks: int
+
+    @staticmethod
+    def of(pid: int) -> ProcessIdentity | None:
+        """The identity of a living process (a zombie counts as dead), or None."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+        except OSError:
+            return None
+        fields = text[text.rindex(")") + 2 :].split()
+        if fields[0] in ("Z", "X"):
+            return None
+        return ProcessIdentity(pid, int(fields[19]))
+
+    def alive(self) -> bool:
+        """Whether this very process still runs."""
+        return ProcessIdentity.of(self.pid) == self
+
+    def kill(self, signal_number: int = signal.SIGKILL) -> bool:
+        """Signal it if it is still the same process. Returns whether it was signalled."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            # The identity is checked after the handle is open: from here on the number cannot be reused unseen.
+            if not self.alive():
+                return False
+            signal.pidfd_send_signal(handle, signal_number)
+            return True
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(handle)
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process (bytes), 0 when it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
