@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,10 +113,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session")
-def world_comm() -> Iterator[object]:
+def world_comm() -> object:
     """The world communicator; asking for it outside a world is a mistake in the test's marker."""
     if _world_size() is None:
         raise RuntimeError("world_comm outside mpiexec: mark the test with @pytest.mark.mpi(ranks)")
     from mpi4py import MPI
 
-    yield MPI.COMM_WORLD
+    return MPI.COMM_WORLD

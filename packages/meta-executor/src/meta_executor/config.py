@@ -1,9 +1,9 @@
 """What a service is configured to be: read once, checked in one place, frozen, handed down.
 
 A YAML file becomes one :class:`ServiceConfig`. Keys are the field's usual ones (``context_servers``,
-``generation_servers``, ``kv_cache_config``, ``cache_transceiver_config``, ``schedule_style`` …). A key that is not known is an
-error that names it and the nearest one that is; a value out of its range is an error that names the field, the value and
-the range. Nothing is silently ignored and nothing is silently corrected.
+``generation_servers``, ``kv_cache_config``, ``cache_transceiver_config``, ``schedule_style`` …). An unknown key
+is an error that names it and the nearest one that is; a value out of its range is an error that names the field, the
+value and the range. Nothing is silently ignored and nothing is silently corrected.
 
 Environment variables are read in exactly one place, :func:`apply_environment`, before the configuration is frozen into
 the run; no deeper code looks at the environment.
@@ -46,7 +46,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of every section: immutable, keyword only, closed key set."""
 
 
-class KvCacheConfig(_Section):
+class KvCacheConfig(_Section, frozen=True, kw_only=True):
     """The paged KV pool of one rank."""
 
     tokens_per_block: PositiveInt = 16
@@ -58,7 +58,7 @@ class KvCacheConfig(_Section):
     enable_block_reuse: bool = False
 
 
-class CacheTransceiverConfig(_Section):
+class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
     """How KV moves between the instances, and how the ranks of one agree on it."""
 
     backend: Literal["NIXL"] = "NIXL"
@@ -82,13 +82,13 @@ class CacheTransceiverConfig(_Section):
     silence_s: PositiveFloat = 30.0
 
 
-class RouterConfig(_Section):
+class RouterConfig(_Section, frozen=True, kw_only=True):
     """How a request finds a rank (attention data parallelism) or an instance (front)."""
 
     type: Literal["balanced", "round_robin", "prefix", "conversation"] = "balanced"
 
 
-class RpcSettings(_Section):
+class RpcSettings(_Section, frozen=True, kw_only=True):
     """The hop from an instance's API server to its rank-0 worker. None: the environment's value, else the default."""
 
     #: Call the worker directly when it lives in the same process (TLLM_RPC_LOCAL_FASTPATH).
@@ -99,7 +99,7 @@ class RpcSettings(_Section):
     submit_batch_delay_ms: NonNegativeFloat | None = None
 
 
-class SyntheticConfig(_Section):
+class SyntheticConfig(_Section, frozen=True, kw_only=True):
     """The engine without a model: shape of its KV and the time that a step takes."""
 
     layer_count: PositiveInt = 8
@@ -112,7 +112,7 @@ class SyntheticConfig(_Section):
     step_ms_per_token: NonNegativeFloat = 0.0
 
 
-class EngineConfig(_Section):
+class EngineConfig(_Section, frozen=True, kw_only=True):
     """What computes."""
 
     kind: Literal["llama", "synthetic"] = "llama"
@@ -129,7 +129,7 @@ class EngineConfig(_Section):
     synthetic: SyntheticConfig = SyntheticConfig()
 
 
-class InstanceConfig(_Section):
+class InstanceConfig(_Section, frozen=True, kw_only=True):
     """One instance: a world of ranks behind one address."""
 
     num_instances: PositiveInt = 1
@@ -161,7 +161,7 @@ class InstanceConfig(_Section):
         return self.pipeline_parallel_size * self.tensor_parallel_size * self.context_parallel_size
 
 
-class FrontConfig(_Section):
+class FrontConfig(_Section, frozen=True, kw_only=True):
     """The OpenAI service."""
 
     #: Longest time that one request may take (s).
@@ -173,7 +173,7 @@ class FrontConfig(_Section):
     body_bytes_max: PositiveInt = 16 * 1024 * 1024
 
 
-class ServiceConfig(_Section):
+class ServiceConfig(_Section, frozen=True, kw_only=True):
     """Everything that ``meta-executor up`` starts."""
 
     hostname: str = "127.0.0.1"
@@ -199,7 +199,7 @@ class ServiceConfig(_Section):
         return self.context_servers if role == "context" else self.generation_servers
 
 
-class InstanceSpec(_Section):
+class InstanceSpec(_Section, frozen=True, kw_only=True):
     """One instance of a run."""
 
     #: Stable name of the slot, such as ``ctx-0`` or ``gen-0``.
@@ -210,8 +210,8 @@ class InstanceSpec(_Section):
     port: Port
 
 
-class RunSpec(_Section):
-    """One run: what was configured, and where its files are. Written by the launcher, read by every process of the run."""
+class RunSpec(_Section, frozen=True, kw_only=True):
+    """One run: what was configured and where its files are. The launcher writes it, each process of it reads it."""
 
     run_id: str
     run_dir: str
@@ -259,7 +259,7 @@ def load_service_config(path: str | os.PathLike[str]) -> ServiceConfig:
     """Read a YAML file.
 
     Raises:
-        ConfigError: The file is missing, is not YAML, has an unknown key or a value out of range. Names field and value.
+        ConfigError: The file is missing, not YAML, has an unknown key or a value out of range. Names field and value.
     """
     file = Path(path)
     try:

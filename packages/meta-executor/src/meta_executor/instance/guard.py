@@ -1,11 +1,11 @@
 """The guard of one rank: starts it, outlives it, and says how it ended.
 
-``mpiexec`` starts guards, each guard starts its rank. Hydra watches the guard, so the death of a rank does not make it kill
-the survivors before they have reached their verdict and written their evidence, and the wait status of the first death is
-the real one, not hydra's guess.
+``mpiexec`` starts guards, each guard starts its rank. Hydra watches the guard, so the death of a rank does not make it
+kill the survivors before they have reached their verdict and written their evidence, and the wait status of the first
+death is the real one, not hydra's guess.
 
-A guard ends its rank when whoever it works for is gone: the launcher, or hydra's proxy (its own parent). Its rank ends with
-it, by the operating system's parent-death signal. So no order of kills leaves a rank behind.
+A guard ends its rank when whoever it works for is gone: the launcher, or hydra's proxy (its own parent). Its rank ends
+with it, by the operating system's parent-death signal. So no order of kills leaves a rank behind.
 
 This file imports nothing heavy: it runs once per rank beside everything else.
 """
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             except ProcessLookupError:
                 return 128 + signal.SIGKILL
         # close_fds=False: the rank inherits the launcher's connection (PMI_FD) under the same number.
-        child = subprocess.Popen(command, close_fds=False, preexec_fn=die_with_parent)  # noqa: PLW1509
+        child = subprocess.Popen(command, close_fds=False, preexec_fn=die_with_parent)
         identity = ProcessIdentity.of(child.pid)
         reporter.send(
             "started",

@@ -92,7 +92,7 @@ class Listener:
         return self._socket.fileno()
 
     def receive(self, limit: int = 256) -> list[Message]:
-        """All messages that are there, at most ``limit``; malformed ones are dropped (any process of the user can write)."""
+        """All messages that are there, at most ``limit``. Malformed ones are dropped: any process may write."""
         messages: list[Message] = []
         for _ in range(limit):
             try:

