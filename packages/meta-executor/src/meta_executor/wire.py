@@ -1,0 +1,311 @@
+"""What travels over HTTP between the front and rank 0 of an instance: the only place where both sides' words are defined.
+
+Bodies are msgspec JSON. Unknown fields are ignored when reading, so one side may be newer; a missing or wrong field is a
+:class:`msgspec.ValidationError` that names it (HTTP 400). No torch and no MPI are imported here.
+
+======  =======================  ==================================  ===================================================
+method  path                     body                                answer
+======  =======================  ==================================  ===================================================
+POST    /internal/context        :class:`ContextRequest`             :class:`ContextResponse`
+POST    /internal/generation     :class:`GenerationRequest`          ``application/x-ndjson`` of :class:`GenerationChunk`
+POST    /internal/abort          :class:`AbortRequest`               :class:`AbortResponse`
+POST    /internal/drain          :class:`DrainRequest` (may be {})   :class:`DrainResponse`
+GET     /internal/statistics                                         :class:`InstanceStatistics`
+GET     /server_info                                                 :class:`ServerInfo`
+GET     /health                                                      200 :class:`Health` when it can serve, else 503
+======  =======================  ==================================  ===================================================
+
+Errors are :class:`ErrorBody` with the status of :data:`STATUS_OF`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+#: Version of these messages; ``/server_info`` carries it, a front that speaks another one refuses the instance.
+WIRE_VERSION = 1
+#: Header with the run's key (hex) on every ``/internal/*`` request.
+KEY_HEADER = "x-meta-executor-key"
+
+RequestId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1)]
+Generation = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+ScheduleStyle = Literal["context_first", "generation_first"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+# -- error codes ------------------------------------------------------------------------------------------------------
+
+INVALID_REQUEST = "INVALID_REQUEST"
+UNAUTHORIZED = "UNAUTHORIZED"
+STALE_GENERATION = "STALE_GENERATION"
+DUPLICATE_REQUEST = "DUPLICATE_REQUEST"
+BACKPRESSURE = "BACKPRESSURE"
+CANCELLED = "CANCELLED"
+TRANSFER_FAILED = "TRANSFER_FAILED"
+ENGINE_FAILED = "ENGINE_FAILED"
+DEADLINE = "DEADLINE"
+DRAINING = "DRAINING"
+INTERNAL = "INTERNAL"
+
+#: HTTP status of each error code. 4xx were refused before any memory was touched.
+STATUS_OF: dict[str, int] = {
+    INVALID_REQUEST: 400,
+    UNAUTHORIZED: 401,
+    STALE_GENERATION: 409,
+    DUPLICATE_REQUEST: 409,
+    BACKPRESSURE: 429,
+    CANCELLED: 499,
+    DRAINING: 503,
+    DEADLINE: 504,
+    TRANSFER_FAILED: 502,
+    ENGINE_FAILED: 500,
+    INTERNAL: 500,
+}
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of every answer that is not 2xx; also the ``error`` of a generation stream's last line."""
+
+    #: One of the codes above.
+    error: str
+    message: str
+    #: The field at fault, in ``a.b`` notation, for INVALID_REQUEST and STALE_GENERATION.
+    field: str | None = None
+    #: The live generation, for STALE_GENERATION.
+    endpoint_generation: str | None = None
+    request_id: int | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are chosen. Randomness is a function of (seed, position), so a request moves between instances unchanged."""
+
+    #: Tokens of the answer, the first included (count).
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+
+
+class PeerContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The context instance that a generation instance pulls from: copied from its ``/server_info`` by the front."""
+
+    instance_id: str
+    endpoint_generation: Generation
+    #: Authenticated control endpoint of each context rank, in rank order.
+    control_addresses: list[str]
+    #: The same URL that the front dispatches to; the generation instance fetches layouts from it once per generation.
+    url: str
+
+
+class ContextRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Prefill one prompt and hold its KV for the generation instance that will pull it."""
+
+    request_id: RequestId
+    token_ids: TokenIds
+    sampling: Sampling
+    schedule_style: ScheduleStyle = "context_first"
+    #: Seconds from now after which the request is of no use.
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    #: Generation of this context instance that the front chose; another one is refused (409) before memory is touched.
+    endpoint_generation: Generation
+    conversation_id: str | None = None
+
+
+class ContextResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The prompt is computed and its first token known.
+
+    ``finish_reason`` is set when the first token already ends the answer (stop token, or ``max_tokens`` 1): then there is no
+    generation leg in the context-first schedule. The front need not tell the context instance; its KV is freed at once.
+    """
+
+    request_id: int
+    first_token: int
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    cached_tokens: int
+    endpoint_generation: str
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Pull the KV of one prompt from a context instance and generate.
+
+    Context-first: ``first_token`` is the one that the context instance answered; the stream holds the tokens after it.
+    Generation-first: ``first_token`` is None; the stream holds all tokens, the first one included. It is then sent while the
+    context leg runs; read the stream in a task of its own, because its first line comes only after the transfer.
+    """
+
+    request_id: RequestId
+    token_ids: TokenIds
+    sampling: Sampling
+    first_token: int | None = None
+    context: PeerContext
+    schedule_style: ScheduleStyle = "context_first"
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    #: Generation of this generation instance that the front chose.
+    endpoint_generation: Generation
+    conversation_id: str | None = None
+
+
+class GenerationChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of a generation stream: what one hand-over brought. The last line, and only it, has a ``finish_reason``.
+
+    ``finish_reason`` "stop": the last token is a stop token (or EOS), which is included in ``tokens``; the front drops it
+    from the text. The usage's completion tokens are the count of all tokens, the first one included.
+    """
+
+    tokens: list[int] = []
+    finish_reason: FinishReason | None = None
+    error: ErrorBody | None = None
+    #: Attention-DP rank that generates this request; on the first line.
+    rank: int | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop a request: a client went away, a stop string was met, a sibling leg failed. Unknown ids are not an error."""
+
+    request_id: RequestId
+    reason: str = "cancelled"
+
+
+class AbortResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the request was known here and not yet finished."""
+
+    request_id: int
+    known: bool
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop admitting, finish or cancel what runs, prove that nothing is open, then leave."""
+
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+
+
+class DrainResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The drain has begun."""
+
+    draining: bool
+    active: int
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """``status`` "ok" with HTTP 200 means: this instance can serve a request now."""
+
+    status: Literal["ok", "starting", "draining", "failed"]
+    role: str
+    endpoint_generation: str | None = None
+    detail: str | None = None
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request may ask of this instance."""
+
+    #: Prompt and answer together (tokens).
+    max_seq_len: int
+    #: Capacity of one rank's KV pool (tokens).
+    kv_tokens: int
+    max_batch_size: int
+    max_num_tokens: int
+    max_queue_size: int
+    #: Metadata-only window of the generation-first schedule (requests).
+    pre_active_requests: int
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The endpoint record of an instance. ``ready`` false: there is no endpoint yet, or not any more; the rest may be empty."""
+
+    wire_version: int = WIRE_VERSION
+    ready: bool
+    #: State of the owner's machine: NEW, ESTIMATING, ESTIMATED, FINAL, PUBLISHED, DRAINING, RETIRED, FAILED.
+    state: str
+    role: str
+    owner_id: str
+    instance_id: str
+    generation: str | None = None
+    world_size: int = 1
+    pipeline_parallel_size: int = 1
+    attention_dp_size: int = 1
+    control_addresses: list[str] = []
+    model: str = ""
+    vocab_size: int = 0
+    eos_token_ids: list[int] = []
+    limits: Limits | None = None
+    #: ``kv_bounce_planner.InstanceLayout`` as JSON; peers plan with it.
+    layout: dict[str, Any] | None = None
+    #: Fingerprint of what must agree between peers (hex): layers, heads, head size, element type.
+    profile: str = ""
+    schedule_styles: tuple[str, ...] = ("context_first", "generation_first")
+
+
+class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of one rank since start; all only grow, except the ones named ``*_now``."""
+
+    rank: int
+    steps: int = 0
+    tokens_computed: int = 0
+    requests_taken: int = 0
+    requests_finished: int = 0
+    active_now: int = 0
+    kv_blocks_used_now: int = 0
+    kv_blocks_total: int = 0
+    quarantined_bytes_now: int = 0
+    agreement_opened: int = 0
+    agreement_decided: int = 0
+    ready_votes: int = 0
+    ready_prepares: int = 0
+    ready_activations: int = 0
+    ready_completions: int = 0
+    activation_digest: str = ""
+    #: Transfers of this rank by tier.
+    transfers_coalesced: int = 0
+    transfers_direct: int = 0
+    transfers_merged: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    #: Why a transfer took its tier: reason code to count.
+    tier_reasons: dict[str, int] = {}
+    prefix_hit_tokens: int = 0
+
+
+class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened where."""
+
+    role: str
+    owner_id: str
+    instance_id: str
+    generation: str | None
+    uptime_s: float
+    ranks: list[RankStatistics]
+    #: Submits (requests) that took the in-process path, and the RPC.
+    local_submits: int = 0
+    rpc_submits: int = 0
+    #: Calls that carried them (batches).
+    submit_calls: int = 0
+    #: Requests routed to each attention-DP rank.
+    routed_per_rank: list[int] = []
+    requests_ok: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    tokens_returned: int = 0
+    step_p50_ms: float = 0.0
+    step_p99_ms: float = 0.0
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON of one of the types above (bytes, UTF-8)."""
+    return msgspec.json.encode(value)
+
+
+def decode_chunk(line: bytes) -> GenerationChunk:
+    """One line of a generation stream.
+
+    Raises:
+        msgspec.ValidationError: The line is not one.
+    """
+    return _CHUNK.decode(line)
+
+
+_CHUNK = msgspec.json.Decoder(GenerationChunk)
