@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import httpx
 
@@ -40,6 +40,8 @@ _CAUSE_WINDOW_S = 0.25
 _SURVIVOR_GRACE_S = 1.5
 #: After a death the front may tell its clients for this long (s).
 _FRONT_GRACE_S = 5.0
+#: A killed process is gone within this time, or is reported (s): it hangs in the kernel then.
+_KILL_WAIT_S = 10.0
 _KEY_HEADER = "x-meta-executor-key"
 
 
@@ -91,7 +93,6 @@ class _Component:
     spec: InstanceSpec | None
     process: subprocess.Popen[bytes] | None = None
     identity: ProcessIdentity | None = None
-    log: IO[bytes] | None = None
     instance_id: str = ""
     url: str | None = None
     ready: bool = False
@@ -118,6 +119,8 @@ class Launcher:
         roles: Which instances to start.
         with_front: Start the front, too.
         restart: What to do when an instance loses a process.
+        worker: Interpreter arguments that run one rank; an engine with ranks of its own gives its module here.
+        front: Interpreter arguments that run the front.
     """
 
     def __init__(
@@ -128,7 +131,11 @@ class Launcher:
         roles: tuple[str, ...] = ("context", "generation"),
         with_front: bool = True,
         restart: RestartPolicy = "never",
+        worker: tuple[str, ...] = ("-m", "meta_executor.instance.worker"),
+        front: tuple[str, ...] = ("-m", "meta_executor.front"),
     ) -> None:
+        self._worker = worker
+        self._front = front
         self._service = service
         self._say = say
         self._roles = roles
@@ -262,17 +269,17 @@ class Launcher:
         }
 
     def _spawn(self, component: _Component, command: list[str]) -> None:
-        component.log = (self._directory.path / "logs" / f"{component.owner_id}.log").open("ab")
-        component.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=component.log,
-            stderr=subprocess.STDOUT,
-            env=self._environment(),
-            # Not our process group: Ctrl-C is ours to handle, once, in order.
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        with (self._directory.path / "logs" / f"{component.owner_id}.log").open("ab") as log:
+            component.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                # Not our process group: Ctrl-C is ours to handle, once, in order.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         component.identity = ProcessIdentity.of(component.process.pid)
         component.started_s = time.monotonic()
         self._components[component.owner_id] = component
@@ -293,10 +300,10 @@ class Launcher:
         self._spawn(
             component,
             [
-                str(self._mpiexec), "-n", str(spec.config.world_size), "--",
+                str(self._mpiexec), "-n", str(spec.config.world_size),
                 sys.executable, "-m", "meta_executor.instance.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--launcher-pid", str(os.getpid()), "--",
-                sys.executable, "-m", "meta_executor.instance.worker", "--run-dir", run_dir, "--owner", spec.owner_id,
+                sys.executable, *self._worker, "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id,
             ],
         )  # fmt: skip
@@ -307,7 +314,7 @@ class Launcher:
         servers = [part for owner, url in self.urls().items() for part in ("--server", f"{owner}={url}")]
         self._spawn(
             component,
-            [sys.executable, "-m", "meta_executor.front", "--run-dir", str(self._directory.path), *servers],
+            [sys.executable, *self._front, "--run-dir", str(self._directory.path), *servers],
         )
 
     def _wait_ready(self, owners: tuple[str, ...]) -> None:
@@ -400,8 +407,6 @@ class Launcher:
         if process is None or (component.identity and component.identity.alive()):
             return []
         code = process.wait()
-        if component.log is not None:
-            component.log.close()
         component.ready = False
         text = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
         if code == 0 and component.said_ready and owner_id != "front":
@@ -505,14 +510,22 @@ class Launcher:
                 self._collect(min(left, 0.1))
 
     def _kill(self, component: _Component) -> None:
-        for member in component.members.values():
-            for identity in (member.rank, member.guard, member.proxy):
-                if identity is not None:
-                    identity.kill()
-        if component.process is not None and component.process.poll() is None:
-            component.process.kill()
+        known = [
+            identity
+            for member in component.members.values()
+            for identity in (member.rank, member.guard, member.proxy)
+            if identity is not None
+        ]
+        for identity in known:
+            identity.kill()
         if component.process is not None:
+            component.process.kill()
             component.process.wait()
+        for identity in known:
+            if not identity.wait_gone(_KILL_WAIT_S):
+                self._say(
+                    f"{component.owner_id}: process {identity.pid} did not end within {_KILL_WAIT_S:.0f} s of SIGKILL"
+                )
 
     def _kill_everything(self) -> None:
         with contextlib.suppress(OSError):
@@ -520,8 +533,6 @@ class Launcher:
                 self._on_message(message)
         for component in self._components.values():
             self._kill(component)
-            if component.log is not None:
-                component.log.close()
 
     def _keep_evidence(self) -> None:
         if self._service.evidence_dir is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,19 @@ class ProcessIdentity:
             return True
         except ProcessLookupError:
             return False
+        finally:
+            os.close(handle)
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Wait until it has ended (a zombie has). Returns whether it did within the time."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if not self.alive():
+                return True
+            return bool(select.select([handle], [], [], timeout_s)[0])
         finally:
             os.close(handle)
 

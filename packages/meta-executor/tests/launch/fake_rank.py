@@ -1,0 +1,52 @@
+"""A rank or a front for launcher tests: reports itself, answers /internal/drain, dies on command. No MPI, no model."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+from meta_executor.config import RunSpec
+from meta_executor.instance.guard import rank_from_environment
+from meta_executor.instance.report import Reporter
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--run-dir")
+parser.add_argument("--owner", default="front")
+parser.add_argument("--instance-id", default="")
+parser.add_argument("--server", action="append", default=[])
+options = parser.parse_args()
+run = RunSpec.load(options.run_dir)
+rank = rank_from_environment(os.environ) if options.owner != "front" else 0
+reporter = Reporter(options.run_dir, options.owner, rank)
+reporter.send("status", phase="loading")
+over = threading.Event()
+# The world ends together: rank 0 removes nothing, it only makes the file that the others wait for.
+flag = run.path("tmp", f"{options.owner}.over")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        code = 202 if self.headers.get("x-meta-executor-key") == run.key().hex() else 403
+        self.send_response(code)
+        self.send_header("content-length", "0")
+        self.end_headers()
+        if code == 202 and self.path == "/internal/drain":
+            flag.touch()
+
+    def log_message(self, *_):
+        pass
+
+
+if rank == 0:
+    spec = run.instance(options.owner) if options.owner != "front" else None
+    server = HTTPServer(("127.0.0.1", spec.port if spec else 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    reporter.send("ready", url=f"http://127.0.0.1:{server.server_port}", instance_id=options.instance_id)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if os.environ.get("FAKE_EXIT") == f"{options.owner}/{rank}":
+    sys.exit(3)
+while not flag.exists():
+    over.wait(0.02)
+print(f"rank {rank} leaves", flush=True)

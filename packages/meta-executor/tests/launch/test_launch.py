@@ -1,0 +1,196 @@
+"""The launcher over real mpiexec worlds of small fake ranks: starting, naming deaths, restarting, draining, cleaning up."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from meta_executor.config import service_config
+from meta_executor.instance.launch import Death, Launcher, RunFailed, _first_cause
+from meta_executor.instance.procfs import ProcessIdentity
+from meta_executor.instance.rundir import RunDirectory, remove_stale_runs
+
+FAKE = str(Path(__file__).with_name("fake_rank.py"))
+
+
+@pytest.fixture
+def tmp_path():
+    """A short folder: socket paths have 107 bytes, pytest's own folders use most of them."""
+    folder = Path(tempfile.mkdtemp(prefix="mx"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def service(tmp_path):
+    return service_config(
+        {
+            "port": 0,
+            "run_dir": str(tmp_path / "r"),
+            "drain_timeout_s": 20.0,
+            "start_timeout_s": 60.0,
+            "context_servers": {"pipeline_parallel_size": 2},
+            "generation_servers": {"tensor_parallel_size": 2, "enable_attention_dp": True},
+        }
+    )
+
+
+def make(service, **more):
+    lines = []
+    launcher = Launcher(service, say=lines.append, worker=(FAKE,), front=(FAKE,), **more)
+    return launcher, lines
+
+
+def all_gone(pids):
+    return [name for name, identity in pids.items() if identity is not None and identity.alive()]
+
+
+def identities(launcher):
+    return {name: ProcessIdentity.of(pid) for name, pid in launcher.processes().items() if name != "launcher"}
+
+
+def run_until(launcher, predicate, limit_s=30.0):
+    end = time.monotonic() + limit_s
+    while not predicate():
+        assert time.monotonic() < end, "did not happen in time"
+        launcher._turn(0.1)
+
+
+@pytest.mark.service
+def test_start_and_drain_leave_nothing_behind(service, tmp_path):
+    """A clean life: every component says once that it is ready, everything ends by itself, every file is gone."""
+    launcher, lines = make(service)
+    with launcher.started():
+        assert set(launcher.urls()) == {"ctx-0", "gen-0"}
+        pids = identities(launcher)
+        assert len([n for n in pids if "rank" in n]) == 4
+    assert all_gone(pids) == []
+    assert not (tmp_path / "r").exists()
+    assert sum("ready at" in line for line in lines) == 3
+    assert [line for line in lines if line.endswith("drained")][0] == "front: drained"
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("victim", ["ctx-0/rank1", "gen-0/rank0", "gen-0/mpiexec", "ctx-0/hydra0", "front"])
+def test_a_killed_process_is_named_and_ends_the_run(service, victim):
+    """Kill -9 of each kind of process: the run fails, the right one is named, nothing is left running."""
+    launcher, lines = make(service)
+    with pytest.raises(RunFailed) as failure, launcher.started():
+        pids = identities(launcher)
+        target = pids[victim]
+        assert target.kill()
+        launcher.wait()
+    owner, _, name = victim.partition("/")
+    assert owner in str(failure.value), lines
+    assert str(target.pid) in str(failure.value), lines
+    if name.startswith("rank"):
+        assert f"rank {name[4:]}" in str(failure.value)
+        assert "SIGKILL" in str(failure.value)
+    assert all_gone(pids) == []
+
+
+@pytest.mark.service
+def test_a_dead_instance_comes_back_at_its_address_under_a_new_identity(service):
+    """With restart=instance only the instance that lost a rank is started again, at the same port."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        before, urls = identities(launcher), launcher.urls()
+        old_id = launcher._components["ctx-0"].instance_id
+        assert before["ctx-0/rank0"].kill()
+        run_until(launcher, lambda: launcher.restarts == 1 and launcher._components["ctx-0"].ready)
+        assert launcher.urls() == urls
+        assert launcher._components["ctx-0"].instance_id != old_id
+        after = identities(launcher)
+        assert after["gen-0/rank0"] == before["gen-0/rank0"]
+        assert after["front"] == before["front"]
+        assert after["ctx-0/rank0"] != before["ctx-0/rank0"]
+    assert all_gone({**{f"old {k}": v for k, v in before.items()}, **after}) == []
+
+
+@pytest.mark.service
+def test_a_rank_that_dies_while_starting_fails_the_start(service, monkeypatch):
+    """Exit 3 of one rank during the start is that rank's death, with its status."""
+    monkeypatch.setenv("FAKE_EXIT", "ctx-0/1")
+    launcher, _ = make(service)
+    with pytest.raises(RunFailed, match=r"ctx-0 rank 1 .*exit 3"), launcher.started():
+        launcher.wait()
+
+
+@pytest.mark.service
+def test_a_killed_launcher_leaves_no_process_and_its_files_go_at_the_next_start(service, tmp_path):
+    """Kill -9 of the launcher: everything ends by itself; the next start removes the run's folder."""
+    script = tmp_path / "up.py"
+    script.write_text(
+        "import sys, msgspec, json\n"
+        "from meta_executor.config import ServiceConfig\n"
+        "from meta_executor.instance.launch import Launcher\n"
+        f"service = msgspec.json.decode({msgspec.json.encode(service)!r}, type=ServiceConfig)\n"
+        f"launcher = Launcher(service, say=lambda line: None, worker=({FAKE!r},), front=({FAKE!r},))\n"
+        "with launcher.started():\n"
+        "    print(json.dumps(launcher.processes()), flush=True)\n"
+        "    launcher.wait()\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        pids = {n: ProcessIdentity.of(p) for n, p in msgspec.json.decode(process.stdout.readline()).items()}
+        process.kill()
+    end = time.monotonic() + 20
+    while all_gone(pids):
+        assert time.monotonic() < end, all_gone(pids)
+        time.sleep(0.02)
+    base = tmp_path / "r"
+    assert len(list(base.glob("run-*"))) == 1
+    assert len(remove_stale_runs(base)) == 1
+    assert not list(base.glob("run-*"))
+
+
+@pytest.mark.service
+def test_sigterm_drains_once(service):
+    """A signal to the launcher is a drain, said in one line."""
+    launcher, lines = make(service)
+    with launcher.started():
+        os.kill(os.getpid(), signal.SIGTERM)
+        launcher.wait()
+    assert any("draining" in line for line in lines)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_live_run_is_never_removed(tmp_path):
+    """The lock tells a live run from a dead one."""
+    live = RunDirectory.create(tmp_path, "live")
+    assert remove_stale_runs(tmp_path) == ()
+    live.keep_logs()
+    assert remove_stale_runs(tmp_path) == (live.path,)
+
+
+def test_key_is_private(tmp_path):
+    """The run's key is readable by its owner only, and so is the folder."""
+    run = RunDirectory.create(tmp_path / "base", "k")
+    assert (run.path / "key").stat().st_mode & 0o777 == 0o600
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    run.remove()
+    assert not run.path.exists()
+
+
+def death(rank, what, text):
+    return Death("ctx-0", rank, what, 1, text)
+
+
+@pytest.mark.parametrize(
+    ("suspects", "index"),
+    [
+        ([death(1, "rank", "signal SIGKILL"), death(0, "rank", "signal SIGKILL")], 0),
+        ([death(1, "rank", "signal SIGKILL"), death(None, "mpiexec", "signal SIGKILL")], 1),
+        ([death(1, "rank", "signal SIGKILL"), death(None, "hydra_pmi_proxy", "gone")], 1),
+        ([death(None, "mpiexec", "exit 9"), death(2, "rank", "exit 1")], 1),
+    ],
+)
+def test_the_cause_is_chosen_among_what_came_together(suspects, index):
+    """A killed launcher of the world explains its ranks; a dead rank explains the launcher's exit."""
+    assert _first_cause(suspects) is suspects[index]
