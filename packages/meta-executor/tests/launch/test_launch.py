@@ -74,7 +74,7 @@ def test_start_and_drain_leave_nothing_behind(service, tmp_path):
     assert all_gone(pids) == []
     assert not (tmp_path / "r").exists()
     assert sum("ready at" in line for line in lines) == 3
-    assert [line for line in lines if line.endswith("drained")][0] == "front: drained"
+    assert next(line for line in lines if line.endswith("drained")) == "front: drained"
 
 
 @pytest.mark.service
