@@ -1,0 +1,51 @@
+"""What computes: one interface, two engines, and the parts that they share.
+
+Layout (each imports only what stands above it)::
+
+    errors      one error tree
+    base        the interface: ModelInfo, StageSpec, StepInput, StepOutput, Engine, KVMemory, create_engine
+    sampling    a logits row and a position -> a token; why an answer ends
+    kv_pool     paged KV bookkeeping: owners, proofs, prefix cache (no memory of its own)
+    gguf_file   the GGUF container: metadata and tensor directory
+    weights     where a model is, what shape it has, a stage's tensors
+    tokenizer   text <-> token ids, chat template, stop strings
+    synthetic   the engine without a model
+    llama       the engine for Llama-family models (torch)
+    generate    one prompt in one process: the reference for equality
+
+An engine knows no request of ours and no rank but its own stage. Importing this package needs numpy and msgspec only.
+"""
+
+from meta_executor.engine.base import (
+    Engine,
+    KVMemory,
+    ModelInfo,
+    SamplingParams,
+    SequenceStep,
+    StageSpec,
+    StepHandle,
+    StepInput,
+    StepOutput,
+    create_engine,
+    model_info,
+)
+from meta_executor.engine.errors import (
+    EngineError,
+    KVPoolExhausted,
+    ModelFormatError,
+    ModelNotFoundError,
+    OwnershipError,
+    StepError,
+)
+from meta_executor.engine.kv_pool import BlockPool, BlockState, PoolStatistics
+from meta_executor.engine.sampling import finish_reason
+
+__all__ = [
+    # interface
+    "Engine", "ModelInfo", "StageSpec", "SamplingParams", "SequenceStep", "StepInput", "StepOutput", "StepHandle",
+    "KVMemory", "create_engine", "model_info",
+    # parts
+    "BlockPool", "BlockState", "PoolStatistics", "finish_reason",
+    # errors
+    "EngineError", "ModelNotFoundError", "ModelFormatError", "StepError", "OwnershipError", "KVPoolExhausted",
+]  # fmt: skip

@@ -1,0 +1,353 @@
+"""The engine interface: what a rank's executor needs of whatever computes.
+
+A step is a batch of sequences, each with the tokens that it adds and the table of KV blocks that holds it. Prefill
+chunks and decode steps are the same thing with different token counts. On the first stage of a pipeline a step starts
+from token ids; on the others from the activations of the stage before. ``launch`` returns at once: the caller polls
+the handle and does its own work meanwhile.
+
+Source: docs/design.md of this package, section "Engine".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meta_executor.config import EngineConfig
+from meta_executor.engine.errors import StepError
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model's shape.
+
+    Attributes:
+        name: Name under which it is served unless configured otherwise.
+        layer_count: Decoder layers of the whole model (count).
+        hidden_size: Width of an activation row (elements).
+        attention_head_count: Query heads (count).
+        kv_head_count: Key/value heads (count).
+        head_dim: Elements of one head's key (count).
+        vocab_size: Logits per row (count).
+        context_tokens_max: Longest prompt and answer together that the model was made for (tokens).
+        kv_dtype: Element type of the KV memory, such as ``float32``.
+        bos_token_id: First token of a text, or None if the model has none.
+        eos_token_ids: Tokens that end an answer.
+    """
+
+    name: str
+    layer_count: int
+    hidden_size: int
+    attention_head_count: int
+    kv_head_count: int
+    head_dim: int
+    vocab_size: int
+    context_tokens_max: int
+    kv_dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The consecutive layers of one pipeline stage.
+
+    Attributes:
+        stage_index: Place in the pipeline, 0-based.
+        stage_count: Stages of the pipeline (count).
+        first_layer: First decoder layer of this stage, 0-based.
+        layer_count: Decoder layers of this stage (count).
+    """
+
+    stage_index: int
+    stage_count: int
+    first_layer: int
+    layer_count: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage starts from token ids."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage makes tokens."""
+        return self.stage_index == self.stage_count - 1
+
+    @property
+    def layers(self) -> range:
+        """Indices of this stage's decoder layers in the whole model."""
+        return range(self.first_layer, self.first_layer + self.layer_count)
+
+    @staticmethod
+    def split(layer_count: int, stage_count: int) -> tuple[StageSpec, ...]:
+        """Split a model's layers as evenly as they go; earlier stages take the remainder.
+
+        The last stage also projects to the vocabulary, so it is right that it is never the larger one.
+
+        Raises:
+            ValueError: Fewer layers than stages, or no stage.
+        """
+        if not 1 <= stage_count <= layer_count:
+            raise ValueError(f"stage_count must be in 1..{layer_count} (the layers), got {stage_count}")
+        base, extra = divmod(layer_count, stage_count)
+        stages = []
+        first = 0
+        for index in range(stage_count):
+            count = base + (index < extra)
+            stages.append(StageSpec(index, stage_count, first, count))
+            first += count
+        return tuple(stages)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when an answer ends.
+
+    Attributes:
+        max_tokens: Longest answer (tokens), >= 1.
+        temperature: 0 is greedy; else logits are divided by it.
+        top_p: Smallest set of tokens with at least this share of the probability (0–1].
+        seed: With the token's position, the only source of randomness.
+        ignore_eos: Go on past the model's end tokens.
+        stop_token_ids: Further tokens that end the answer.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """One sequence's part of a step.
+
+    Attributes:
+        request_id: Whose tokens these are; the engine only hands it through.
+        token_ids: Tokens that are added, int32, shape (tokens,), tokens >= 1.
+        start_position: Position of the first of them (tokens already in the KV memory).
+        block_ids: KV blocks of the sequence in order, int64, shape (blocks,); they cover every position up to the
+            last added one. More blocks than needed are allowed.
+        sampling: How to choose the next token; None: no token is wanted (a prompt's chunk that is not its last).
+    """
+
+    request_id: int
+    token_ids: Int32Array
+    start_position: int
+    block_ids: Int64Array
+    sampling: SamplingParams | None = None
+
+    @property
+    def end_position(self) -> int:
+        """Position after the last added token: that of the token which this step chooses."""
+        return self.start_position + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step of one stage.
+
+    Attributes:
+        step_id: The caller's name of the step; handed through.
+        sequences: Parts in order; activations and results keep this order.
+        hidden: Activations of the previous stage, float32, shape (tokens, hidden); None on the first stage.
+        want_logits: Also return the logits of each sequence's last position (for tests; costs a copy).
+    """
+
+    step_id: int
+    sequences: tuple[SequenceStep, ...]
+    hidden: Float32Array | None = None
+    want_logits: bool = False
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step made.
+
+    Attributes:
+        step_id: The step's.
+        hidden: Activations for the next stage, float32, shape (tokens, hidden); None on the last stage.
+        token_ids: Chosen tokens, int32, shape (sequences,); -1 where none was wanted; None before the last stage.
+        margins: Difference of the two largest logits, float32, shape (sequences,); 0 where no token was wanted.
+        logits: float32, shape (sequences, vocabulary), if they were wanted.
+    """
+
+    step_id: int
+    hidden: Float32Array | None = None
+    token_ids: Int32Array | None = None
+    margins: Float32Array | None = None
+    logits: Float32Array | None = None
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    def done(self) -> bool:
+        """Whether the step has ended, well or not. Never blocks."""
+        ...
+
+    def result(self) -> StepOutput:
+        """The step's output; waits for it if need be.
+
+        Raises:
+            StepError: The step broke the contract; the engine goes on.
+            Exception: Whatever else the step met.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """The paged KV memory of one stage, described by addresses and strides.
+
+    The element of (local layer l, block b, key 0 or value 1, token t, head h, element e) lies at
+    ``layer_base_addresses[l] + b*block_stride_bytes + kv*kv_stride_bytes + t*token_stride_bytes + h*head_stride_bytes
+    + e*element_bytes``.
+
+    Attributes:
+        block_count: Blocks of each layer (count).
+        block_tokens: Tokens of one block (count).
+        layer_base_addresses: One address per local layer (bytes).
+        block_stride_bytes: From one block to the next.
+        kv_stride_bytes: From a block's keys to its values.
+        head_stride_bytes: From one KV head to the next.
+        token_stride_bytes: From one token to the next.
+        kv_head_count: KV heads (count).
+        head_dim: Elements of one head (count).
+        element_bytes: Size of one element.
+        memory_kind: ``DRAM`` or ``VRAM``.
+        device_id: Index of the device; 0 for DRAM.
+        regions: (address, bytes) of every allocation, to be registered for transfers.
+        owner: Keeps the memory alive; not to be touched otherwise.
+    """
+
+    block_count: int
+    block_tokens: int
+    layer_base_addresses: tuple[int, ...]
+    block_stride_bytes: int
+    kv_stride_bytes: int
+    head_stride_bytes: int
+    token_stride_bytes: int
+    kv_head_count: int
+    head_dim: int
+    element_bytes: int
+    memory_kind: Literal["DRAM", "VRAM"]
+    device_id: int
+    regions: tuple[tuple[int, int], ...]
+    owner: Any = field(repr=False, compare=False)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(size for _, size in self.regions)
+
+
+class Engine(Protocol):
+    """One stage of one model."""
+
+    model: ModelInfo
+    stage: StageSpec
+
+    def allocate_kv(self, block_count: int, block_tokens: int) -> KVMemory:
+        """Make the stage's KV memory, zeroed. Once, before the first launch."""
+        ...
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Start a step and return at once. Steps run in the order of their launches."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's threads after the steps that were launched. Idempotent."""
+        ...
+
+
+def model_info(config: EngineConfig) -> ModelInfo:
+    """A model's shape, without loading it.
+
+    Raises:
+        ModelNotFoundError: No such model.
+        ModelFormatError: Its file cannot be used.
+    """
+    if config.kind == "synthetic":
+        from meta_executor.engine.synthetic import synthetic_model_info
+
+        return synthetic_model_info(config.synthetic)
+    from meta_executor.engine.weights import resolve_model
+
+    return resolve_model(config.model).info(config.dtype)
+
+
+def create_engine(config: EngineConfig, stage: StageSpec) -> Engine:
+    """Load the stage's share of the configured model.
+
+    Raises:
+        ModelNotFoundError: No such model.
+        ModelFormatError: Its file cannot be used.
+        ValueError: The stage does not fit the model.
+    """
+    if config.kind == "synthetic":
+        from meta_executor.engine.synthetic import SyntheticEngine
+
+        return SyntheticEngine(config.synthetic, stage)
+    from meta_executor.engine.llama import LlamaEngine
+
+    return LlamaEngine.load(config, stage)
+
+
+def check_step(step: StepInput, stage: StageSpec, model: ModelInfo, block_count: int, block_tokens: int) -> None:
+    """Refuse a step that would read or write outside the KV memory or the vocabulary.
+
+    Raises:
+        StepError: Names the request and the field.
+    """
+    if not step.sequences:
+        raise StepError(f"step {step.step_id}: no sequence")
+    for sequence in step.sequences:
+        where = f"step {step.step_id}, request {sequence.request_id}"
+        tokens = sequence.token_ids
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise StepError(f"{where}: token_ids must have shape (tokens,) with tokens >= 1, got {tokens.shape}")
+        if stage.is_first and (int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size):
+            raise StepError(f"{where}: token_ids outside 0..{model.vocab_size - 1}")
+        if sequence.start_position < 0:
+            raise StepError(f"{where}: start_position {sequence.start_position} is negative")
+        if sequence.end_position > model.context_tokens_max:
+            raise StepError(f"{where}: position {sequence.end_position} beyond the model's {model.context_tokens_max}")
+        blocks = sequence.block_ids
+        if len(blocks) * block_tokens < sequence.end_position:
+            raise StepError(
+                f"{where}: {len(blocks)} blocks of {block_tokens} do not hold {sequence.end_position} tokens"
+            )
+        if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= block_count):
+            raise StepError(f"{where}: block_ids outside 0..{block_count - 1}")
+    if stage.is_first:
+        if step.hidden is not None:
+            raise StepError(f"step {step.step_id}: the first stage takes no activations")
+    else:
+        want = (step.token_count, model.hidden_size)
+        if step.hidden is None or step.hidden.shape != want or step.hidden.dtype != np.float32:
+            got = None if step.hidden is None else (step.hidden.shape, str(step.hidden.dtype))
+            raise StepError(f"step {step.step_id}: hidden must be float32 {want}, got {got}")

@@ -1,0 +1,502 @@
+"""The engine for Llama-family models, in torch, on CPU or CUDA.
+
+One stage holds its own layers only. KV memory is paged: ``(layer, block, key or value, token, head, element)``, so one
+block of one layer is one run of bytes. A step's decode rows are attended together, by gathering each row's blocks
+through its block table; prompt chunks are attended one sequence at a time. All dense products run over all rows of the
+step at once.
+
+Query heads of one KV head are treated as further query rows of it, so grouped attention needs no copy of the keys.
+
+``deterministic_rows``: dense products run over tiles of a fixed number of rows, attention runs per sequence with
+keys padded to a fixed granularity, so that the bits of a row depend on nothing but its own sequence.
+
+Source: docs/design.md, section "Engine"; tests/engine/test_llama_engine.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from meta_executor.config import EngineConfig
+from meta_executor.engine.base import (
+    Float32Array,
+    KVMemory,
+    ModelInfo,
+    SequenceStep,
+    StageSpec,
+    StepInput,
+    StepOutput,
+    check_step,
+)
+from meta_executor.engine.errors import EngineError, StepError
+from meta_executor.engine.sampling import choose
+from meta_executor.engine.synthetic import StepWorker, WorkerHandle
+from meta_executor.engine.weights import LlamaGeometry, load_stage_tensors, resolve_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Rows of a tile under ``deterministic_rows``: small steps, and prompt chunks.
+_SMALL_TILE_ROWS = 8
+_LARGE_TILE_ROWS = 64
+#: Keys are padded to a multiple of this many tokens under ``deterministic_rows``: the split of torch's CPU attention.
+_DETERMINISTIC_KEYS = 512
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A decoder layer's tensors."""
+
+    attn_norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    ffn_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A sequence attended on its own: its rows of the step, its blocks, and its mask."""
+
+    rows: slice
+    key_blocks: torch.Tensor
+    value_blocks: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A step's index tensors, made once and used by every layer."""
+
+    rotation: torch.Tensor
+    key_slots: torch.Tensor
+    value_slots: torch.Tensor
+    #: Rows attended together; None: every row of the step, in order.
+    decode_rows: torch.Tensor | None
+    decode_count: int
+    decode_key_blocks: torch.Tensor
+    decode_value_blocks: torch.Tensor
+    decode_mask: torch.Tensor
+    chunks: tuple[_Chunk, ...]
+
+
+class _DeviceHandle:
+    """A step whose kernels were queued by the worker and end later, on the device."""
+
+    def __init__(self, inner: WorkerHandle, event: Any) -> None:
+        self._inner = inner
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether the device has ended the step."""
+        return self._inner.done() and bool(self._event.query())
+
+    def result(self) -> StepOutput:
+        """The output; waits."""
+        return self._inner.result()
+
+
+class LlamaEngine:
+    """One stage of a Llama-family model.
+
+    Args:
+        model: Shape.
+        geometry: Arithmetic.
+        tensors: The stage's, by the names of :mod:`meta_executor.engine.weights`, float32.
+        stage: Which layers.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dtype: Of weights, activations within the stage, and KV memory.
+        threads: Of torch on the CPU (count).
+        deterministic_rows: See the module's header.
+    """
+
+    def __init__(
+        self,
+        model: ModelInfo,
+        geometry: LlamaGeometry,
+        tensors: Mapping[str, Float32Array],
+        stage: StageSpec,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+        deterministic_rows: bool = False,
+    ) -> None:
+        self.model = model
+        self.stage = stage
+        self._geometry = geometry
+        self._dtype = _DTYPES[dtype]
+        self._device = torch.device(device)
+        self._threads = threads
+        self._deterministic = deterministic_rows
+        self._group = model.attention_head_count // model.kv_head_count
+        self._query_heads = model.attention_head_count
+        self._rotated_heads = model.attention_head_count + model.kv_head_count
+        torch.set_num_threads(threads)
+
+        def tensor(name: str) -> torch.Tensor:
+            return torch.from_numpy(tensors[name]).to(device=self._device, dtype=self._dtype).contiguous()
+
+        self._embedding = tensor("embed") if "embed" in tensors else None
+        self._layers = tuple(
+            _Layer(
+                **{
+                    part: tensor(f"layers.{layer}.{part}")
+                    for part in ("attn_norm", "qkv", "output", "ffn_norm", "gate_up", "down")
+                }
+            )
+            for layer in stage.layers
+        )
+        self._final_norm = tensor("final_norm") if stage.is_last else None
+        self._head = None
+        if stage.is_last:
+            self._head = tensor("head") if "head" in tensors else self._embedding
+        self._rotations = self._rotation_table()
+        self._kv: torch.Tensor | None = None
+        self._large_tile = _LARGE_TILE_ROWS
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._worker = StepWorker(f"llama-{stage.stage_index}", self._prepare_thread)
+        if deterministic_rows:
+            self._large_tile = self._qualified_tile()
+
+    @staticmethod
+    def load(config: EngineConfig, stage: StageSpec) -> LlamaEngine:
+        """Find the model, read the stage's tensors, build the engine.
+
+        Raises:
+            ModelNotFoundError: No such model.
+            ModelFormatError: Its file cannot be used.
+        """
+        source = resolve_model(config.model)
+        model, geometry = source.describe(config.dtype)
+        tensors = load_stage_tensors(source, stage, config.weights_cache_dir)
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return LlamaEngine(
+            model,
+            geometry,
+            tensors,
+            stage,
+            device=device,
+            dtype=config.dtype,
+            threads=config.threads,
+            deterministic_rows=config.deterministic_rows,
+        )
+
+    # -- interface ----------------------------------------------------------------------------------------------------
+
+    def allocate_kv(self, block_count: int, block_tokens: int) -> KVMemory:
+        """Make the KV memory, zeroed: stale bytes that a mask hides must still be finite."""
+        if self._kv is not None:
+            raise StepError("the KV memory was allocated already")
+        shape = (len(self._layers), block_count, 2, block_tokens, self.model.kv_head_count, self.model.head_dim)
+        kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._kv = kv
+        size = kv.element_size()
+        strides = [stride * size for stride in kv.stride()]
+        base = kv.data_ptr()
+        return KVMemory(
+            block_count=block_count,
+            block_tokens=block_tokens,
+            layer_base_addresses=tuple(base + layer * strides[0] for layer in range(len(self._layers))),
+            block_stride_bytes=strides[1],
+            kv_stride_bytes=strides[2],
+            token_stride_bytes=strides[3],
+            head_stride_bytes=strides[4],
+            kv_head_count=self.model.kv_head_count,
+            head_dim=self.model.head_dim,
+            element_bytes=size,
+            memory_kind="DRAM" if self._device.type == "cpu" else "VRAM",
+            device_id=0 if self._device.type == "cpu" else (self._device.index or 0),
+            regions=((base, kv.numel() * size),),
+            owner=kv,
+        )
+
+    def launch(self, step: StepInput) -> WorkerHandle | _DeviceHandle:
+        """Queue a step; the worker thread runs it, on CUDA on the engine's own stream."""
+        if self._stream is None:
+            return self._worker.submit(lambda: self._step(step))
+        event = torch.cuda.Event()
+        return _DeviceHandle(self._worker.submit(lambda: self._step_on_device(step, event)), event)
+
+    def close(self) -> None:
+        """End the worker thread. Idempotent."""
+        self._worker.close()
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _prepare_thread(self) -> None:
+        # The thread count of OpenMP is a setting of each thread that starts parallel work.
+        torch.set_num_threads(self._threads)
+
+    def _step_on_device(self, step: StepInput, event: Any) -> StepOutput:
+        with torch.cuda.stream(self._stream):
+            try:
+                return self._step(step)
+            finally:
+                event.record(self._stream)
+
+    def _step(self, step: StepInput) -> StepOutput:
+        if self._kv is None:
+            raise StepError("launch before allocate_kv")
+        check_step(step, self.stage, self.model, self._kv.shape[1], self._kv.shape[3])
+        with torch.inference_mode():
+            plan = self._plan(step, self._kv)
+            x = self._first_rows(step)
+            for index, layer in enumerate(self._layers):
+                x = self._layer(layer, self._kv[index], x, plan)
+            if not self.stage.is_last:
+                return StepOutput(step.step_id, hidden=x.to(torch.float32).cpu().numpy())
+            return self._choose_tokens(step, x)
+
+    def _first_rows(self, step: StepInput) -> torch.Tensor:
+        if self.stage.is_first:
+            if self._embedding is None:
+                raise EngineError("the first stage has no embedding")
+            ids = np.concatenate([sequence.token_ids for sequence in step.sequences]).astype(np.int64)
+            return F.embedding(torch.from_numpy(ids).to(self._device), self._embedding)
+        if step.hidden is None:
+            raise StepError(f"step {step.step_id}: no activations")
+        # A copy: the caller may reuse its receive buffer, and arrays from a wire may be read-only.
+        return torch.from_numpy(np.array(step.hidden, dtype=np.float32)).to(device=self._device, dtype=self._dtype)
+
+    def _layer(self, layer: _Layer, kv: torch.Tensor, x: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        epsilon = self._geometry.norm_epsilon
+        width = (self.model.hidden_size,)
+        rows = x.shape[0]
+        qkv = self._linear(F.rms_norm(x, width, layer.attn_norm, epsilon), layer.qkv)
+        qkv = qkv.view(rows, -1, self.model.head_dim)
+        rotated = self._rotated(qkv[:, : self._rotated_heads], plan.rotation)
+        # Blocks seen as (2 * blocks, token, head, element): keys of block b at 2b, values at 2b + 1.
+        halves = kv.view(-1, *kv.shape[2:])
+        flat = halves.view(-1, *kv.shape[3:])
+        flat.index_copy_(0, plan.key_slots, rotated[:, self._query_heads :])
+        flat.index_copy_(0, plan.value_slots, qkv[:, self._rotated_heads :])
+        attended = self._attend(rotated[:, : self._query_heads], halves, plan)
+        x = x + self._linear(attended, layer.output)
+        gate, up = self._linear(F.rms_norm(x, width, layer.ffn_norm, epsilon), layer.gate_up).chunk(2, dim=-1)
+        return x + self._linear(F.silu(gate) * up, layer.down)
+
+    def _attend(self, queries: torch.Tensor, halves: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        """Attention of all rows: queries (rows, query heads, element) -> (rows, query heads * element)."""
+        rows = queries.shape[0]
+        heads, group, dim = self.model.kv_head_count, self._group, self.model.head_dim
+        result = None
+        if plan.decode_count:
+            chosen = queries if plan.decode_rows is None else queries.index_select(0, plan.decode_rows)
+            shape = (plan.decode_count, -1, heads, dim)
+            keys = halves.index_select(0, plan.decode_key_blocks).view(shape).transpose(1, 2)
+            values = halves.index_select(0, plan.decode_value_blocks).view(shape).transpose(1, 2)
+            grouped = chosen.reshape(plan.decode_count, heads, group, dim)
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=plan.decode_mask)
+            out = out.reshape(plan.decode_count, -1)
+            if plan.decode_rows is None:
+                return out
+            result = out.new_empty(rows, heads * group * dim)
+            result.index_copy_(0, plan.decode_rows, out)
+        for chunk in plan.chunks:
+            out = self._attend_chunk(queries[chunk.rows], halves, chunk)
+            if len(plan.chunks) == 1 and result is None:
+                return out
+            if result is None:
+                result = out.new_empty(rows, heads * group * dim)
+            result[chunk.rows] = out
+        if result is None:
+            raise EngineError("a step without rows")
+        return result
+
+    def _attend_chunk(self, queries: torch.Tensor, halves: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+        heads, group, dim = self.model.kv_head_count, self._group, self.model.head_dim
+        keys = halves.index_select(0, chunk.key_blocks).view(1, -1, heads, dim).transpose(1, 2)
+        values = halves.index_select(0, chunk.value_blocks).view(1, -1, heads, dim).transpose(1, 2)
+        count = queries.shape[0]
+        # (tokens, heads * group, dim) -> (1, heads, tokens * group, dim): the group's queries share keys and mask.
+        grouped = queries.view(count, heads, group, dim).transpose(0, 1).reshape(1, heads, count * group, dim)
+        if not self._deterministic:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=chunk.mask)
+        else:
+            out = self._attend_tiled(grouped, keys, values, chunk.mask)
+        return out.view(heads, count, group, dim).transpose(0, 1).reshape(count, -1)
+
+    def _attend_tiled(
+        self, grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """The same in tiles of a fixed number of query rows, the last one filled up."""
+        tile = _SMALL_TILE_ROWS * self._group
+        parts = []
+        for start in range(0, grouped.shape[2], tile):
+            part = grouped[:, :, start : start + tile]
+            part_mask = mask[:, :, start : start + tile]
+            count = part.shape[2]
+            if count < tile:
+                part = F.pad(part, (0, 0, 0, tile - count))
+                part_mask = F.pad(part_mask, (0, 0, 0, tile - count))
+            parts.append(F.scaled_dot_product_attention(part, keys, values, attn_mask=part_mask)[:, :, :count])
+        return torch.cat(parts, dim=2)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self._deterministic:
+            return F.linear(x, weight)
+        rows = x.shape[0]
+        parts = []
+        start = 0
+        while start < rows:
+            tile = self._large_tile if rows - start > _SMALL_TILE_ROWS else _SMALL_TILE_ROWS
+            part = x[start : start + tile]
+            count = part.shape[0]
+            if count < tile:
+                part = F.pad(part, (0, 0, 0, tile - count))
+            parts.append(F.linear(part.contiguous(), weight)[:count])
+            start += tile
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _qualified_tile(self) -> int:
+        """The large tile if this machine's kernels give a row the same bits in it as in the small one; else the small."""
+
+        def same_bits() -> StepOutput:
+            generator = torch.Generator().manual_seed(1)
+            agreed = True
+            with torch.inference_mode():
+                weights = [weight for layer in self._layers[:1] for weight in (layer.qkv, layer.gate_up, layer.down)]
+                if self._head is not None:
+                    weights.append(self._head)
+                for weight in weights:
+                    x = torch.randn(_LARGE_TILE_ROWS, weight.shape[1], generator=generator)
+                    x = x.to(device=self._device, dtype=self._dtype)
+                    whole = F.linear(x, weight)
+                    for start in range(0, _LARGE_TILE_ROWS, _SMALL_TILE_ROWS):
+                        rows = slice(start, start + _SMALL_TILE_ROWS)
+                        agreed = agreed and torch.equal(F.linear(x[rows].contiguous(), weight), whole[rows])
+            return StepOutput(int(agreed))
+
+        # In the worker thread, where the products of every step will run.
+        agreed = self._worker.submit(same_bits).result().step_id
+        return _LARGE_TILE_ROWS if agreed else _SMALL_TILE_ROWS
+
+    # -- rotary positions ---------------------------------------------------------------------------------------------
+
+    def _rotation_table(self) -> torch.Tensor:
+        """cos + i sin, complex64, shape (positions, 1, head_dim / 2); angles in double precision."""
+        inverse = torch.tensor(self._geometry.inverse_frequencies, dtype=torch.float64)
+        angles = torch.outer(torch.arange(self.model.context_tokens_max, dtype=torch.float64), inverse)
+        table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        return table.unsqueeze(1).to(self._device)
+
+    @staticmethod
+    def _rotated(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.to(torch.float32).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+    # -- a step's indices ---------------------------------------------------------------------------------------------
+
+    def _plan(self, step: StepInput, kv: torch.Tensor) -> _Plan:
+        block_tokens = kv.shape[3]
+        positions, key_slots = [], []
+        together: list[tuple[int, SequenceStep]] = []
+        alone: list[tuple[slice, SequenceStep]] = []
+        row = 0
+        for sequence in step.sequences:
+            count = len(sequence.token_ids)
+            where = np.arange(sequence.start_position, sequence.end_position, dtype=np.int64)
+            positions.append(where)
+            blocks = np.asarray(sequence.block_ids, dtype=np.int64)
+            key_slots.append(blocks[where // block_tokens] * (2 * block_tokens) + where % block_tokens)
+            if count == 1 and not self._deterministic:
+                together.append((row, sequence))
+            else:
+                alone.append((slice(row, row + count), sequence))
+            row += count
+        slots = torch.from_numpy(np.concatenate(key_slots)).to(self._device)
+        where = torch.from_numpy(np.concatenate(positions)).to(self._device)
+        key_blocks, mask = self._decode_table([sequence for _, sequence in together], block_tokens)
+        decode_rows = None
+        if alone and together:
+            decode_rows = torch.tensor([index for index, _ in together], dtype=torch.int64, device=self._device)
+        return _Plan(
+            rotation=self._rotations.index_select(0, where),
+            key_slots=slots,
+            value_slots=slots + block_tokens,
+            decode_rows=decode_rows,
+            decode_count=len(together),
+            decode_key_blocks=key_blocks,
+            decode_value_blocks=key_blocks + 1,
+            decode_mask=mask,
+            chunks=tuple(self._chunk(rows, sequence, block_tokens) for rows, sequence in alone),
+        )
+
+    def _decode_table(self, sequences: list[SequenceStep], block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat key-half indices of every sequence, padded to the longest, and the mask that hides the padding."""
+        width = max((-(-sequence.end_position // block_tokens) for sequence in sequences), default=0)
+        table = np.zeros((len(sequences), width), dtype=np.int64)
+        ends = np.zeros(len(sequences), dtype=np.int64)
+        for index, sequence in enumerate(sequences):
+            blocks = sequence.block_ids[: -(-sequence.end_position // block_tokens)]
+            # Padding repeats a block of the sequence itself: nobody else's bytes are ever read.
+            table[index] = blocks[0]
+            table[index, : len(blocks)] = blocks
+            ends[index] = sequence.end_position
+        hidden = np.arange(width * block_tokens)[None, :] >= ends[:, None]
+        mask = np.where(hidden, -np.inf, 0.0).astype(np.float32)[:, None, None, :]
+        return (
+            torch.from_numpy(table.reshape(-1) * 2).to(self._device),
+            torch.from_numpy(mask).to(device=self._device, dtype=self._dtype),
+        )
+
+    def _chunk(self, rows: slice, sequence: SequenceStep, block_tokens: int) -> _Chunk:
+        count = -(-sequence.end_position // block_tokens)
+        blocks = np.asarray(sequence.block_ids[:count], dtype=np.int64)
+        if self._deterministic:
+            granularity = _DETERMINISTIC_KEYS // math.gcd(_DETERMINISTIC_KEYS, block_tokens)
+            padding = -count % granularity
+            blocks = np.concatenate([blocks, np.full(padding, blocks[0])])
+        keys = np.arange(len(blocks) * block_tokens)
+        queries = np.repeat(np.arange(sequence.start_position, sequence.end_position), self._group)
+        mask = np.where(keys[None, :] > queries[:, None], -np.inf, 0.0).astype(np.float32)[None, None]
+        key_blocks = torch.from_numpy(blocks * 2).to(self._device)
+        return _Chunk(
+            rows,
+            key_blocks,
+            key_blocks + 1,
+            torch.from_numpy(mask).to(device=self._device, dtype=self._dtype),
+        )
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    def _choose_tokens(self, step: StepInput, x: torch.Tensor) -> StepOutput:
+        count = len(step.sequences)
+        token_ids = np.full(count, -1, np.int32)
+        margins = np.zeros(count, np.float32)
+        ends = np.cumsum([len(sequence.token_ids) for sequence in step.sequences]) - 1
+        wanted = [
+            index for index, sequence in enumerate(step.sequences) if sequence.sampling is not None or step.want_logits
+        ]
+        if not wanted:
+            return StepOutput(step.step_id, token_ids=token_ids, margins=margins)
+        if self._final_norm is None or self._head is None:
+            raise EngineError("the last stage has no vocabulary projection")
+        last = x.index_select(0, torch.from_numpy(ends[wanted]).to(self._device))
+        last = F.rms_norm(last, (self.model.hidden_size,), self._final_norm, self._geometry.norm_epsilon)
+        logits = self._linear(last, self._head).to(torch.float32)
+        top = torch.topk(logits, 2, dim=-1)
+        top_values = top.values.cpu().numpy()
+        greedy = torch.argmax(logits, dim=-1).cpu().numpy()
+        for place, index in enumerate(wanted):
+            sequence = step.sequences[index]
+            if sequence.sampling is None:
+                continue
+            margins[index] = top_values[place, 0] - top_values[place, 1]
+            if sequence.sampling.temperature == 0.0:
+                token_ids[index] = greedy[place]
+            else:
+                token_ids[index] = choose(logits[place].cpu().numpy(), sequence.sampling, sequence.end_position)
+        full = None
+        if step.want_logits:
+            full = logits.cpu().numpy().copy()
+        return StepOutput(step.step_id, token_ids=token_ids, margins=margins, logits=full)

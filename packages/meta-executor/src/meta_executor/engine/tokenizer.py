@@ -1,0 +1,476 @@
+"""Text to token ids and back; the chat template; stop strings. No torch.
+
+User text never makes control tokens. ``encode_user_text`` encodes the text of a control token as the ordinary characters
+that it is. A chat template is rendered with every control token's text in the messages broken by a guard character; what
+is a control token in the rendered text then came from the template, and the guards are taken out again before the
+pieces between control tokens are encoded. So the tokens of harmless messages are exactly those of encoding the whole
+rendered text, and harmful ones cannot end their turn.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError
+from meta_executor.engine.gguf_file import GgufFile
+from meta_executor.engine.weights import ModelSource, resolve_model
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+#: Characters of which one that no message holds becomes the guard (a private use area).
+_GUARDS = range(0xE000, 0xF8FF)
+#: GGUF pre-tokenizer names -> the splitting rule. Others are refused: a wrong rule gives wrong tokens silently.
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+class TemplateError(EngineError, ValueError):
+    """The messages do not fit the model's chat template, or it has none."""
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        vocab_size: Token ids are below this (count).
+        eos_token_ids: Tokens that end an answer.
+        bos_token_id: Token that begins a text, if the model wants one.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        control_tokens: Mapping[str, int],
+        chat_template: str | None,
+        bos_token_id: int | None,
+        eos_token_ids: Sequence[int],
+        add_bos: bool,
+    ) -> None:
+        self._backend = backend
+        self._backend.encode_special_tokens = True
+        self._control = dict(control_tokens)
+        self._control_ids = frozenset(self._control.values())
+        self._template_text = chat_template
+        self._template: Any = None
+        self._add_bos = add_bos and bos_token_id is not None
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        ordered = sorted(self._control, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(re.escape(text) for text in ordered)) if ordered else None
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self._byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
+
+    # -- where it comes from ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def for_model(model: str) -> Tokenizer:
+        """The tokenizer of a configured model.
+
+        Raises:
+            ModelNotFoundError: No such model.
+            ModelFormatError: It has no tokenizer that is supported.
+        """
+        return Tokenizer.from_source(resolve_model(model))
+
+    @staticmethod
+    def from_source(source: ModelSource) -> Tokenizer:
+        """The tokenizer of a found model."""
+        return Tokenizer.from_gguf(source.path) if source.kind == "gguf" else Tokenizer.from_folder(source.path)
+
+    @staticmethod
+    def synthetic(vocab_size: int) -> Tokenizer:
+        """A byte-level tokenizer without a model: bytes are the ids 3..258, words the ids after them.
+
+        Args:
+            vocab_size: Ids (count), > 300.
+        """
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import decoders, models, pre_tokenizers
+
+        if vocab_size < 300:
+            raise ValueError(f"vocab_size must be at least 300, got {vocab_size}")
+        vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
+        for character in sorted(_byte_alphabet()):
+            vocabulary[character] = len(vocabulary)
+        for index in range(len(vocabulary), vocab_size):
+            vocabulary[f"Ġw{index}"] = index
+        backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        control = {"<s>": 1, "</s>": 2}
+        backend.add_special_tokens(list(control))
+        template = (
+            "{% for message in messages %}{{ '<s>' + message['role'] + '\n' + message['content'] + '</s>' }}"
+            "{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+        )
+        return Tokenizer(
+            backend, control_tokens=control, chat_template=template, bos_token_id=1, eos_token_ids=(2,), add_bos=False
+        )
+
+    @staticmethod
+    def from_gguf(path: str | os.PathLike[str]) -> Tokenizer:
+        """Build the tokenizer that a GGUF file's metadata describes.
+
+        Raises:
+            ModelFormatError: Its kind or its splitting rule is not supported; names the field.
+        """
+        from tokenizers import Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Backend
+
+        file = GgufFile(path)
+        metadata = file.metadata
+        kind = metadata.get("tokenizer.ggml.model")
+        if kind != "gpt2":
+            raise ModelFormatError(
+                f"{path}: tokenizer.ggml.model is {kind!r}, only 'gpt2' (byte-level BPE) is supported"
+            )
+        try:
+            tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+            merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+        except KeyError as error:
+            raise ModelFormatError(f"{path}: {error.args[0]} is missing") from None
+        kinds = metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))
+        splitter: Any
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        rule = metadata.get("tokenizer.ggml.pre", "default")
+        if rule in ("smollm", "starcoder", "refact", "command-r"):
+            splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+        elif rule in ("gpt-2", "default"):
+            splitter = byte_level
+        elif rule in ("llama-bpe", "llama3", "llama-v3"):
+            split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+            splitter = pre_tokenizers.Sequence(
+                [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            )
+        else:
+            raise ModelFormatError(f"{path}: tokenizer.ggml.pre {rule!r} is not supported")
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.startswith("llama")))
+        backend.pre_tokenizer = splitter
+        backend.decoder = decoders.ByteLevel()
+        control = {tokens[index]: int(index) for index in np.flatnonzero(np.asarray(kinds) == _CONTROL)}
+        backend.add_special_tokens(list(control))
+        eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
+        bos = metadata.get("tokenizer.ggml.bos_token_id")
+        return Tokenizer(
+            backend,
+            control_tokens=control,
+            chat_template=metadata.get("tokenizer.chat_template"),
+            bos_token_id=None if bos is None else int(bos),
+            eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
+            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", rule.startswith("llama"))),
+        )
+
+    @staticmethod
+    def from_folder(folder: str | os.PathLike[str]) -> Tokenizer:
+        """Read ``tokenizer.json`` and ``tokenizer_config.json`` of a Hugging Face folder.
+
+        Raises:
+            ModelNotFoundError: There is no ``tokenizer.json``.
+            ModelFormatError: A file is damaged.
+        """
+        from tokenizers import Tokenizer as Backend
+
+        root = Path(folder)
+        if not (root / "tokenizer.json").is_file():
+            raise ModelNotFoundError(f"model folder {root} has no tokenizer.json")
+        text = (root / "tokenizer.json").read_text("utf-8")
+        try:
+            backend = Backend.from_str(text)
+            added = json.loads(text).get("added_tokens", [])
+            config = _json_of(root / "tokenizer_config.json")
+            model = _json_of(root / "config.json") | _json_of(root / "generation_config.json")
+        except Exception as error:  # the library raises bare Exception
+            raise ModelFormatError(f"{root}: {error}") from error
+        control = {str(entry["content"]): int(entry["id"]) for entry in added if entry.get("special")}
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((item["template"] for item in template if item.get("name") == "default"), None)
+        if template is None and (root / "chat_template.jinja").is_file():
+            template = (root / "chat_template.jinja").read_text("utf-8")
+        eos = model.get("eos_token_id")
+        bos = model.get("bos_token_id")
+        add_bos = bool(config.get("add_bos_token", False)) or _template_processor_adds_bos(text, bos)
+        return Tokenizer(
+            backend,
+            control_tokens=control,
+            chat_template=template,
+            bos_token_id=bos if isinstance(bos, int) else None,
+            eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),
+            add_bos=add_bos,
+        )
+
+    # -- encoding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def control_token_ids(self) -> frozenset[int]:
+        """Tokens that text cannot make."""
+        return self._control_ids
+
+    def encode_user_text(self, text: str) -> list[int]:
+        """Encode plain text; never a control token, except the begin token of a model that wants one.
+
+        Returns:
+            Token ids. An empty text gives an empty list or the begin token.
+        """
+        return self._begin() + self._plain(text)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Encode a conversation by the model's template.
+
+        Args:
+            messages: Mappings with ``role`` and ``content``, both text.
+            add_generation_prompt: Begin the assistant's turn.
+
+        Raises:
+            TemplateError: The model has no template, or it refuses these messages.
+        """
+        guard = self._guard(messages)
+        guarded = [
+            {key: self._guarded(value, guard) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
+        rendered = self._render(guarded, add_generation_prompt)
+        ids: list[int] = []
+        at = 0
+        for match in self._control_pattern.finditer(rendered) if self._control_pattern else ():
+            ids += self._plain(rendered[at : match.start()].replace(guard, ""))
+            ids.append(self._control[match.group()])
+            at = match.end()
+        ids += self._plain(rendered[at:].replace(guard, ""))
+        if self._add_bos and ids[:1] != [self.bos_token_id]:
+            ids = self._begin() + ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of tokens; control tokens have none."""
+        ids = [token for token in token_ids if token not in self._control_ids]
+        if self._bytes_of is not None:
+            return b"".join(self._bytes_of[token] if 0 <= token < len(self._bytes_of) else b"" for token in ids).decode(
+                "utf-8", errors="replace"
+            )
+        return str(self._backend.decode(ids, skip_special_tokens=True))
+
+    def detokenizer(self) -> IncrementalDetokenizer:
+        """A new answer's detokenizer."""
+        return IncrementalDetokenizer(self)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """A token's bytes: none for a control token or an unknown id. None if the tokenizer is not byte-level."""
+        if self._bytes_of is None:
+            return None
+        if token_id in self._control_ids or not 0 <= token_id < len(self._bytes_of):
+            return b""
+        return self._bytes_of[token_id]
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> list[int]:
+        return [self.bos_token_id] if self._add_bos and self.bos_token_id is not None else []
+
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        # A lone surrogate (JSON can carry one) has no UTF-8 form; it reads as the replacement character.
+        clean = text.encode("utf-8", errors="replace").decode("utf-8") if _has_surrogate(text) else text
+        return list(self._backend.encode(clean, add_special_tokens=False).ids)
+
+    def _guard(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        used = set().union(
+            *(set(value) for message in messages for value in message.values() if isinstance(value, str))
+        )
+        for code in _GUARDS:
+            if chr(code) not in used:
+                return chr(code)
+        raise TemplateError("the messages use every private-use character")
+
+    def _guarded(self, text: str, guard: str) -> str:
+        """Break every control token's text, and what could become one beside the template's own text."""
+        if self._control_pattern is None:
+            return text
+        while (match := self._control_pattern.search(text)) is not None:
+            text = text[: match.start() + 1] + guard + text[match.start() + 1 :]
+        for control in self._control:
+            for size in range(1, len(control)):
+                if text.endswith(control[:size]):
+                    text += guard
+                if text.startswith(control[size:]):
+                    text = guard + text
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        if self._template_text is None:
+            raise TemplateError("this model has no chat template; use /v1/completions")
+        try:
+            if self._template is None:
+                self._template = _template_environment().from_string(self._template_text)
+            names = {index: text for text, index in self._control.items()}
+            return str(
+                self._template.render(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt,
+                    bos_token=names.get(-1 if self.bos_token_id is None else self.bos_token_id, ""),
+                    eos_token=names.get(self.eos_token_ids[0] if self.eos_token_ids else -1, ""),
+                )
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise TemplateError(f"chat template: {error}") from error
+
+    def _token_bytes(self) -> list[bytes]:
+        byte_of = {character: byte for byte, character in _byte_characters().items()}
+        table = []
+        for index in range(self.vocab_size):
+            token = self._backend.id_to_token(index)
+            if token is None:
+                table.append(b"")
+            elif all(character in byte_of for character in token):
+                table.append(bytes(byte_of[character] for character in token))
+            else:
+                table.append(token.encode("utf-8"))
+        return table
+
+
+class IncrementalDetokenizer:
+    """Turns an answer's tokens into text as they come; never hands out half a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        #: Only for tokenizers that are not byte-level: tokens whose text is not wholly told yet, after some context.
+        self._window: list[int] = []
+        self._told_tokens = 0
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Text that these tokens complete."""
+        parts = []
+        for token in token_ids:
+            data = self._tokenizer.token_bytes(token)
+            parts.append(self._utf8.decode(data) if data is not None else self._windowed(token))
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """What is left: the replacement character for a character that was never completed."""
+        if self._window:
+            return self._news()
+        return self._utf8.decode(b"", final=True)
+
+    def _windowed(self, token: int) -> str:
+        self._window.append(token)
+        text = self._news()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        # Keep the newest told tokens as context: the text of a token can depend on those before it.
+        self._window = self._window[self._told_tokens :]
+        self._told_tokens = len(self._window)
+        return text
+
+    def _news(self) -> str:
+        told = self._tokenizer.decode(self._window[: self._told_tokens])
+        return self._tokenizer.decode(self._window)[len(told) :]
+
+
+class StopStrings:
+    """Watches an answer for strings that end it.
+
+    Args:
+        stops: Non-empty strings. What is found, and everything after it, is not part of the answer.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if any(not stop for stop in stops):
+            raise ValueError("an empty stop string")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.hit: str | None = None
+
+    def push(self, text: str) -> str:
+        """Text that can be shown now; what might be the beginning of a stop string is held back.
+
+        After a hit (:attr:`hit` is set) everything is swallowed.
+        """
+        if not self._stops:
+            return text
+        if self.hit is not None:
+            return ""
+        self._held += text
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.hit = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = 0
+        for stop in self._stops:
+            for size in range(min(len(stop) - 1, len(self._held)), keep, -1):
+                if self._held.endswith(stop[:size]):
+                    keep = size
+                    break
+        shown = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back, once no more text comes."""
+        shown, self._held = self._held, ""
+        return shown
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable stand-ins of bytes in byte-level vocabularies (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in table:
+            table[byte] = chr(256 + len(table) - len(printable))
+    return table
+
+
+def _byte_alphabet() -> list[str]:
+    return list(_byte_characters().values())
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _template_processor_adds_bos(text: str, bos: object) -> bool:
+    processor = json.loads(text).get("post_processor") or {}
+    parts = processor.get("processors", [processor])
+    for part in parts:
+        if part.get("type") == "TemplateProcessing":
+            single = part.get("single") or [{}]
+            name = single[0].get("SpecialToken", {}).get("id")
+            ids = part.get("special_tokens", {}).get(name, {}).get("ids", [])
+            return bos in ids
+    return False
+
+
+def _template_environment() -> Any:
+    from jinja2.exceptions import TemplateError as JinjaError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise JinjaError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = raise_exception
+    return environment
