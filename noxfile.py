@@ -41,7 +41,7 @@ PACKAGES = (
 LIGHT_PACKAGES = PACKAGES[:-1]
 PYTHONS = ("3.11", "3.12", "3.13")
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
-CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "build", "twine")
+CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 
 
