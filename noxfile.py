@@ -27,15 +27,11 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 CONSTRAINTS = ROOT / "constraints.txt"
-PACKAGES = (
-    "rpc-local-registry",
-    "rpc-batch-submit",
-    "comm-broadcast",
-    "adp-router",
-    "pp-agreement",
-    "kv-bounce-planner",
-    "endpoint-lifecycle",
-    "meta-executor",
+#: Composes the others; installs with them only.
+COMPOSER = "meta-executor"
+#: Every distribution, the composing one last.
+PACKAGES = tuple(
+    sorted((p.parent.name for p in (ROOT / "packages").glob("*/pyproject.toml")), key=lambda n: (n == COMPOSER, n))
 )
 #: Packages whose own tests need no torch: tested on every supported Python.
 LIGHT_PACKAGES = PACKAGES[:-1]
@@ -254,6 +250,19 @@ def new_package(session: nox.Session) -> None:
     """Make a package from the template: ``nox -s new_package -- NAME``."""
     shared_environment(session)
     python(session, "tools/new_package.py", *session.posargs)
+
+
+@nox.session(python=False)
+def changelog(session: nox.Session) -> None:
+    """Gather a package's fragments into its changelog: ``nox -s changelog -- NAME VERSION [--draft]``."""
+    shared_environment(session)
+    if len(session.posargs) < 2 or session.posargs[0] not in PACKAGES:
+        session.error(f"name a package and its version after --; packages: {', '.join(PACKAGES)}")
+    name, version, *more = session.posargs
+    python(
+        session, "-m", "towncrier", "build", "--yes", "--config", "tools/towncrier.toml", "--dir", f"packages/{name}",
+        "--name", name, "--version", version, *more,
+    )  # fmt: skip
 
 
 @nox.session(python=False)

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import msgspec
 import openai
+from meta_executor.evidence.verify import verify_folder
 from rich.console import Console
 from rich.table import Table
 
 from meta_executor.config import ConfigError, apply_environment, load_service_config
-from meta_executor.evidence.verify import verify_folder
 from meta_executor.instance.launch import Launcher, RunFailed
 from meta_executor.preflight import check_service
 from meta_executor.wire import InstanceStatistics
