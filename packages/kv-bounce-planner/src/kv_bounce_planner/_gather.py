@@ -1,0 +1,239 @@
+"""Gather and scatter by pointer, for host memory, with numpy alone.
+
+One copy list (source, target, size) serves both directions. Fragments of one size are copied by one fancy-index
+assignment over elements of exactly that size (numpy's void type at a stride of one byte, so no alignment is needed);
+large fragments by one ``memmove`` each; rare sizes are cut into powers of two first, so that a skewed list still costs
+few passes. The slow paths of the field (a Python call per small fragment, uint8 index copies) are never taken.
+
+The caller guarantees that the addresses are this process's memory and stay alive: pointers carry no owner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kv_bounce_planner._errors import LayoutError
+from kv_bounce_planner._layout import ADDRESS_MAX, Int64Array, frozen_int64, read_only
+from kv_bounce_planner._reasons import Reason
+
+#: From this size on, one memmove per fragment (about 0.5 us each) costs less than a percent or two of the copy itself.
+MEMMOVE_BYTES_MIN = 32 << 10
+#: Few fragments are memmoved whatever their size: cheaper than building an index.
+MEMMOVE_COUNT_MAX = 16
+#: Up to so many distinct sizes each get a pass of their own; beyond, sizes are cut into powers of two.
+SIZE_CLASSES_MAX = 12
+
+
+@dataclass(frozen=True)
+class _Class:
+    """Fragments of one size: either a fancy-index pass or single moves."""
+
+    size: int
+    source: Int64Array
+    target: Int64Array
+    moves: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class CopyTable:
+    """A checked copy list, prepared once and usable many times.
+
+    Attributes:
+        source_addresses, target_addresses, sizes: int64 (n,), read-only. Targets do not overlap each other nor any source.
+        total_bytes: Sum of sizes.
+    """
+
+    source_addresses: Int64Array
+    target_addresses: Int64Array
+    sizes: Int64Array
+    total_bytes: int
+    _classes: tuple[_Class, ...]
+
+    @staticmethod
+    def of(source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array) -> CopyTable:
+        """Prepare a list.
+
+        Raises:
+            LayoutError: Lengths differ, a size is not positive or an address does not fit.
+        """
+        source, target, size = (frozen_int64(a) for a in (source_addresses, target_addresses, sizes))
+        if not len(source) == len(target) == len(size):
+            raise LayoutError(f"{len(source)} sources, {len(target)} targets, {len(size)} sizes")
+        if len(size) and (
+            int(size.min()) <= 0
+            or int(source.min()) < 0
+            or int(target.min()) < 0
+            or bool((source > ADDRESS_MAX - size).any())
+            or bool((target > ADDRESS_MAX - size).any())
+        ):
+            raise LayoutError("a fragment without bytes or beyond the address space", reason=Reason.BAD_FIELD)
+        return CopyTable(source, target, size, int(size.sum()), tuple(_classes(source, target, size)))
+
+    @staticmethod
+    def gather(addresses: Int64Array, sizes: Int64Array, staging_address: int) -> CopyTable:
+        """Fragments into one contiguous region, in order."""
+        sizes = frozen_int64(sizes)
+        return CopyTable.of(addresses, np.cumsum(sizes) - sizes + staging_address, sizes)
+
+    @staticmethod
+    def scatter(staging_address: int, addresses: Int64Array, sizes: Int64Array) -> CopyTable:
+        """One contiguous region into fragments, in order."""
+        sizes = frozen_int64(sizes)
+        return CopyTable.of(np.cumsum(sizes) - sizes + staging_address, addresses, sizes)
+
+    def run(self) -> int:
+        """Copy now, in this thread, through the host's memory. Returns bytes copied."""
+        for part in self._classes:
+            if part.moves:
+                move = ctypes.memmove
+                for target, source, size in part.moves:
+                    move(target, source, size)
+            else:
+                _copy_class(part)
+        return self.total_bytes
+
+
+def _classes(source: Int64Array, target: Int64Array, sizes: Int64Array) -> Iterator[_Class]:
+    if len(sizes) == 0:
+        return
+    large = sizes >= MEMMOVE_BYTES_MIN
+    if len(sizes) <= MEMMOVE_COUNT_MAX:
+        large = np.ones(len(sizes), np.bool_)
+    if bool(large.any()):
+        moves = tuple(zip(target[large].tolist(), source[large].tolist(), sizes[large].tolist(), strict=True))
+        yield _Class(0, read_only(source[large]), read_only(target[large]), moves)
+        small = ~large
+        source, target, sizes = source[small], target[small], sizes[small]
+        if len(sizes) == 0:
+            return
+    if int(sizes.min()) == int(sizes.max()):
+        yield _Class(int(sizes[0]), source, target)
+        return
+    distinct = np.unique(sizes)
+    if len(distinct) <= SIZE_CLASSES_MAX:
+        for size in distinct:
+            index = np.flatnonzero(sizes == size)
+            yield _Class(int(size), source[index], target[index])
+        return
+    done = np.zeros(len(sizes), np.int64)
+    for bit in range(int(sizes.max()).bit_length() - 1, -1, -1):
+        index = np.flatnonzero(sizes & (1 << bit))
+        if len(index):
+            yield _Class(1 << bit, source[index] + done[index], target[index] + done[index])
+            done[index] += 1 << bit
+
+
+class _Span:
+    """Host memory seen as overlapping elements of one size, one per byte position: the buffer that indices point into."""
+
+    def __init__(self, address: int, last: int, size: int) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (last - address + 1,),
+            "strides": (1,),
+            "typestr": f"|V{size}",
+        }
+
+
+def _copy_class(part: _Class) -> None:
+    """One pass. The spans between lowest and highest address are only indexed where a fragment stands."""
+    source_low, source_high = int(part.source.min()), int(part.source.max())
+    target_low, target_high = int(part.target.min()), int(part.target.max())
+    source = np.asarray(_Span(source_low, source_high, part.size))
+    target = np.asarray(_Span(target_low, target_high, part.size))
+    dense_source = _dense(part.source, part.size)
+    dense_target = _dense(part.target, part.size)
+    if dense_target:
+        flat = target[:: part.size]
+        if dense_source:
+            flat[:] = source[:: part.size]
+        else:
+            flat[:] = source[part.source - source_low]
+    elif dense_source:
+        target[part.target - target_low] = source[:: part.size]
+    else:
+        target[part.target - target_low] = source[part.source - source_low]
+
+
+def _dense(addresses: Int64Array, size: int) -> bool:
+    return bool((addresses[1:] - addresses[:-1] == size).all())
+
+
+def gather(source_addresses: Int64Array, sizes: Int64Array, staging_address: int) -> int:
+    """Copy host fragments into one contiguous host region, in order. Returns bytes copied.
+
+    Raises:
+        LayoutError: The list is malformed; nothing was copied.
+    """
+    return CopyTable.gather(source_addresses, sizes, staging_address).run()
+
+
+def scatter(staging_address: int, target_addresses: Int64Array, sizes: Int64Array) -> int:
+    """Copy one contiguous host region into host fragments, in order. Returns bytes copied.
+
+    Raises:
+        LayoutError: The list is malformed; nothing was copied.
+    """
+    return CopyTable.scatter(staging_address, target_addresses, sizes).run()
+
+
+@runtime_checkable
+class PreparedCopy(Protocol):
+    """A copy list in the form that one copier wants (on a device: resident there)."""
+
+    @property
+    def total_bytes(self) -> int: ...
+
+
+class CopyHandle(Protocol):
+    """A submitted copy. Until :meth:`done` has answered True, sources and targets are both in use."""
+
+    def done(self) -> bool:
+        """Whether every byte has landed; never blocks. Raises TransportError when the copy failed: memory in doubt."""
+        ...
+
+    def wait(self) -> None:
+        """Block until :meth:`done`."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies lists of fragments. One interface for host and device memory."""
+
+    def prepare(
+        self, source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array
+    ) -> PreparedCopy: ...
+
+    def submit(self, prepared: PreparedCopy) -> CopyHandle: ...
+
+
+class _Finished:
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_FINISHED = _Finished()
+
+
+class HostCopier:
+    """Copies host memory in the calling thread: a submitted copy is finished when ``submit`` returns."""
+
+    def prepare(self, source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array) -> CopyTable:
+        """Check and classify a list. Raises LayoutError."""
+        return CopyTable.of(source_addresses, target_addresses, sizes)
+
+    def submit(self, prepared: PreparedCopy) -> CopyHandle:
+        """Copy now."""
+        if not isinstance(prepared, CopyTable):
+            raise LayoutError("a list prepared by another copier")
+        prepared.run()
+        return _FINISHED
