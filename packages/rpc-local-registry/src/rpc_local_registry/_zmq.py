@@ -1,0 +1,308 @@
+"""The one file that imports zmq: sockets, addresses, wake-ups, connection events.
+
+A ``Link`` belongs to one thread; only ``wake`` may be called from others. Receiving is event-driven: one poll over the socket, the
+wake-up descriptor and the socket's monitor. LINGER is 0 everywhere; what must arrive is acknowledged by the protocol instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import re
+import shutil
+import socket as stdlib_socket
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from rpc_local_registry._config import RpcConfig
+from rpc_local_registry._errors import RpcAddressError, RpcAddressInUse, RpcConnectionError
+
+#: ``sockaddr_un.sun_path`` holds 108 bytes, the last is zero.
+IPC_PATH_BYTES_MAX: Final = 107
+#: Above this the binding sends from the caller's memory; below it copying is cheaper.
+_COPY_BYTES_MAX: Final = 65536
+_TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9_.\-*]+):(\d{1,5})$")
+
+CONNECTED: Final = "connected"
+DISCONNECTED: Final = "disconnected"
+_EVENTS: Final = {
+    int(zmq.Event.CONNECTED): CONNECTED,
+    int(zmq.Event.ACCEPTED): CONNECTED,
+    int(zmq.Event.DISCONNECTED): DISCONNECTED,
+}
+
+
+def check_address(address: object, *, bind: bool) -> str:
+    """A usable address, or an error that says what is wrong with it.
+
+    Raises:
+        RpcAddressError: Malformed, too long, abstract, or a wildcard where one must connect.
+    """
+    if not isinstance(address, str) or "\0" in address:
+        raise RpcAddressError(f"address must be text, got {address!r}")
+    if address.startswith("inproc://") and len(address) > len("inproc://"):
+        return address
+    if address.startswith("ipc://"):
+        path = address.removeprefix("ipc://")
+        if path in ("", "*"):
+            if not bind:
+                raise RpcAddressError(f"{address!r} names no socket to connect to; use the server's .address")
+            return "ipc://"
+        if path.startswith("@"):
+            raise RpcAddressError(f"{address!r}: abstract sockets have no owner and no permissions")
+        if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
+            raise RpcAddressError(
+                f"socket path of {len(os.fsencode(path))} bytes; at most {IPC_PATH_BYTES_MAX}: {path}"
+            )
+        if not os.path.isabs(path):
+            raise RpcAddressError(f"{address!r}: the socket path must be absolute")
+        return address
+    match = _TCP.match(address)
+    if match is None:
+        raise RpcAddressError(f"{address!r} is not ipc://, ipc:///path, tcp://host:port or inproc://name")
+    if int(match[2]) > 65535 or (not bind and (int(match[2]) == 0 or match[1] == "*")):
+        raise RpcAddressError(f"{address!r}: port or host cannot be {'bound' if bind else 'connected to'}")
+    return address
+
+
+def _private_folder(folder: Path) -> None:
+    """Make or check the folder of an ipc socket: ours, and nobody else may enter."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise RpcAddressError(
+            f"{folder} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: an ipc socket wants a folder "
+            f"of its own with mode 0700"
+        )
+
+
+def _is_live(path: str) -> bool:
+    probe = stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM)
+    try:
+        probe.setblocking(False)
+        probe.connect(path)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ECONNREFUSED, errno.ENOENT, errno.ENOTSOCK):
+            return False
+        raise RpcAddressError(f"{path}: {error}") from error
+    else:
+        return True
+    finally:
+        probe.close()
+
+
+class Link:
+    """One socket with its wake-up descriptor and monitor."""
+
+    def __init__(self, kind: int, config: RpcConfig, *, monitored: bool) -> None:
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_pending = False
+        self._closed = False
+        self._folder: Path | None = None
+        self._ipc_path: str | None = None
+        self._ipc_identity = (0, 0)
+        self._monitor: zmq.Socket[bytes] | None = None
+        self.address = ""
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        socket = self._socket
+        socket.setsockopt(zmq.LINGER, 0)
+        # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the sequence.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
+        socket.copy_threshold = _COPY_BYTES_MAX
+        self._routed = kind == zmq.ROUTER
+        if self._routed:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        if monitored:
+            self._monitor = socket.get_monitor_socket(zmq.Event.CONNECTED | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+            self._poller.register(self._monitor, zmq.POLLIN)
+
+    @classmethod
+    def connect(cls, address: str, config: RpcConfig) -> Link:
+        """The client's end. Succeeds whether or not somebody listens."""
+        link = cls(zmq.DEALER, config, monitored=not address.startswith("inproc://"))
+        try:
+            if "[" in address:
+                link._socket.setsockopt(zmq.IPV6, 1)
+            link._socket.connect(address)
+        except zmq.ZMQError as error:
+            link.close()
+            raise RpcConnectionError(f"cannot connect to {address}: {error}") from error
+        link.address = address
+        return link
+
+    @classmethod
+    def bind(cls, address: str, config: RpcConfig) -> Link:
+        """The server's end.
+
+        Raises:
+            RpcAddressInUse: Somebody alive serves the address.
+            RpcAddressError: The address cannot be bound.
+        """
+        link = cls(zmq.ROUTER, config, monitored=not address.startswith("inproc://"))
+        try:
+            if address.startswith("ipc://"):
+                link._bind_ipc(address)
+            else:
+                if "[" in address:
+                    link._socket.setsockopt(zmq.IPV6, 1)
+                link._bind(address)
+                link.address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def _bind(self, address: str) -> None:
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise RpcAddressInUse(f"{address} is served already") from error
+            raise RpcAddressError(f"cannot bind {address}: {error}") from error
+
+    def _bind_ipc(self, address: str) -> None:
+        path = address.removeprefix("ipc://")
+        if not path:
+            self._folder = Path(tempfile.mkdtemp(prefix="rpc-"))
+            path = str(self._folder / "s")
+            if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
+                raise RpcAddressError(f"the temporary folder's name is too long for a socket: {path}")
+        folder = Path(path).parent
+        _private_folder(folder)
+        # The listening socket is made here and lent to libzmq: left to itself it unlinks whatever is at the path, before it binds
+        # and again some time after it was closed. The folder's lock makes looking and binding one act.
+        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        listener = stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM)
+        try:
+            fcntl.flock(folder_fd, fcntl.LOCK_EX)
+            if os.path.lexists(path):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise RpcAddressInUse(f"{path} exists and is no socket")
+                if _is_live(path):
+                    raise RpcAddressInUse(f"{path} is served already")
+                os.unlink(path)
+            try:
+                listener.bind(path)
+                listener.listen(128)
+            except OSError as error:
+                raise RpcAddressError(f"cannot bind {path}: {error}") from error
+            status = os.lstat(path)
+            self._ipc_path, self._ipc_identity = path, (status.st_dev, status.st_ino)
+            self._socket.setsockopt(zmq.USE_FD, listener.fileno())
+            self._bind(f"ipc://{path}")
+            listener.detach()
+        finally:
+            listener.close()
+            os.close(folder_fd)
+        self.address = f"ipc://{path}"
+
+    def wake(self) -> None:
+        """Make the owning thread's ``poll`` return; from any thread. Several wake-ups before it looks cost one."""
+        if not self._wake_pending:
+            self._wake_pending = True
+            try:
+                os.eventfd_write(self._wake_fd, 1)
+            except OSError:
+                if not self._closed:
+                    raise
+
+    def poll(self, timeout_s: float | None) -> bool:
+        """Wait for a message, a wake-up or a connection event; True if the monitor has something."""
+        timeout_ms = None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+        monitor_ready = False
+        for ready, _ in self._poller.poll(timeout_ms):
+            if ready is self._monitor:
+                monitor_ready = True
+            elif ready is not self._socket:
+                os.eventfd_read(self._wake_fd)
+                # Before the caller drains its queue: whoever appends from here on wakes us again.
+                self._wake_pending = False
+        return monitor_ready
+
+    def events(self) -> list[str]:
+        """Connection events since the last call."""
+        found: list[str] = []
+        monitor = self._monitor
+        while monitor is not None and monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = _EVENTS.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
+            if event is not None:
+                found.append(event)
+        return found
+
+    def readable(self) -> bool:
+        """Whether ``receive`` has a message."""
+        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    def receive(self, frames_max: int) -> list[bytes | memoryview]:
+        """All frames of the next message (a server's first one is the peer's routing id); excess frames are dropped unread.
+
+        One frame more than ``frames_max`` may come back, so that the reader sees the excess.
+        """
+        socket = self._socket
+        frames: list[bytes | memoryview] = [socket.recv(zmq.NOBLOCK)]
+        if self._routed:
+            if not socket.getsockopt(zmq.RCVMORE):
+                return frames
+            frames.append(socket.recv(zmq.NOBLOCK))
+        while socket.getsockopt(zmq.RCVMORE):
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) <= frames_max:
+                frames.append(frame.buffer)
+        return frames
+
+    def send(self, frames: Sequence[bytes | memoryview], routing_id: bytes = b"") -> bool:
+        """Queue a message; False if that peer is gone (servers only)."""
+        socket = self._socket
+        try:
+            if routing_id:
+                socket.send(routing_id, zmq.SNDMORE | zmq.NOBLOCK)
+            if len(frames) == 1:
+                socket.send(frames[0], zmq.NOBLOCK)
+            else:
+                for frame in frames[:-1]:
+                    socket.send(frame, zmq.SNDMORE | zmq.NOBLOCK, copy=len(frame) <= _COPY_BYTES_MAX)
+                socket.send(frames[-1], zmq.NOBLOCK, copy=len(frames[-1]) <= _COPY_BYTES_MAX)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Release everything at once: sockets, descriptor, socket file, private folder."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor = None
+        self._socket.close(linger=0)
+        os.close(self._wake_fd)
+        if self._ipc_path is not None:
+            try:
+                status = os.lstat(self._ipc_path)
+                if (status.st_dev, status.st_ino) == self._ipc_identity:
+                    os.unlink(self._ipc_path)
+            except FileNotFoundError:
+                pass
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
