@@ -1,5 +1,190 @@
-"""Who may publish an endpoint, and who may use it."""
+"""Who may publish an endpoint, and who may use it.
+
+Layout:
+    _record.py      the published record and its strict reading
+    _state.py       an owner's states and their table
+    _owner.py       the owner side: estimation, capability, publication, admission, draining, retiring
+    _directory.py   the router side, pure: slots, flights, reservations, audit
+    _asyncio.py     the router side on an event loop; the only file that imports asyncio in the core's place
+    _backoff.py     idle waiting for threads
+    _ids.py         63-bit request ids
+    _http.py        bodies and status codes for a web server
+    _errors.py      the error tree
+    testing.py      fake clock, fake transport, schedule explorer
+"""
 
 from endpoint_lifecycle.__about__ import __version__
+from endpoint_lifecycle._asyncio import (
+    AsyncEndpointDirectory,
+    AsyncIdleBackoff,
+    AsyncReservation,
+    ReleaseNotice,
+    ReservedStream,
+)
+from endpoint_lifecycle._backoff import BackoffSchedule, BackoffStatistics, IdleBackoff
+from endpoint_lifecycle._directory import (
+    Candidate,
+    DirectoryAudit,
+    DirectoryConfig,
+    DirectoryStatistics,
+    Effects,
+    EndpointDirectory,
+    Flight,
+    Load,
+    LoadView,
+    PickPolicy,
+    PickRequest,
+    Reservation,
+    ReservationState,
+    ReservationView,
+    ServerStatus,
+    ServerView,
+    Ticket,
+)
+from endpoint_lifecycle._errors import (
+    AlreadyOwned,
+    ConfigError,
+    DirectoryClosed,
+    Draining,
+    EndpointError,
+    EndpointTimeout,
+    EstimationNotClosed,
+    IdSpaceExhausted,
+    InFlight,
+    InvalidTransition,
+    LocalProtocolError,
+    NoServer,
+    NotFinal,
+    NotReady,
+    Overloaded,
+    ProtocolViolation,
+    RecordInvalid,
+    RefreshFailed,
+    RemoteProtocolError,
+    ReservationError,
+    ServerGone,
+    StaleGeneration,
+    StoreCompacted,
+    StoreError,
+    StoryEntry,
+    Unavailable,
+)
+from endpoint_lifecycle._http import (
+    check_generation,
+    cluster_info_body,
+    error_body,
+    http_status,
+    reservations_body,
+    server_info_body,
+)
+from endpoint_lifecycle._ids import DurableRequestIds, RequestIdGenerator, split_request_id
+from endpoint_lifecycle._owner import (
+    Admission,
+    EndpointOwner,
+    EndpointSlot,
+    EstimationAccount,
+    EstimationRuntime,
+    OwnerStatistics,
+    PublishCapability,
+    SlotView,
+    new_generation,
+)
+from endpoint_lifecycle._record import (
+    PROTOCOL_VERSION,
+    EndpointProfile,
+    EndpointRecord,
+    address_fault,
+    parse_record,
+    record_from_disaggregated_params,
+    unknown_fields,
+)
+from endpoint_lifecycle._state import TRANSITIONS, OwnerEvent, OwnerState
 
-__all__ = ["__version__"]
+__all__ = [
+    "__version__",
+    # records
+    "PROTOCOL_VERSION",
+    "EndpointProfile",
+    "EndpointRecord",
+    "address_fault",
+    "parse_record",
+    "record_from_disaggregated_params",
+    "unknown_fields",
+    # owner side
+    "Admission",
+    "EndpointOwner",
+    "EndpointSlot",
+    "EstimationAccount",
+    "EstimationRuntime",
+    "OwnerEvent",
+    "OwnerState",
+    "OwnerStatistics",
+    "PublishCapability",
+    "SlotView",
+    "TRANSITIONS",
+    "new_generation",
+    # router side
+    "AsyncEndpointDirectory",
+    "AsyncReservation",
+    "Candidate",
+    "DirectoryAudit",
+    "DirectoryConfig",
+    "DirectoryStatistics",
+    "Effects",
+    "EndpointDirectory",
+    "Flight",
+    "Load",
+    "LoadView",
+    "PickPolicy",
+    "PickRequest",
+    "ReleaseNotice",
+    "Reservation",
+    "ReservationState",
+    "ReservationView",
+    "ReservedStream",
+    "ServerStatus",
+    "ServerView",
+    "Ticket",
+    # idle and ids
+    "AsyncIdleBackoff",
+    "BackoffSchedule",
+    "BackoffStatistics",
+    "DurableRequestIds",
+    "IdleBackoff",
+    "RequestIdGenerator",
+    "split_request_id",
+    # web
+    "check_generation",
+    "cluster_info_body",
+    "error_body",
+    "http_status",
+    "reservations_body",
+    "server_info_body",
+    # errors
+    "AlreadyOwned",
+    "ConfigError",
+    "DirectoryClosed",
+    "Draining",
+    "EndpointError",
+    "EndpointTimeout",
+    "EstimationNotClosed",
+    "IdSpaceExhausted",
+    "InFlight",
+    "InvalidTransition",
+    "LocalProtocolError",
+    "NoServer",
+    "NotFinal",
+    "NotReady",
+    "Overloaded",
+    "ProtocolViolation",
+    "RecordInvalid",
+    "RefreshFailed",
+    "RemoteProtocolError",
+    "ReservationError",
+    "ServerGone",
+    "StaleGeneration",
+    "StoreCompacted",
+    "StoreError",
+    "StoryEntry",
+    "Unavailable",
+]

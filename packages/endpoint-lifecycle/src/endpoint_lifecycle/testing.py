@@ -1,0 +1,1 @@
+"""Fakes and a schedule explorer for tests of programs that use this package."""
