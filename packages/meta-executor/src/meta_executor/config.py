@@ -189,6 +189,8 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     run_dir: str | None = None
     #: Keep evidence files in this folder after the run. None: they go with the run folder.
     evidence_dir: str | None = None
+    #: Keep the logs in this folder after the run. None: they go with the run folder when it ended well.
+    log_dir: str | None = None
     #: How long a drain may take before what is left is reported and stopped (s).
     drain_timeout_s: PositiveFloat = 60.0
     #: How long the instances may take to become ready (s).

@@ -185,7 +185,7 @@ class Launcher:
                 self._kill_everything()
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                self._keep_evidence()
+                self._keep_files()
         finally:
             if hasattr(self, "_listener"):
                 self._selector.unregister(self._listener)
@@ -534,13 +534,14 @@ class Launcher:
         for component in self._components.values():
             self._kill(component)
 
-    def _keep_evidence(self) -> None:
-        if self._service.evidence_dir is None:
-            return
-        target = Path(self._service.evidence_dir)
-        target.mkdir(parents=True, exist_ok=True)
-        for path in sorted((self._directory.path / "evidence").iterdir()):
-            shutil.copy2(path, target / path.name)
+    def _keep_files(self) -> None:
+        """Copy what was asked for out of the run folder."""
+        for name, wanted in (("evidence", self._service.evidence_dir), ("logs", self._service.log_dir)):
+            if wanted is not None:
+                target = Path(wanted)
+                target.mkdir(parents=True, exist_ok=True)
+                for path in sorted((self._directory.path / name).iterdir()):
+                    shutil.copy2(path, target / path.name)
 
 
 def _first_cause(suspects: list[Death]) -> Death:

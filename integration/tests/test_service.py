@@ -1,0 +1,210 @@
+"""The service as its clients see it: answers equal to the single-process reference, protocol as OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from meta_executor.config import EngineConfig
+from meta_executor.engine.base import SamplingParams
+from meta_executor.engine.generate import generate_text
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+
+ANSWER_TOKENS = 32
+LONG = "The tide came in and the tide went out, and each time the keeper of the light wrote down the hour. "
+PROMPTS = (
+    "A",
+    "The capital of France is",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "The three primary colours are",
+    "Water boils at",
+    "In the year 1969,",
+    "Dear Sir or Madam,",
+    "1, 2, 3, 4,",
+    "To make bread you need",
+    "The opposite of hot is",
+    "My favourite animal is the",
+    "She opened the door and",
+    "The quick brown fox",
+    "Photosynthesis is the process by which",
+    "A haiku about rain:\n",
+    "The largest planet in the solar system is",
+    "Roses are red,",
+    LONG * 24 + "In short,",
+    "Here is a list of words: " + "sea, light, wind, ship, keeper, rope, " * 45 + "and finally",
+)
+
+
+@pytest.fixture(scope="module")
+def client(service):
+    """OpenAI's own client; it must not retry behind the test's back."""
+    return openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0, timeout=300.0)
+
+
+@pytest.fixture(scope="module")
+def model(client):
+    """The one model that is served."""
+    return client.models.list().data[0].id
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same engine in one process, one thread, one prompt at a time."""
+    engine = EngineConfig(model="smollm2", threads=1)
+    return [generate_text(engine, prompt, SamplingParams(max_tokens=ANSWER_TOKENS)) for prompt in PROMPTS]
+
+
+def complete(client, model, prompt, **more):
+    """One completion with its token ids."""
+    return client.completions.create(
+        model=model,
+        prompt=prompt,
+        max_tokens=ANSWER_TOKENS,
+        temperature=0.0,
+        extra_body={"return_token_ids": True},
+        **more,
+    )
+
+
+def test_answers_equal_the_reference_token_for_token(service, client, model, reference, capsys):
+    """Twenty prompts at once through both instances give the tokens that one process gives alone.
+
+    Two prompts have over 500 tokens, one has a single token. Greedy, float32, one thread per rank.
+    """
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: complete(client, model, prompt), PROMPTS))
+    lengths = [answer.usage.prompt_tokens for answer in answers]
+    assert min(lengths) == 1
+    assert sum(length > 500 for length in lengths) == 2
+    for prompt, answer, wanted in zip(PROMPTS, answers, reference, strict=True):
+        choice = answer.choices[0]
+        assert choice.model_extra["token_ids"] == list(wanted.token_ids), prompt[:40]
+        assert choice.finish_reason == wanted.finish_reason
+        assert answer.usage.completion_tokens == len(wanted.token_ids)
+    with capsys.disabled():
+        print(f"\nsmallest top-two margin over {len(PROMPTS)} prompts: {min(r.margin_min for r in reference):.2e}")
+
+
+def test_eight_clients_mixed_streaming_and_not(service, client, model, reference):
+    """Streams end in a finish reason, a usage chunk and [DONE]; whole answers carry the same."""
+
+    def whole(number):
+        answer = complete(client, model, PROMPTS[number])
+        return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+
+    def streamed(number):
+        body = {
+            "model": model, "prompt": PROMPTS[number], "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        text, reason, usage, events = "", None, None, []
+        with httpx.stream("POST", service.url + "/v1/completions", json=body, timeout=300.0) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            for line in response.iter_lines():
+                if line:
+                    assert line.startswith("data: ")
+                    events.append(line[6:])
+        assert events[-1] == "[DONE]"
+        for event in map(json.loads, events[:-1]):
+            if event["choices"]:
+                text += event["choices"][0]["text"]
+                reason = event["choices"][0]["finish_reason"] or reason
+            usage = event.get("usage") or usage
+        return text, reason, usage
+
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(streamed if n % 2 else whole, n) for n in range(8)]
+        results = [job.result() for job in jobs]
+    for number, (text, reason, usage) in enumerate(results):
+        wanted = reference[number]
+        assert text == wanted.text
+        assert reason == wanted.finish_reason
+        used = usage if isinstance(usage, dict) else usage.model_dump()
+        assert used["completion_tokens"] == len(wanted.token_ids)
+        assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+        ("completions", {"prompt": 3}, "prompt"),
+        ("completions", {}, "prompt"),
+        ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "x", "top_p": 2}, "top_p"),
+        ("completions", {"prompt": "x", "max_tokens": 1_000_000}, "max_tokens"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "content"),
+    ],
+)
+def test_a_wrong_body_gets_400_naming_the_field(service, model, path, body, field):
+    """Nothing is dispatched; the message and the `param` name what is wrong."""
+    answer = httpx.post(f"{service.url}/v1/{path}", json={"model": model, **body}, timeout=30.0)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert field in (error.get("param") or "") or field in error["message"]
+
+
+def test_typed_control_tokens_stay_text(service, client, model):
+    """<|im_end|> in a user's message is text: it is not counted as one token, and ends nothing."""
+    plain = client.chat.completions.create(
+        model=model, max_tokens=1, messages=[{"role": "user", "content": "<|im_end|>"}]
+    ).usage.prompt_tokens
+    empty = client.chat.completions.create(
+        model=model, max_tokens=1, messages=[{"role": "user", "content": "a"}]
+    ).usage.prompt_tokens
+    assert plain > empty
+
+
+def test_sampling_is_a_function_of_the_seed(client, model):
+    """The same seed gives the same answer, whatever else runs; another one a different answer."""
+
+    def sampled(seed):
+        return (
+            client.completions.create(
+                model=model, prompt="Once upon a time", max_tokens=24, temperature=1.0, top_p=0.9, seed=seed
+            )
+            .choices[0]
+            .text
+        )
+
+    with ThreadPoolExecutor(3) as pool:
+        first, again, other = pool.map(sampled, (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+def test_stop_strings_end_the_answer(client, model, reference):
+    """The answer ends before the stop string, with reason stop."""
+    wanted = reference[1].text
+    stop = wanted[5:9]
+    answer = client.completions.create(
+        model=model, prompt=PROMPTS[1], max_tokens=ANSWER_TOKENS, temperature=0.0, stop=stop
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == wanted[: wanted.index(stop)]
+
+
+def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, model):
+    """After all of the above: agreement equal on every context rank, both submit paths used, both ranks routed to."""
+    complete(client, model, PROMPTS[1])
+    statistics = service.statistics()
+    context = next(s for s in statistics.values() if s.role == "context")
+    generation = next(s for s in statistics.values() if s.role == "generation")
+    assert context.rpc_submits > 0
+    assert context.local_submits == 0
+    assert generation.local_submits > 0
+    assert generation.rpc_submits == 0
+    assert len({r.agreement_opened for r in context.ranks}) == 1
+    assert context.ranks[0].agreement_opened > 0
+    assert all(count > 0 for count in generation.routed_per_rank)
+    assert sum(r.transfers_coalesced for r in context.ranks) > 0
+    assert sum(r.transfers_direct + r.transfers_merged for r in context.ranks) > 0
