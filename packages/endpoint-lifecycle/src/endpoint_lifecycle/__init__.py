@@ -4,7 +4,9 @@ Layout:
     _record.py      the published record and its strict reading
     _state.py       an owner's states and their table
     _owner.py       the owner side: estimation, capability, publication, admission, draining, retiring
-    _directory.py   the router side, pure: slots, flights, reservations, audit
+    _directory.py   the router side, pure: every rule
+    _slots.py       what it keeps its books in: slots, pools, flights, reservations
+    _views.py       configuration, statuses, audit and statistics as plain data
     _asyncio.py     the router side on an event loop; the only file that imports asyncio in the core's place
     _backoff.py     idle waiting for threads
     _ids.py         63-bit request ids
@@ -22,25 +24,7 @@ from endpoint_lifecycle._asyncio import (
     ReservedStream,
 )
 from endpoint_lifecycle._backoff import BackoffSchedule, BackoffStatistics, IdleBackoff
-from endpoint_lifecycle._directory import (
-    Candidate,
-    DirectoryAudit,
-    DirectoryConfig,
-    DirectoryStatistics,
-    Effects,
-    EndpointDirectory,
-    Flight,
-    Load,
-    LoadView,
-    PickPolicy,
-    PickRequest,
-    Reservation,
-    ReservationState,
-    ReservationView,
-    ServerStatus,
-    ServerView,
-    Ticket,
-)
+from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._errors import (
     AlreadyOwned,
     ConfigError,
@@ -98,7 +82,27 @@ from endpoint_lifecycle._record import (
     record_from_disaggregated_params,
     unknown_fields,
 )
+from endpoint_lifecycle._slots import (
+    Candidate,
+    Effects,
+    Flight,
+    PickPolicy,
+    PickRequest,
+    Reservation,
+    Ticket,
+)
 from endpoint_lifecycle._state import TRANSITIONS, OwnerEvent, OwnerState
+from endpoint_lifecycle._views import (
+    DirectoryAudit,
+    DirectoryConfig,
+    DirectoryStatistics,
+    Load,
+    LoadView,
+    ReservationState,
+    ReservationView,
+    ServerStatus,
+    ServerView,
+)
 
 __all__ = [
     "__version__",

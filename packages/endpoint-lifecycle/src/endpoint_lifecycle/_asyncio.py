@@ -15,20 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from endpoint_lifecycle._backoff import CAP_S, FIRST_S, BackoffSchedule, BackoffStatistics
-from endpoint_lifecycle._directory import (
-    DirectoryAudit,
-    DirectoryConfig,
-    DirectoryStatistics,
-    Effects,
-    EndpointDirectory,
-    Flight,
-    Load,
-    PickPolicy,
-    Reservation,
-    ReservationState,
-    ServerStatus,
-    Ticket,
-)
+from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._errors import (
     DirectoryClosed,
     EndpointError,
@@ -39,6 +26,15 @@ from endpoint_lifecycle._errors import (
     ReservationError,
 )
 from endpoint_lifecycle._record import EndpointRecord
+from endpoint_lifecycle._slots import Effects, Flight, PickPolicy, Reservation, Ticket
+from endpoint_lifecycle._views import (
+    DirectoryAudit,
+    DirectoryConfig,
+    DirectoryStatistics,
+    Load,
+    ReservationState,
+    ServerStatus,
+)
 
 T = TypeVar("T")
 

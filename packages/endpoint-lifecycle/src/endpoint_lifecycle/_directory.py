@@ -20,11 +20,8 @@ Rules, each checked by a test of that name:
 
 from __future__ import annotations
 
-import enum
-import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -44,458 +41,30 @@ from endpoint_lifecycle._errors import (
     StaleGeneration,
     StoryEntry,
 )
-from endpoint_lifecycle._record import DRAINING, EndpointRecord, check_field, check_id, parse_record
-
-_STORY_MAX = 32
-_SUPERSEDED_MAX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectoryConfig:
-    """Bounds of a directory. Durations in seconds.
-
-    Attributes:
-        attempt_timeout_s: One fetch attempt, (0, 600].
-        total_timeout_s: One flight with its retries, and the default wait of a caller, (0, 3600].
-        attempts: Attempts per flight, [1, 100].
-        concurrent_fetches: Fetches at one time over all servers, [1, 10000].
-        waiters_max: Callers waiting for one server's refresh; one more gets Overloaded.
-        payload_bytes_max: Longest record accepted, bytes.
-        negative_ttl_s: How long a failed refresh answers later callers at once, [0, 0.1]; shortened by up to half, randomly.
-        cancel_unwatched: Cancel a fetch when its last waiter leaves. Otherwise it runs to its bound and its result counts.
-        reservation_ttl_s: A reservation that is not renewed for so long is taken off the books and counted as a defect.
-        reservations_max: Live reservations; one more gets Overloaded.
-        probe_first_s, probe_max_s: Wait between probes of a server that cannot be picked: doubling, randomly shortened.
-        probe_ready_s: Interval between checks of a server that can be picked; None: no checks.
-        probe_failures_max: Failed fetches in a row after which a server cannot be picked.
-        require_generation: Refuse records without a generation.
-        protocol_version, layout_fingerprint: What records must say; None accepts any.
-    """
-
-    attempt_timeout_s: float = 1.0
-    total_timeout_s: float = 3.0
-    attempts: int = 3
-    concurrent_fetches: int = 8
-    waiters_max: int = 1024
-    payload_bytes_max: int = 65536
-    negative_ttl_s: float = 0.1
-    cancel_unwatched: bool = False
-    reservation_ttl_s: float = 180.0
-    reservations_max: int = 1_000_000
-    probe_first_s: float = 0.1
-    probe_max_s: float = 1.0
-    probe_ready_s: float | None = 5.0
-    probe_failures_max: int = 2
-    require_generation: bool = True
-    protocol_version: int | None = None
-    layout_fingerprint: str | None = None
-
-    def __post_init__(self) -> None:
-        check_field(0 < self.attempt_timeout_s <= 600, "attempt_timeout_s", "must be in (0, 600]")
-        check_field(0 < self.total_timeout_s <= 3600, "total_timeout_s", "must be in (0, 3600]")
-        check_field(1 <= self.attempts <= 100, "attempts", "must be in [1, 100]")
-        check_field(1 <= self.concurrent_fetches <= 10_000, "concurrent_fetches", "must be in [1, 10000]")
-        check_field(self.waiters_max >= 1, "waiters_max", "must be >= 1")
-        check_field(self.payload_bytes_max >= 256, "payload_bytes_max", "must be >= 256")
-        check_field(0 <= self.negative_ttl_s <= 0.1, "negative_ttl_s", "must be in [0, 0.1]")
-        check_field(self.reservation_ttl_s > 0, "reservation_ttl_s", "must be > 0")
-        check_field(self.reservations_max >= 1, "reservations_max", "must be >= 1")
-        check_field(0 < self.probe_first_s <= self.probe_max_s, "probe_first_s", "must be in (0, probe_max_s]")
-        check_field(self.probe_ready_s is None or self.probe_ready_s > 0, "probe_ready_s", "must be > 0 or None")
-        check_field(self.probe_failures_max >= 1, "probe_failures_max", "must be >= 1")
-
-
-class ServerStatus(enum.StrEnum):
-    """Whether a server can be picked."""
-
-    UNPREPARED = "unprepared"  # no record yet, or it stopped answering
-    READY = "ready"
-    DRAINING = "draining"  # resolvable for in-flight peers only
-
-
-class ReservationState(enum.StrEnum):
-    """Where a reservation stands."""
-
-    RESERVED = "reserved"
-    DISPATCHED = "dispatched"
-    RELEASED = "released"
-    EXPIRED = "expired"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Live reservations of one generation of one server."""
-
-    count: int
-    weight: int
-
-
-@dataclass(frozen=True, slots=True)
-class PickRequest:
-    """What a policy may look at."""
-
-    role: str
-    request_id: int
-    weight: int
-    affinity: Any = None
-
-
-class _Counter:
-    __slots__ = ("count", "generation", "server", "weight")
-
-    def __init__(self, server: str, generation: str | None) -> None:
-        self.server = server
-        self.generation = generation
-        self.count = 0
-        self.weight = 0
-
-
-class Candidate:
-    """A server that can be picked, as a policy sees it: read only, valid during the call."""
-
-    __slots__ = ("_slot",)
-
-    def __init__(self, slot: _Slot) -> None:
-        self._slot = slot
-
-    @property
-    def server(self) -> str:
-        """Key of the server."""
-        return self._slot.server
-
-    @property
-    def record(self) -> EndpointRecord:
-        """Its record."""
-        record = self._slot.record
-        if record is None:
-            raise LocalProtocolError(f"{self._slot.server} has no record: a candidate is valid during the pick only")
-        return record
-
-    @property
-    def count(self) -> int:
-        """Live reservations of its present generation."""
-        return self._slot.load.count
-
-    @property
-    def weight(self) -> int:
-        """Their summed weight."""
-        return self._slot.load.weight
-
-
-PickPolicy = Callable[[Sequence[Candidate], PickRequest], Candidate]
-
-
-class _Slot:
-    __slots__ = (
-        "alive", "candidate", "draining", "entry", "epoch", "error", "error_until_s", "failures", "flight", "load",
-        "next_probe_s", "owner_id", "pool", "probe_delay_s", "record", "role", "server", "stale", "status", "story", "superseded", "version",
-    )  # fmt: skip
-
-    def __init__(self, server: str, role: str, owner_id: str | None, pool: _Pool, load: _Counter) -> None:
-        self.server = server
-        self.role = role
-        self.owner_id = owner_id
-        self.pool = pool
-        self.load = load
-        self.alive = True
-        self.draining = False
-        self.record: EndpointRecord | None = None
-        self.status = ServerStatus.UNPREPARED
-        self.version = 0
-        self.epoch = 0
-        self.flight: Flight | None = None
-        self.error: EndpointError | None = None
-        self.error_until_s = float("-inf")
-        self.failures = 0
-        self.next_probe_s = float("-inf")
-        self.probe_delay_s = 0.0
-        self.stale: OrderedDict[str, int] = OrderedDict()  # generation -> sequence number of the latest proof
-        self.superseded: OrderedDict[str, None] = OrderedDict()
-        self.entry: tuple[int, int, int, _Slot] | None = None
-        self.candidate = Candidate(self)
-        self.story: list[StoryEntry] = []
-
-    @property
-    def generation(self) -> str | None:
-        return self.record.generation if self.record is not None else None
-
-    def note(self, sequence: int, event: str, detail: str = "") -> None:
-        self.story.append(StoryEntry(sequence, event, self.status.value, detail))
-        if len(self.story) > _STORY_MAX:
-            del self.story[: _STORY_MAX // 2]
-
-
-class _Pool:
-    """The pickable servers of one role, least loaded first.
-
-    A heap of (weight, count, turn, slot) with lazy deletion: an entry counts while its slot points at it. ``turn`` grows
-    with every entry, so equal loads take turns and two slots are never compared.
-    """
-
-    __slots__ = ("_candidates", "_heap", "_turn", "slots")
-
-    def __init__(self) -> None:
-        self.slots: dict[str, _Slot] = {}
-        self._heap: list[tuple[int, int, int, _Slot]] = []
-        self._turn = 0
-        self._candidates: tuple[Candidate, ...] | None = None
-
-    def add(self, slot: _Slot) -> None:
-        self.slots[slot.server] = slot
-        self._candidates = None
-        self.changed(slot)
-
-    def discard(self, slot: _Slot) -> None:
-        if self.slots.pop(slot.server, None) is not None:
-            slot.entry = None
-            self._candidates = None
-
-    def changed(self, slot: _Slot) -> None:
-        """The slot's load changed: give it a new place."""
-        self._turn += 1
-        load = slot.load
-        slot.entry = entry = (load.weight, load.count, self._turn, slot)
-        heap = self._heap
-        if heap and heap[0][3].entry is not heap[0]:
-            heapq.heapreplace(heap, entry)
-        else:
-            heapq.heappush(heap, entry)
-            if len(heap) > 64 + 2 * len(self.slots):
-                self._heap = [e for e in heap if e[3].entry is e]
-                heapq.heapify(self._heap)
-
-    def least(self, exclude: Collection[str]) -> _Slot | None:
-        heap = self._heap
-        passed = []
-        found = None
-        while heap:
-            entry = heap[0]
-            slot = entry[3]
-            if slot.entry is not entry:
-                heapq.heappop(heap)
-            elif exclude and slot.server in exclude:
-                passed.append(heapq.heappop(heap))
-            else:
-                found = slot
-                break
-        for entry in passed:
-            heapq.heappush(heap, entry)
-        return found
-
-    def candidates(self, exclude: Collection[str]) -> tuple[Candidate, ...]:
-        if self._candidates is None:
-            self._candidates = tuple(slot.candidate for slot in self.slots.values())
-        if exclude:
-            return tuple(c for c in self._candidates if c.server not in exclude)
-        return self._candidates
-
-
-class Flight:
-    """One bounded fetch of one server's record. The adapter runs it; only the directory changes it.
-
-    Attributes:
-        server: What to fetch.
-        deadline_s: When the flight ends at the latest.
-        attempts: Attempts begun.
-    """
-
-    __slots__ = ("_began", "_ended", "_slot", "_tickets", "_version", "attempts", "deadline_s", "server")
-
-    def __init__(self, slot: _Slot, deadline_s: float) -> None:
-        self._slot = slot
-        self.server = slot.server
-        self.deadline_s = deadline_s
-        self.attempts = 0
-        self._began = -1
-        self._version = -1
-        self._tickets: dict[Ticket, None] = {}
-        self._ended = False
-
-    @property
-    def ended(self) -> bool:
-        """Whether its outcome is known; a later result is ignored."""
-        return self._ended
-
-
-class Ticket:
-    """One caller's wait for a refresh.
-
-    Attributes:
-        waiter: The adapter's handle (a future), opaque here.
-    """
-
-    __slots__ = ("_flight", "_proof", "proven_stale", "server", "waiter")
-
-    def __init__(self, server: str, proven_stale: str | None, proof: int) -> None:
-        self.server = server
-        self.proven_stale = proven_stale
-        self._proof = proof
-        self._flight: Flight | None = None
-        self.waiter: Any = None
-
-    def _accepts(self, record: EndpointRecord, began: int) -> bool:
-        return self.proven_stale is None or record.generation != self.proven_stale or began > self._proof
-
-
-class Reservation:
-    """One request's claim on one server: made, dispatched, and taken off the books once.
-
-    Attributes:
-        role, request_id: Its key; a second reservation under the key replaces this one.
-        server, record, generation: What was picked. They change only by rebinding.
-        weight: What it adds to the load, integer >= 0.
-        state: See ReservationState.
-        reason: Why it left the books; empty while it is on them.
-        created_s, deadline_s: On the directory's clock.
-    """
-
-    __slots__ = (
-        "_counter", "_slot", "created_s", "deadline_s", "key", "reason", "record", "state", "weight",
-    )  # fmt: skip
-
-    def __init__(
-        self, key: tuple[str, int], slot: _Slot, record: EndpointRecord, weight: int, now_s: float, deadline_s: float
-    ) -> None:
-        self.key = key
-        self._slot = slot
-        self._counter = slot.load
-        self.record = record
-        self.weight = weight
-        self.created_s = now_s
-        self.deadline_s = deadline_s
-        self.state = ReservationState.RESERVED
-        self.reason = ""
-
-    @property
-    def role(self) -> str:
-        """First part of the key."""
-        return self.key[0]
-
-    @property
-    def request_id(self) -> int:
-        """Second part of the key."""
-        return self.key[1]
-
-    @property
-    def server(self) -> str:
-        """The server that was picked."""
-        return self._slot.server
-
-    @property
-    def generation(self) -> str | None:
-        """The generation that it is bound to."""
-        return self._counter.generation
-
-    @property
-    def live(self) -> bool:
-        """Whether it is on the books."""
-        return self.state is ReservationState.RESERVED or self.state is ReservationState.DISPATCHED
-
-
-@dataclass(slots=True)
-class Effects:
-    """What the adapter performs after a step, in this order: cancel, settle, start.
-
-    Attributes:
-        cancel: Flights whose task is to be cancelled.
-        resolved: Tickets with the record that answers them.
-        failed: Tickets with the error that answers them.
-        start: Flights to run.
-        retry_in_s: The flight of this step goes on after so long; None: it has ended.
-        roles: Roles whose pickable servers or running flights changed; whoever waits for a server looks again.
-        released: Reservations that left the books in this step.
-    """
-
-    cancel: list[Flight] = field(default_factory=list)
-    resolved: list[tuple[Ticket, EndpointRecord]] = field(default_factory=list)
-    failed: list[tuple[Ticket, EndpointError]] = field(default_factory=list)
-    start: list[Flight] = field(default_factory=list)
-    retry_in_s: float | None = None
-    roles: set[str] = field(default_factory=set)
-    released: list[Reservation] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class ServerView:
-    """One server in an audit."""
-
-    server: str
-    role: str
-    owner_id: str | None
-    status: ServerStatus
-    generation: str | None
-    epoch: int
-    version: int
-    count: int
-    weight: int
-    refreshing: bool
-    waiters: int
-    failures: int
-    error: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReservationView:
-    """One live reservation in an audit."""
-
-    role: str
-    request_id: int
-    server: str
-    generation: str | None
-    weight: int
-    state: ReservationState
-    age_s: float
-    expires_in_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadView:
-    """Load of one generation; ``current`` is False for a lifetime that was superseded or removed."""
-
-    server: str
-    generation: str | None
-    count: int
-    weight: int
-    current: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryStatistics:
-    """Counters since the start. ``reservations_expired`` above 0 is a defect of some caller."""
-
-    servers: int
-    servers_ready: int
-    servers_draining: int
-    flights: int
-    waiters: int
-    reservations: int
-    load_weight: int
-    fetches: int
-    fetch_failures: int
-    results_applied: int
-    results_dropped: int
-    stale_joins_refused: int
-    joins: int
-    negative_hits: int
-    deletes_ignored: int
-    sets_ignored: int
-    reservations_made: int
-    reservations_released: int
-    reservations_expired: int
-    reservations_replaced: int
-    reservations_rebound: int
-    releases_repeated: int
-
-
-@dataclass(frozen=True, slots=True)
-class DirectoryAudit:
-    """Everything a person needs to see why a counter is what it is. ``faults`` is empty in a correct program."""
-
-    servers: tuple[ServerView, ...]
-    reservations: tuple[ReservationView, ...]
-    loads: tuple[LoadView, ...]
-    faults: tuple[str, ...]
-    statistics: DirectoryStatistics
+from endpoint_lifecycle._record import DRAINING, EndpointRecord, check_id, parse_record
+from endpoint_lifecycle._slots import (
+    SUPERSEDED_MAX,
+    Counter,
+    Effects,
+    Flight,
+    PickPolicy,
+    PickRequest,
+    Pool,
+    Reservation,
+    Slot,
+    Ticket,
+)
+from endpoint_lifecycle._views import (
+    DirectoryAudit,
+    DirectoryConfig,
+    DirectoryStatistics,
+    Load,
+    LoadView,
+    ReservationState,
+    ReservationView,
+    ServerStatus,
+    ServerView,
+)
 
 
 class EndpointDirectory:
@@ -517,10 +86,10 @@ class EndpointDirectory:
         self.config = config if config is not None else DirectoryConfig()
         self._policy = policy
         self._random = random
-        self._slots: dict[str, _Slot] = {}
-        self._pools: dict[str, _Pool] = {}
-        self._counters: dict[tuple[str, str | None], _Counter] = {}
-        self._by_generation: dict[str, _Slot] = {}
+        self._slots: dict[str, Slot] = {}
+        self._pools: dict[str, Pool] = {}
+        self._counters: dict[tuple[str, str | None], Counter] = {}
+        self._by_generation: dict[str, Slot] = {}
         self._reservations: OrderedDict[tuple[str, int], Reservation] = OrderedDict()  # in order of deadline
         self._sequence = 0
         self._epoch = 0
@@ -559,8 +128,8 @@ class EndpointDirectory:
             if owner_id is not None:
                 slot.owner_id = owner_id
             return effects
-        pool = self._pools.setdefault(role, _Pool())
-        slot = _Slot(server, role, owner_id, pool, self._counter(server, None))
+        pool = self._pools.setdefault(role, Pool())
+        slot = Slot(server, role, owner_id, pool, self._counter(server, None))
         slot.next_probe_s = now_s
         slot.note(self._next(), "added")
         self._slots[server] = slot
@@ -574,7 +143,7 @@ class EndpointDirectory:
             raise ServerGone(server)
         return self._remove(slot)
 
-    def _remove(self, slot: _Slot) -> Effects:
+    def _remove(self, slot: Slot) -> Effects:
         effects = Effects()
         slot.alive = False
         slot.version += 1
@@ -586,7 +155,7 @@ class EndpointDirectory:
         effects.roles.add(slot.role)
         return effects
 
-    def _end_flight(self, slot: _Slot, effects: Effects, error: EndpointError) -> None:
+    def _end_flight(self, slot: Slot, effects: Effects, error: EndpointError) -> None:
         flight = slot.flight
         if flight is None:
             return
@@ -686,7 +255,7 @@ class EndpointDirectory:
             if proven_stale == slot.generation:
                 slot.stale[proven_stale] = self._sequence
                 slot.stale.move_to_end(proven_stale)
-                while len(slot.stale) > _SUPERSEDED_MAX:
+                while len(slot.stale) > SUPERSEDED_MAX:
                     slot.stale.popitem(last=False)
                 # Nobody is sent to a generation that was seen dead; the fetch decides what takes its place.
                 self._set_status(slot, ServerStatus.UNPREPARED, effects)
@@ -762,7 +331,7 @@ class EndpointDirectory:
                 next_s = slot.next_probe_s
         return tuple(due), next_s
 
-    def _new_flight(self, slot: _Slot, now_s: float, effects: Effects) -> Flight:
+    def _new_flight(self, slot: Slot, now_s: float, effects: Effects) -> Flight:
         slot.flight = flight = Flight(slot, now_s + self.config.total_timeout_s)
         effects.start.append(flight)
         return flight
@@ -890,7 +459,7 @@ class EndpointDirectory:
             effects.failed.append((ticket, error))
         flight._tickets.clear()
 
-    def _schedule_probe(self, slot: _Slot, now_s: float) -> None:
+    def _schedule_probe(self, slot: Slot, now_s: float) -> None:
         config = self.config
         if slot.status is ServerStatus.UNPREPARED:
             slot.probe_delay_s = min(max(2 * slot.probe_delay_s, config.probe_first_s), config.probe_max_s)
@@ -916,7 +485,7 @@ class EndpointDirectory:
             require_generation=self.config.require_generation,
         )
 
-    def _apply(self, slot: _Slot, record: EndpointRecord, now_s: float, effects: Effects, source: str) -> None:
+    def _apply(self, slot: Slot, record: EndpointRecord, now_s: float, effects: Effects, source: str) -> None:
         old = slot.record
         if old is not None and record.generation is not None and old.generation == record.generation:
             if msgspec.structs.replace(old, state=record.state) != record:
@@ -941,7 +510,7 @@ class EndpointDirectory:
                 if old is not None and old.generation is not None:
                     self._forget_generation(slot)
                     slot.superseded[old.generation] = None
-                    while len(slot.superseded) > _SUPERSEDED_MAX:
+                    while len(slot.superseded) > SUPERSEDED_MAX:
                         slot.superseded.popitem(last=False)
                 if record.generation is not None:
                     slot.superseded.pop(record.generation, None)
@@ -958,7 +527,7 @@ class EndpointDirectory:
         self._set_status(slot, ServerStatus.DRAINING if draining else ServerStatus.READY, effects)
         self._schedule_probe(slot, now_s)
 
-    def _set_status(self, slot: _Slot, status: ServerStatus, effects: Effects) -> None:
+    def _set_status(self, slot: Slot, status: ServerStatus, effects: Effects) -> None:
         in_pool = slot.server in slot.pool.slots
         if slot.status is not status:
             slot.status = status
@@ -969,22 +538,22 @@ class EndpointDirectory:
         elif status is not ServerStatus.READY and in_pool:
             slot.pool.discard(slot)
 
-    def _drop_from_pool(self, slot: _Slot) -> None:
+    def _drop_from_pool(self, slot: Slot) -> None:
         slot.pool.discard(slot)
 
-    def _forget_generation(self, slot: _Slot) -> None:
+    def _forget_generation(self, slot: Slot) -> None:
         generation = slot.generation
         if generation is not None and self._by_generation.get(generation) is slot:
             del self._by_generation[generation]
 
-    def _counter(self, server: str, generation: str | None) -> _Counter:
+    def _counter(self, server: str, generation: str | None) -> Counter:
         key = (server, generation)
         counter = self._counters.get(key)
         if counter is None:
-            counter = self._counters[key] = _Counter(server, generation)
+            counter = self._counters[key] = Counter(server, generation)
         return counter
 
-    def _collect(self, counter: _Counter) -> None:
+    def _collect(self, counter: Counter) -> None:
         """Drop a counter that no slot shows and no reservation holds."""
         if counter.count == 0:
             holder = self._slots.get(counter.server)
@@ -1024,7 +593,7 @@ class EndpointDirectory:
             raise LocalProtocolError(f"weight is {weight!r}, must be an integer >= 0")
         reservations = self._reservations
         pool = self._pools.get(role)
-        slot: _Slot | None
+        slot: Slot | None
         if pool is None:
             slot = None
         elif self._policy is None:
@@ -1053,13 +622,13 @@ class EndpointDirectory:
         self._made += 1
         return reservation
 
-    def _pick(self, pool: _Pool, request: PickRequest, exclude: Collection[str]) -> _Slot | None:
+    def _pick(self, pool: Pool, request: PickRequest, exclude: Collection[str]) -> Slot | None:
         candidates = pool.candidates(exclude)
         if not candidates:
             return None
         picked = self._policy(candidates, request) if self._policy is not None else candidates[0]
         slot = getattr(picked, "_slot", None)
-        if not isinstance(slot, _Slot) or pool.slots.get(slot.server) is not slot or slot.server in exclude:
+        if not isinstance(slot, Slot) or pool.slots.get(slot.server) is not slot or slot.server in exclude:
             raise LocalProtocolError(f"the policy returned {picked!r}, which is none of its candidates")
         return slot
 
@@ -1391,7 +960,7 @@ class EndpointDirectory:
         self._sequence += 1
         return self._sequence
 
-    def _slot(self, server: str) -> _Slot:
+    def _slot(self, server: str) -> Slot:
         slot = self._slots.get(server)
         if slot is None:
             raise ServerGone(server)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import msgspec
 
-from endpoint_lifecycle._directory import DirectoryAudit
 from endpoint_lifecycle._errors import (
     DirectoryClosed,
     Draining,
@@ -24,6 +23,7 @@ from endpoint_lifecycle._errors import (
     Unavailable,
 )
 from endpoint_lifecycle._owner import EndpointOwner, describe_owner
+from endpoint_lifecycle._views import DirectoryAudit
 
 
 class _Audited(Protocol):
