@@ -14,9 +14,27 @@ Layout, planning half (pure; depends on numpy and msgspec):
     _gather.py    gather and scatter by pointer, host memory
     _torch.py     the same for torch devices       (imports torch only when used)
     _triton.py    the same as one Triton kernel    (imports triton only when used)
+
+Layout, ownership half:
+
+    _identity.py     who, which request, which write; the notification's bytes
+    _messages.py     control messages and their bytes
+    _states.py       state tables of one operation on both sides, and their only assignment
+    _proof.py        proofs and owned, proven and quarantined memory as types; transport classes
+    _receive_core.py, _send_core.py   step(event, now_s) -> effects
+    _arena.py        bounce reservations; the fail-open boundary as two types
+    _quarantine.py   what was given up
+    _session.py      Receiver and Sender: the shells that perform effects
+    _transport.py    what a session needs of a transport and of a control channel
+    _nixl.py         NixlTransport                 (the one file that imports nixl)
+    _zmq.py          ZmqControlChannel             (the one file that imports zmq)
+    testing.py       fakes and conformance checks
 """
 
+from typing import TYPE_CHECKING, Any
+
 from kv_bounce_planner.__about__ import __version__
+from kv_bounce_planner._arena import AdvertisedReservation, ArenaStatistics, BounceArena, BoundRegion, Reservation
 from kv_bounce_planner._codec import (
     BLOCKS_BYTES_MAX,
     PLAN_BYTES_MAX,
@@ -51,6 +69,7 @@ from kv_bounce_planner._explain import (
     in_place_marker,
 )
 from kv_bounce_planner._gather import Copier, CopyHandle, CopyTable, HostCopier, PreparedCopy, gather, scatter
+from kv_bounce_planner._identity import OperationIdentity, PeerId, RequestKey, TransferIdentity
 from kv_bounce_planner._layout import (
     BlockTable,
     InstanceLayout,
@@ -68,6 +87,16 @@ from kv_bounce_planner._layout import (
     head_range,
     layer_range,
 )
+from kv_bounce_planner._messages import ReceiveRequest
+from kv_bounce_planner._ownership_errors import (
+    AddressStillExposed,
+    CapacityExceeded,
+    ChannelError,
+    DuplicateTransfer,
+    StaleIdentity,
+    TransfersOutstanding,
+    WouldBlock,
+)
 from kv_bounce_planner._plan import (
     TransferPlan,
     WriterPlan,
@@ -78,8 +107,48 @@ from kv_bounce_planner._plan import (
     request_ranges,
     try_plan_destination,
 )
+from kv_bounce_planner._proof import (
+    BlockState,
+    Evidence,
+    OwnedMemory,
+    Proof,
+    ProofKind,
+    ProvenMemory,
+    QuarantinedMemory,
+    TransportClass,
+    WriteExecutor,
+    free,
+    required_proofs,
+    step_retired,
+)
 from kv_bounce_planner._reasons import REASONS, Reason, Refusal
 from kv_bounce_planner._report import WriterReport, check_fragments, validate_report
+from kv_bounce_planner._send_core import TerminalSnapshot
+from kv_bounce_planner._session import (
+    CancelReceived,
+    DrainReport,
+    ExpectedOperation,
+    ExposureLedger,
+    FatalDiagnosis,
+    MemoryQuarantined,
+    MemoryReleased,
+    OperationDone,
+    OperationFailed,
+    PeerEvidence,
+    PlannerReports,
+    ReceiveRequested,
+    Receiver,
+    RequestServed,
+    Sender,
+    SessionConfig,
+    SessionEvent,
+    SourceQuarantined,
+    SourceReleased,
+    TransferCancelled,
+    TransferFailed,
+    TransferSucceeded,
+)
+from kv_bounce_planner._states import IllegalTransition, ReceiveState, SendState
 from kv_bounce_planner._tier import (
     DEFAULT_MODELS,
     Affine,
@@ -92,6 +161,21 @@ from kv_bounce_planner._tier import (
     calibrate,
     choose_tier,
 )
+from kv_bounce_planner._transport import (
+    AgentInfo,
+    ArrivedMark,
+    ControlChannel,
+    MemoryRegion,
+    Transport,
+    TransportProgress,
+    WriteJob,
+    WriteProgress,
+)
+
+if TYPE_CHECKING:
+    from kv_bounce_planner._nixl import NixlConfig as NixlConfig
+    from kv_bounce_planner._nixl import NixlTransport as NixlTransport
+    from kv_bounce_planner._zmq import ZmqControlChannel as ZmqControlChannel
 
 __all__ = [
     "__version__",
@@ -175,4 +259,92 @@ __all__ = [
     "in_place_marker",
     "explain",
     "describe",
+    # identities
+    "PeerId",
+    "RequestKey",
+    "TransferIdentity",
+    "OperationIdentity",
+    # memory
+    "BlockState",
+    "Evidence",
+    "Proof",
+    "ProofKind",
+    "OwnedMemory",
+    "ProvenMemory",
+    "QuarantinedMemory",
+    "free",
+    "step_retired",
+    "TransportClass",
+    "WriteExecutor",
+    "required_proofs",
+    "BounceArena",
+    "Reservation",
+    "AdvertisedReservation",
+    "BoundRegion",
+    "ArenaStatistics",
+    "ExposureLedger",
+    # sessions
+    "Receiver",
+    "Sender",
+    "SessionConfig",
+    "ExpectedOperation",
+    "PeerEvidence",
+    "PlannerReports",
+    "DrainReport",
+    "TerminalSnapshot",
+    "ReceiveRequest",
+    "ReceiveState",
+    "SendState",
+    "SessionEvent",
+    "TransferSucceeded",
+    "TransferFailed",
+    "TransferCancelled",
+    "MemoryReleased",
+    "MemoryQuarantined",
+    "FatalDiagnosis",
+    "ReceiveRequested",
+    "OperationDone",
+    "OperationFailed",
+    "CancelReceived",
+    "RequestServed",
+    "SourceReleased",
+    "SourceQuarantined",
+    # transports
+    "Transport",
+    "ControlChannel",
+    "MemoryRegion",
+    "AgentInfo",
+    "WriteJob",
+    "WriteProgress",
+    "ArrivedMark",
+    "TransportProgress",
+    "NixlTransport",
+    "NixlConfig",
+    "ZmqControlChannel",
+    # errors of sessions
+    "WouldBlock",
+    "ChannelError",
+    "DuplicateTransfer",
+    "StaleIdentity",
+    "CapacityExceeded",
+    "AddressStillExposed",
+    "TransfersOutstanding",
+    "IllegalTransition",
 ]
+
+
+#: Adapters of optional libraries: imported when first asked for.
+_ADAPTERS = {
+    "NixlConfig": "kv_bounce_planner._nixl",
+    "NixlTransport": "kv_bounce_planner._nixl",
+    "ZmqControlChannel": "kv_bounce_planner._zmq",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _ADAPTERS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,177 @@
+"""Who, which request, which write: the names that every message, notification and record carries.
+
+A name is never reused in a process: ``generation`` is random per process lifetime, ``operation`` rises for ever. So a
+message that outlived its subject is recognised by comparison, never guessed from timing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+
+from kv_bounce_planner._errors import RemoteProtocolError
+
+REQUEST_ID_MAX = 2**63 - 1
+INCARNATION_MAX = 2**31 - 1
+RANK_MAX = 2**20 - 1
+SLICE_MAX = 2**16 - 1
+OPERATION_MAX = 2**63 - 1
+NAME_BYTES_MAX = 64
+#: Transfers of one operation may be cut into at most this many posts, each with a notification of its own.
+MARKS_MAX = 2**20
+
+_MARK_HEAD = struct.Struct("<4sQIIHIQIIB")
+_MARK_MAGIC = b"KVD\x01"
+
+
+def _check_name(field: str, value: str) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= NAME_BYTES_MAX or not value.isascii():
+        raise ValueError(f"{field} wants 1..{NAME_BYTES_MAX} printable ASCII characters, got {value!r}")
+    if not value.isprintable():
+        raise ValueError(f"{field} wants printable characters, got {value!r}")
+
+
+def _check_int(field: str, value: int, maximum: int) -> None:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise ValueError(f"{field} wants an integer in 0..{maximum}, got {value!r}")
+
+
+class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One rank's process, for one lifetime.
+
+    Args:
+        instance_id: The instance that the rank belongs to.
+        generation: Opaque and random per lifetime: a restarted process is another peer.
+        rank: Rank within the instance.
+    """
+
+    instance_id: str
+    generation: str
+    rank: int
+
+    def __post_init__(self) -> None:
+        _check_name("instance_id", self.instance_id)
+        _check_name("generation", self.generation)
+        _check_int("rank", self.rank, RANK_MAX)
+
+    @property
+    def instance(self) -> tuple[str, str]:
+        """The peer's instance and lifetime: what one transport agent is kept for."""
+        return (self.instance_id, self.generation)
+
+    def __str__(self) -> str:
+        return f"{self.instance_id}/{self.generation}/{self.rank}"
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One prefill: the request and the number of its attempt that both instances know (0 if there is no other)."""
+
+    request_id: int
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("request_id", self.request_id, REQUEST_ID_MAX)
+        _check_int("incarnation", self.incarnation, INCARNATION_MAX)
+
+
+class TransferIdentity(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One receive at one receiver rank: request, incarnation, the receiver's generation and rank, slice."""
+
+    request_id: int
+    incarnation: int
+    endpoint_generation: str
+    rank: int
+    slice_index: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("request_id", self.request_id, REQUEST_ID_MAX)
+        _check_int("incarnation", self.incarnation, INCARNATION_MAX)
+        _check_name("endpoint_generation", self.endpoint_generation)
+        _check_int("rank", self.rank, RANK_MAX)
+        _check_int("slice_index", self.slice_index, SLICE_MAX)
+
+    @property
+    def request(self) -> RequestKey:
+        return RequestKey(self.request_id, self.incarnation)
+
+
+class OperationIdentity(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One writer's obligation towards one transfer. ``operation`` is drawn by the receiver and never drawn again."""
+
+    transfer: TransferIdentity
+    writer_rank: int
+    operation: int
+
+    def __post_init__(self) -> None:
+        _check_int("writer_rank", self.writer_rank, RANK_MAX)
+        _check_int("operation", self.operation, OPERATION_MAX)
+
+    @property
+    def request(self) -> RequestKey:
+        return self.transfer.request
+
+    def digest(self) -> bytes:
+        """16 bytes that stand for this operation inside a writer's report."""
+        return hashlib.blake2b(encode_mark(Mark(self, 0, 1)), digest_size=16, person=b"kv-operation").digest()
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """ "Part ``index`` of ``count`` of this operation has landed": the notification bound to one posted write."""
+
+    operation: OperationIdentity
+    index: int
+    count: int
+
+
+def encode_mark(mark: Mark) -> bytes:
+    """The notification's bytes; canonical, so equality of bytes is equality of marks. At most 110 bytes."""
+    operation, transfer = mark.operation, mark.operation.transfer
+    generation = transfer.endpoint_generation.encode()
+    if not 0 <= mark.index < mark.count <= MARKS_MAX:
+        raise ValueError(f"mark {mark.index} of {mark.count} is outside 0..{MARKS_MAX}")
+    head = _MARK_HEAD.pack(
+        _MARK_MAGIC,
+        transfer.request_id,
+        transfer.incarnation,
+        transfer.rank,
+        transfer.slice_index,
+        operation.writer_rank,
+        operation.operation,
+        mark.index,
+        mark.count,
+        len(generation),
+    )
+    return head + generation
+
+
+def decode_mark(data: bytes) -> Mark:
+    """Read a notification.
+
+    Raises:
+        RemoteProtocolError: Not the canonical bytes of a mark. Nothing follows from it; in particular no proof.
+    """
+    if len(data) < _MARK_HEAD.size or len(data) > _MARK_HEAD.size + NAME_BYTES_MAX:
+        raise RemoteProtocolError(f"notification of {len(data)} bytes is not a completion mark")
+    magic, request_id, incarnation, rank, slice_index, writer_rank, operation, index, count, length = (
+        _MARK_HEAD.unpack_from(data)
+    )
+    generation = data[_MARK_HEAD.size :]
+    if magic != _MARK_MAGIC or len(generation) != length:
+        raise RemoteProtocolError("notification is not a completion mark: magic or length differ")
+    try:
+        mark = Mark(
+            OperationIdentity(
+                TransferIdentity(request_id, incarnation, generation.decode("ascii"), rank, slice_index),
+                writer_rank,
+                operation,
+            ),
+            index,
+            count,
+        )
+        if encode_mark(mark) != data:
+            raise ValueError("not canonical")
+    except (ValueError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"notification is not a completion mark: {error}") from error
+    return mark

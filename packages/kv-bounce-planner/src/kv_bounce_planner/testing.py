@@ -1,0 +1,509 @@
+"""Fakes and conformance checks for users of this package: no process, no library, no clock of its own.
+
+``FakeNetwork`` carries control frames, ``FakeWorld`` moves bytes between numpy buffers by address, with writes that can be
+delayed, held for ever, broken, or land long after they were given up: exactly what sessions have to survive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kv_bounce_planner._errors import TransportError
+from kv_bounce_planner._identity import Mark, OperationIdentity, PeerId, TransferIdentity, decode_mark, encode_mark
+from kv_bounce_planner._ownership_errors import ChannelError, WouldBlock
+from kv_bounce_planner._proof import TransportClass, WriteExecutor
+from kv_bounce_planner._transport import (
+    AgentInfo,
+    ArrivedMark,
+    ControlChannel,
+    MemoryRegion,
+    Transport,
+    TransportProgress,
+    WriteJob,
+    WriteProgress,
+    WriteState,
+)
+
+__all__ = [
+    "FakeChannel",
+    "FakeClock",
+    "FakeNetwork",
+    "FakeTransport",
+    "FakeWorld",
+    "check_control_channel",
+    "check_transport",
+]
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time does not run backwards: {seconds}")
+        self.now_s += seconds
+
+
+class FakeNetwork:
+    """Control channels within one process: first in, first out per pair of peers.
+
+    ``hold(a, b)`` keeps the frames from a to b back until ``let(a, b)``; ``cut(a, b)`` makes sends raise ChannelError.
+    """
+
+    def __init__(self, *, frames_max: int = 1 << 16) -> None:
+        self.frames_max = frames_max
+        self._queues: dict[tuple[PeerId, PeerId], deque[bytes]] = {}
+        self._channels: dict[PeerId, FakeChannel] = {}
+        self._held: set[tuple[PeerId, PeerId]] = set()
+        self._cut: set[tuple[PeerId, PeerId]] = set()
+        #: Every frame ever sent, in order: (source, target, frame).
+        self.log: list[tuple[PeerId, PeerId, bytes]] = []
+
+    def channel(self, self_id: PeerId) -> FakeChannel:
+        channel = FakeChannel(self, self_id)
+        self._channels[self_id] = channel
+        return channel
+
+    def hold(self, source: PeerId, target: PeerId) -> None:
+        self._held.add((source, target))
+
+    def let(self, source: PeerId, target: PeerId) -> None:
+        self._held.discard((source, target))
+
+    def cut(self, source: PeerId, target: PeerId) -> None:
+        self._cut.add((source, target))
+
+    def waiting(self, source: PeerId, target: PeerId) -> int:
+        return len(self._queues.get((source, target), ()))
+
+    def inject(self, source: PeerId, target: PeerId, frame: bytes) -> None:
+        """A frame as if ``source`` had sent it: replays and corruptions for tests."""
+        self._queues.setdefault((source, target), deque()).append(frame)
+
+    def _send(self, source: PeerId, target: PeerId, frame: bytes) -> None:
+        if (source, target) in self._cut:
+            raise ChannelError(f"the link from {source} to {target} is cut")
+        if target not in self._channels:
+            raise ChannelError(f"no channel of {target}")
+        queue = self._queues.setdefault((source, target), deque())
+        if len(queue) >= self.frames_max:
+            raise WouldBlock
+        queue.append(bytes(frame))
+        self.log.append((source, target, bytes(frame)))
+
+    def _poll(self, target: PeerId, frames_max: int) -> list[tuple[PeerId, bytes]]:
+        taken: list[tuple[PeerId, bytes]] = []
+        for (source, to), queue in self._queues.items():
+            if to != target or (source, to) in self._held:
+                continue
+            while queue and len(taken) < frames_max:
+                taken.append((source, queue.popleft()))
+        return taken
+
+
+class FakeChannel:
+    """One end of a ``FakeNetwork``."""
+
+    def __init__(self, network: FakeNetwork, self_id: PeerId) -> None:
+        self._network = network
+        self._self_id = self_id
+        self._closed = False
+
+    def send(self, peer: PeerId, frame: bytes) -> None:
+        if self._closed:
+            raise ChannelError("the channel is closed")
+        self._network._send(self._self_id, peer, frame)
+
+    def poll(self, frames_max: int) -> Sequence[tuple[PeerId, bytes]]:
+        return [] if self._closed else self._network._poll(self._self_id, frames_max)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+@dataclass
+class _FakeWrite:
+    job: WriteJob
+    agent: _FakeAgent
+    posted: int = 0
+    completed: int = 0
+    stopped: bool = False
+    error: str = ""
+    reported: tuple[int, int, str] | None = None
+    #: Parts that were posted and have not landed: (part index).
+    flying: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _FakeAgent:
+    name: str
+    owner: PeerId
+    instance: tuple[str, str]
+    alive: bool = True
+    remotes: dict[PeerId, str] = field(default_factory=dict)
+
+
+class FakeWorld:
+    """Memory and wires of all fake transports of one test.
+
+    Switches:
+        landing: Called per part before it lands, with the job and the part; returns what happens: ``land``, ``hold`` (stays in
+            progress; asked again at each step), or ``error`` (the handle ends in an error but the part stays in flight: it
+            lands when ``land_everything`` says so, which is what errors of real transports leave open).
+        parts_max: Fragments per posted part.
+        executor: Who executes writes: receiver-executed parts land only while the target's agent lives and polls.
+    """
+
+    def __init__(
+        self,
+        *,
+        executor: WriteExecutor = WriteExecutor.RECEIVER,
+        parts_max: int = 64,
+        landing: Callable[[WriteJob, int], str] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.parts_max = parts_max
+        self.landing = landing or (lambda _job, _part: "land")
+        self.agents: dict[str, _FakeAgent] = {}
+        self.writes: list[_FakeWrite] = []
+        self.inbox: dict[str, deque[tuple[str, bytes]]] = {}
+        self.polled: set[PeerId] = set()
+        self._buffers: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self._number = 0
+        #: Bytes that landed, in order, for audits: (address, bytes, operation).
+        self.landed: list[tuple[int, int, OperationIdentity]] = []
+
+    def add_buffer(self, array: np.ndarray[Any, Any]) -> int:
+        """Make an array's memory writable by address. Returns its address."""
+        address = int(array.__array_interface__["data"][0])
+        self._buffers.append((address, array.nbytes, array))
+        return address
+
+    def transport(self, self_id: PeerId) -> FakeTransport:
+        return FakeTransport(self, self_id)
+
+    def kill(self, peer: PeerId) -> None:
+        """The process ends: its agents vanish, what it executes stops."""
+        for agent in self.agents.values():
+            if agent.owner == peer:
+                agent.alive = False
+
+    def land_everything(self) -> int:
+        """Let every part in flight land whose executor still exists. Returns parts landed: the late writes."""
+        landed = 0
+        for write in self.writes:
+            for part in list(write.flying):
+                if self._can_land(write):
+                    self._land(write, part)
+                    landed += 1
+        return landed
+
+    def _can_land(self, write: _FakeWrite) -> bool:
+        target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
+        if self.executor is WriteExecutor.RECEIVER:
+            return target is not None and target.alive
+        return write.agent.alive
+
+    def _parts(self, job: WriteJob) -> int:
+        return -(-len(job.sizes) // self.parts_max)
+
+    def _land(self, write: _FakeWrite, part: int) -> None:
+        job = write.job
+        rows = slice(part * self.parts_max, (part + 1) * self.parts_max)
+        for source, target, size in zip(
+            job.source_addresses[rows].tolist(), job.target_addresses[rows].tolist(), job.sizes[rows].tolist()
+        ):
+            self._check(source, size)
+            self._check(target, size)
+            ctypes.memmove(target, source, size)
+            self.landed.append((target, size, job.operation))
+        write.flying.remove(part)
+
+    def _check(self, address: int, size: int) -> None:
+        if not any(start <= address and address + size <= start + length for start, length, _ in self._buffers):
+            raise TransportError(f"{size} bytes at {address:#x} are outside every buffer")
+
+    def _step(self, transport: FakeTransport) -> None:
+        for write in self.writes:
+            mine = write.agent.owner == transport.self_id
+            total = self._parts(write.job)
+            if mine and write.agent.alive and not write.error and not write.stopped and write.posted < total:
+                write.flying.append(write.posted)
+                write.posted += 1
+            target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
+            by_receiver = self.executor is WriteExecutor.RECEIVER
+            executes = transport.self_id == (target.owner if by_receiver and target else write.agent.owner)
+            if write.error or not executes or not self._can_land(write):
+                continue
+            for part in list(write.flying):
+                verdict = self.landing(write.job, part)
+                if verdict == "error":
+                    write.error = "the transport reports an error"
+                    break
+                if verdict != "land":
+                    continue
+                self._land(write, part)
+                write.completed += 1
+                if target is not None and target.alive:
+                    mark = encode_mark(Mark(write.job.operation, part, total))
+                    self.inbox[target.name].append((write.agent.name, mark))
+
+
+class FakeTransport:
+    """A ``Transport`` in a ``FakeWorld``: one part is posted per poll and write."""
+
+    def __init__(self, world: FakeWorld, self_id: PeerId) -> None:
+        self.world = world
+        self.self_id = self_id
+        self._class = TransportClass(f"fake:{world.executor.value}", frozenset({world.executor}))
+        self._agents: dict[tuple[str, str], _FakeAgent] = {}
+        self._lost: list[PeerId] = []
+        self.registered: list[MemoryRegion] = []
+
+    @property
+    def transport_class(self) -> TransportClass:
+        return self._class
+
+    def agent_info(self, peer: PeerId) -> AgentInfo:
+        agent = self._agents.get(peer.instance)
+        if agent is None:
+            self.world._number += 1
+            agent = _FakeAgent(f"agent-{self.world._number}", self.self_id, peer.instance)
+            self._agents[peer.instance] = agent
+            self.world.agents[agent.name] = agent
+            self.world.inbox[agent.name] = deque()
+        return AgentInfo(agent.name, b"fake metadata")
+
+    def connect(self, peer: PeerId, info: AgentInfo) -> None:
+        if info.name not in self.world.agents:
+            raise TransportError(f"{info.name!r} is no agent of this world")
+        self.agent_info(peer)
+        self._agents[peer.instance].remotes[peer] = info.name
+
+    def register(self, regions: Sequence[MemoryRegion]) -> object:
+        self.registered.extend(regions)
+        return tuple(regions)
+
+    def deregister(self, registration: Any) -> None:
+        for region in registration:
+            self.registered.remove(region)
+
+    def start_write(self, job: WriteJob) -> None:
+        agent = self._agents.get(job.peer.instance)
+        if agent is None or job.peer not in agent.remotes:
+            raise TransportError(f"{job.peer} was not connected")
+        self.world.writes.append(_FakeWrite(job, agent))
+
+    def stop_write(self, operation: OperationIdentity) -> None:
+        for write in self.world.writes:
+            if write.job.operation == operation and write.agent.owner == self.self_id:
+                write.stopped = True
+
+    def forget_write(self, operation: OperationIdentity) -> None:
+        self.world.writes = [
+            write
+            for write in self.world.writes
+            if write.job.operation != operation or write.agent.owner != self.self_id or write.flying
+        ]
+
+    def poll(self) -> TransportProgress:
+        self.world._step(self)
+        writes: list[WriteProgress] = []
+        for write in self.world.writes:
+            if write.agent.owner != self.self_id:
+                continue
+            total = self.world._parts(write.job)
+            state: WriteState
+            if write.error or not write.agent.alive:
+                state = "error"
+            elif write.completed == total:
+                state = "done"
+            elif write.stopped and write.completed == write.posted:
+                state = "stopped"
+            else:
+                state = "posted" if write.posted == total else "posting"
+            report = (write.posted, write.completed, state)
+            if report != write.reported:
+                write.reported = report
+                writes.append(
+                    WriteProgress(
+                        write.job.operation, write.posted, write.completed, total, state, write.error or "agent gone"
+                    )
+                )
+        marks: list[ArrivedMark] = []
+        for agent in self._agents.values():
+            inbox = self.world.inbox[agent.name]
+            while inbox:
+                name, data = inbox.popleft()
+                marks.append(ArrivedMark(name, decode_mark(data)))
+        lost, self._lost = tuple(self._lost), []
+        return TransportProgress(tuple(writes), tuple(marks), 0, lost)
+
+    def lose(self, peer: PeerId) -> None:
+        """Report at the next poll that the connection to ``peer`` broke."""
+        self._lost.append(peer)
+
+    def destroy_agent(self, instance: tuple[str, str]) -> None:
+        agent = self._agents.pop(instance, None)
+        if agent is not None:
+            agent.alive = False
+
+
+def _peer(name: str, rank: int) -> PeerId:
+    return PeerId(name, f"{name}-generation", rank)
+
+
+def check_control_channel(
+    make_pair: Callable[[PeerId, PeerId], tuple[ControlChannel, ControlChannel]],
+    *,
+    settle: Callable[[], None] = lambda: None,
+    polls_max: int = 200_000,
+) -> None:
+    """Conformance of a ControlChannel: order, identity, bounds, binary safety, refusal of the unknown, close.
+
+    Args:
+        make_pair: Two connected channels for two peers.
+        settle: Called between polls while frames are awaited (a short wait for channels with a real wire).
+        polls_max: Polls before a missing frame is a failure.
+
+    Raises:
+        AssertionError: With what was violated.
+    """
+    left_id, right_id = _peer("left", 0), _peer("right", 3)
+    left, right = make_pair(left_id, right_id)
+
+    def receive(channel: ControlChannel, count: int) -> list[tuple[PeerId, bytes]]:
+        frames: list[tuple[PeerId, bytes]] = []
+        for _ in range(polls_max):
+            taken = channel.poll(7)
+            _expect(len(taken) <= 7, f"poll(7) returned {len(taken)} frames")
+            frames.extend((peer, bytes(frame)) for peer, frame in taken)
+            if len(frames) >= count:
+                return frames
+            settle()
+        raise AssertionError(f"{len(frames)} of {count} frames arrived")
+
+    try:
+        _expect(list(left.poll(8)) == [] and list(right.poll(8)) == [], "frames out of nothing")
+        sizes = (0, 1, 2, 255, 256, 65_536, 1 << 20)
+        sent = [bytes((index * 7 + k) % 256 for k in range(min(size, 97))) * 1 for index, size in enumerate(sizes)]
+        sent += [index.to_bytes(4, "big") + b"\x00\xff" * 10 for index in range(200)]
+        sent.append(bytes(range(256)) * 4096)
+        for frame in sent:
+            _send(left, right_id, frame, settle, polls_max)
+        arrived = receive(right, len(sent))
+        _expect([frame for _, frame in arrived] == sent, "frames were changed, lost, doubled or reordered")
+        _expect({peer for peer, _ in arrived} == {left_id}, "frames carry the wrong sender")
+        for index in range(50):
+            _send(right, left_id, b"right %d" % index, settle, polls_max)
+            _send(left, right_id, b"left %d" % index, settle, polls_max)
+        _expect(receive(left, 50) == [(right_id, b"right %d" % index) for index in range(50)], "replies out of order")
+        _expect(receive(right, 50) == [(left_id, b"left %d" % index) for index in range(50)], "requests out of order")
+        try:
+            left.send(_peer("nobody", 9), b"x")
+        except ChannelError:
+            pass
+        else:
+            raise AssertionError("a frame for an unknown peer was taken")
+    finally:
+        left.close()
+        right.close()
+    try:
+        left.send(right_id, b"x")
+    except ChannelError:
+        return
+    raise AssertionError("a closed channel took a frame")
+
+
+def _send(channel: ControlChannel, peer: PeerId, frame: bytes, settle: Callable[[], None], polls_max: int) -> None:
+    for _ in range(polls_max):
+        try:
+            channel.send(peer, frame)
+        except WouldBlock:
+            settle()
+            continue
+        return
+    raise AssertionError("the channel never takes the frame")
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def check_transport(
+    make_pair: Callable[[PeerId, PeerId], tuple[Transport, Transport]],
+    *,
+    register: Callable[[Transport, np.ndarray[Any, Any]], int],
+    polls_max: int = 200_000,
+) -> None:
+    """Conformance of a Transport: exact bytes, exact marks, stop, destroyed agents, bounded progress.
+
+    Args:
+        make_pair: A sending and a receiving transport in this process.
+        register: Registers an array with a transport; returns its address. Called before connections are made.
+        polls_max: Polls before missing progress is a failure.
+
+    Raises:
+        AssertionError: With what was violated.
+    """
+    sender_id, receiver_id = _peer("writer", 1), _peer("reader", 0)
+    sender, receiver = make_pair(sender_id, receiver_id)
+    generator = np.random.default_rng(7)
+    source = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
+    target = np.zeros(1 << 20, np.uint8)
+    source_at, target_at = register(sender, source), register(receiver, target)
+    sender.connect(receiver_id, receiver.agent_info(sender_id))
+    writer_agent = sender.agent_info(receiver_id).name
+    count, size = 3000, 64
+    rows = generator.permutation(len(target) // size)[:count].astype(np.int64)
+    columns = generator.permutation(len(source) // size)[:count].astype(np.int64)
+    operation = OperationIdentity(TransferIdentity(1, 0, receiver_id.generation, 0), 1, 5)
+    job = WriteJob(
+        operation, receiver_id, source_at + columns * size, target_at + rows * size, np.full(count, size, np.int64)
+    )
+    sender.start_write(job)
+    seen: set[int] = set()
+    total, state, posted = 0, "posting", 0
+    for _ in range(polls_max):
+        for write in sender.poll().writes:
+            _expect(write.operation == operation, "progress of another operation")
+            _expect(write.completed <= write.posted <= write.total and write.posted >= posted, "progress ran backwards")
+            posted, state = write.posted, write.state
+            _expect(state != "error", f"error: {write.detail}")
+        for arrived in receiver.poll().marks:
+            _expect(arrived.agent_name == writer_agent, f"mark by {arrived.agent_name!r}")
+            _expect(arrived.mark.operation == operation, "mark of another operation")
+            _expect(arrived.mark.index not in seen, "a part was marked twice")
+            seen.add(arrived.mark.index)
+            total = arrived.mark.count
+        if state == "done" and total and len(seen) == total:
+            break
+    else:
+        raise AssertionError(f"no end: {state}, {len(seen)} of {total} marks")
+    sender.forget_write(operation)
+    expected = np.zeros_like(target).reshape(-1, size)
+    expected[rows] = source.reshape(-1, size)[columns]
+    _expect(bool((expected.reshape(-1) == target).all()), "bytes differ, or bytes landed elsewhere")
+    _expect(sender.poll().writes == (), "progress of a forgotten write")
+    stranger = _peer("stranger", 0)
+    try:
+        sender.start_write(WriteJob(operation, stranger, job.source_addresses, job.target_addresses, job.sizes))
+    except TransportError:
+        pass
+    else:
+        raise AssertionError("a write to a peer that was never connected was taken")
+    sender.destroy_agent(receiver_id.instance)
+    receiver.destroy_agent(sender_id.instance)
