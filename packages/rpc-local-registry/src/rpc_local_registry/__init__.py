@@ -1,9 +1,9 @@
 """RPC over ZeroMQ with an in-process fast path.
 
-Layout: ``_errors`` and ``_config`` are leaves; ``_wire`` (frames) and ``_session`` (handshake) are pure protocol; ``_codec`` and
-``_methods`` turn bytes into typed arguments of allow-listed methods; ``_streams`` and ``_registry`` are the in-process parts; ``_engine``
-(client's I/O thread), ``_client``, ``_lanes`` and ``_server`` run them. ``_zmq``, ``_numpy`` and ``_nvtx`` each import the library they
-are named after. ``testing`` is public.
+Layout: ``_errors`` and ``_config`` are leaves; ``_wire`` (frames) and ``_session`` (handshake) are pure protocol;
+``_codec`` and ``_methods`` turn bytes into typed arguments of allow-listed methods; ``_streams`` and ``_registry`` are
+the in-process parts; ``_engine`` (client's I/O thread), ``_client``, ``_lanes`` and ``_server`` run them. ``_zmq``,
+``_numpy`` and ``_nvtx`` each import the library they are named after. ``testing`` is public.
 """
 
 from rpc_local_registry.__about__ import __version__

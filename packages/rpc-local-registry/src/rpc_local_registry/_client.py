@@ -1,8 +1,9 @@
 """The client: names to calls, calls to one of two paths.
 
-A call goes local when all of this holds: the fast path is on, this process has a live worker registered under the address, the method is
-declared non-blocking and fits the call mode, and nothing that this client sent over the socket is still unanswered. Otherwise it
-goes remote and the reason is counted. The choice is made once per call, before anything ran, and never revised.
+A call goes local when all of this holds: the fast path is on, this process has a live worker registered under the
+address, the method is declared non-blocking and fits the call mode, and nothing that this client sent over the socket
+is still unanswered. Otherwise it goes remote and the reason is counted. The choice is made once per call, before
+anything ran, and never revised.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ class Method:
 class Call:
     """A call that was prepared and not yet made; make it once, with one of the ``remote…`` verbs.
 
-    Every verb takes ``timeout_s``: the time from now to the outcome, on the monotonic clock; None for the client's default.
-    The arguments are handed over: change none of them afterwards.
+    Every verb takes ``timeout_s``: the time from now to the outcome, on the monotonic clock; None for the client's
+    default. The arguments are handed over: change none of them afterwards.
     """
 
     __slots__ = ("_method", "args", "keywords")
@@ -331,7 +332,8 @@ class Call:
     def remote_oneway(self) -> None:
         """Call without an answer. One-way calls of one client run one after the other, in this order.
 
-        Returns once the call is queued (remote) or done (local). A handler's exception is counted and logged at the server.
+        Returns once the call is queued (remote) or done (local). A handler's exception is counted and logged at the
+        server.
 
         Raises:
             RpcBackpressure: Too many are unacknowledged. Nothing was queued.
@@ -436,9 +438,9 @@ class Call:
             raise RpcServerStopped(f"{entry.address} stopped")
         if task.cancelled():
             raise rebuild(describe(asyncio.CancelledError("cancelled by the worker")), core.causes)
-        error = task.exception()
-        if error is not None:
-            raise core.local_error(spec, self, error) from error
+        failure = task.exception()
+        if failure is not None:
+            raise core.local_error(spec, self, failure) from failure
         return task.result()
 
     def _stream_local(
@@ -511,7 +513,10 @@ class LocalTask:
 
 
 class RpcStream:
-    """Items of a streaming call. One consumer, ``for`` or ``async for``; leave early with ``cancel`` or the context manager."""
+    """Items of a streaming call.
+
+    One consumer, ``for`` or ``async for``; leave early with ``cancel`` or the context manager.
+    """
 
     text = "stream"
 
@@ -776,16 +781,16 @@ _closing: set[asyncio.Task[None]] = set()
 class RpcClient:
     """Calls the methods of one worker: ``client.method(*args).remote()`` and its sisters.
 
-    Construction does no I/O; the socket and its one thread start with the first call that needs them, ``start`` or ``with``.
-    Thread-safe, and usable from any number of event loops. In a forked child the client is as new.
+    Construction does no I/O; the socket and its one thread start with the first call that needs them, ``start`` or
+    ``with``. Thread-safe, and usable from any number of event loops. In a forked child the client is as new.
 
     Args:
         address: The server's ``address``.
         key: The shared key, at least 32 bytes.
         config: Bounds and times.
         fast_path: Take the local path when possible; None for ``config.local_fast_path``.
-        interface: The worker's class (or one with the same declared methods): names are checked at once and results decoded to
-            their annotated types. Without it results are built-ins and arrays.
+        interface: The worker's class (or one with the same declared methods): names are checked at once and results
+            decoded to their annotated types. Without it results are built-ins and arrays.
         name: Shown to the server's ``on_peer_lost``.
         on_lost: Called once when an open session ends, on the I/O thread; must not block.
 
@@ -853,7 +858,10 @@ class RpcClient:
         return self
 
     def reconnect(self) -> None:
-        """Leave a lost session behind: the next call opens a new one. What was pending has failed and is not repeated."""
+        """Leave a lost session behind: the next call opens a new one.
+
+        What was pending has failed and is not repeated.
+        """
         self._core.reset()
 
     def close(self) -> None:

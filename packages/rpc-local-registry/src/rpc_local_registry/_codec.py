@@ -1,8 +1,8 @@
 """Bodies: msgpack by msgspec, with arrays taken out into buffers. No class is ever named by the bytes.
 
-An array is the msgpack extension ``EXT_ARRAY`` whose data is msgpack [index, dtype name, shape]; its bytes are buffer number
-``index`` of the same message. Decoders are typed by the method's annotations: a wrong shape is a ``ValidationError`` and no
-user code has run.
+An array is the msgpack extension ``EXT_ARRAY`` whose data is msgpack [index, dtype name, shape]; its bytes are buffer
+number ``index`` of the same message. Decoders are typed by the method's annotations: a wrong shape is a
+``ValidationError`` and no user code has run.
 """
 
 from __future__ import annotations

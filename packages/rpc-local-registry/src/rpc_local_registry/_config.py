@@ -23,13 +23,14 @@ class RpcConfig:
         local_fast_path: Calls go straight to a worker of this process when it may (off: always over the socket).
         call_timeout_s: Deadline of a call that names none; None for no deadline. Seconds, > 0.
         handshake_timeout_s: A wrong key, another protocol or a missing server is an error after this. Seconds, > 0.
-        pending_calls_max: Unanswered calls, unacknowledged one-way calls and open streams per client, and again per session at
-            the server. Calls beyond it raise ``RpcBackpressure``.
+        pending_calls_max: Unanswered calls, unacknowledged one-way calls and open streams per client, and again per
+            session at the server. Calls beyond it raise ``RpcBackpressure``.
         pending_bytes_max: Bytes of unanswered calls per client. A single call above it is refused as well.
-        message_bytes_max: Largest message in either direction, all frames together; bigger ones are refused before any work.
+        message_bytes_max: Largest message in either direction, all frames together; bigger ones are refused before any
+            work.
         buffers_max: Most arrays in one message.
-        inline_bytes_max: Arrays up to this size are copied into the first frame; larger ones travel as frames of their own,
-            uncopied. Copying 16 KiB costs less than one more frame (measured: about 1 µs per frame).
+        inline_bytes_max: Arrays up to this size are copied into the first frame; larger ones travel as frames of their
+            own, uncopied. Copying 16 KiB costs less than one more frame (measured: about 1 µs per frame).
         stream_credit: Items of a stream in flight before the consumer has taken some.
         heartbeat_s: Interval of the transport's heartbeats.
         peer_timeout_s: A peer that is silent at the transport this long is dead.

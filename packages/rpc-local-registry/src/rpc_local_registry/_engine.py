@@ -1,8 +1,8 @@
 """The client's remote side: one I/O thread, one session, the calls that wait for an answer.
 
-An engine lives for one session: connecting, open, then failed for good with one error that every waiting and every later call gets. A
-call is registered here before its first byte is sent. Whoever removes it from ``pending`` owns its outcome: the I/O thread with an
-answer, or the caller with a timeout or a cancellation; so each call ends exactly once.
+An engine lives for one session: connecting, open, then failed for good with one error that every waiting and every
+later call gets. A call is registered here before its first byte is sent. Whoever removes it from ``pending`` owns its
+outcome: the I/O thread with an answer, or the caller with a timeout or a cancellation; so each call ends exactly once.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Engine:
             self._serve(link, session)
         except RpcConnectionError as error:
             self._fail(error)
-        except BaseException as error:  # noqa: BLE001 - whatever ends this thread must also end everybody who waits on it
+        except BaseException as error:  # noqa: BLE001 - it must also end everybody who waits
             failure = RpcConnectionError(f"{self.address}: the I/O thread failed: {error!r}")
             failure.__cause__ = error
             self._fail(failure)

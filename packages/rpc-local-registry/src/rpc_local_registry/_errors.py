@@ -1,8 +1,8 @@
 """The one error tree, and the translation between exceptions and their wire form.
 
 User exceptions never travel as objects: a handler's exception becomes (code, type name, message, traceback text) and is
-rebuilt on the other side as ``RpcRemoteError``; its ``cause`` is rebuilt only for types on an allow-list. The local path
-goes through the same two functions, so both paths raise the same thing.
+rebuilt on the other side as ``RpcRemoteError``; its ``cause`` is rebuilt only for types on an allow-list. The local
+path goes through the same two functions, so both paths raise the same thing.
 """
 
 from __future__ import annotations

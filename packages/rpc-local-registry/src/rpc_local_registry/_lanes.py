@@ -1,13 +1,15 @@
 """Where handlers run that may block: one bounded lane of threads per method, and one event loop for coroutines.
 
-A lane belongs to a method, so calls of a slow method queue behind each other and never before another method's. Threads are made
-on demand, shared by all lanes, and leave when the server stops; a handler that never returns costs its own lane one thread.
+A lane belongs to a method, so calls of a slow method queue behind each other and never before another method's. Threads
+are made on demand, shared by all lanes, and leave when the server stops; a handler that never returns costs its own
+lane one thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -34,6 +36,7 @@ class Lanes:
         self._ready: deque[tuple[Lane, Job]] = deque()
         self._idle = 0
         self._threads: list[threading.Thread] = []
+        self._busy: set[threading.Thread] = set()
         self._stopped = False
 
     @property
@@ -59,8 +62,10 @@ class Lanes:
         thread.start()
 
     def _run(self) -> None:
+        this = threading.current_thread()
         while True:
             with self._condition:
+                self._busy.discard(this)
                 while not self._ready:
                     if self._stopped:
                         return
@@ -68,6 +73,7 @@ class Lanes:
                     self._condition.wait()
                     self._idle -= 1
                 lane, job = self._ready.popleft()
+                self._busy.add(this)
             job()
             # Not kept alive while the thread waits: it holds the call's arguments.
             del job
@@ -78,18 +84,20 @@ class Lanes:
                     lane.active -= 1
 
     def stop(self, timeout_s: float) -> bool:
-        """Drop queued jobs, let threads leave; True if all had left in time. A handler that never returns keeps its thread."""
+        """Drop queued jobs, let threads leave; True if all had left in time.
+
+        A handler that never returns keeps its thread.
+        """
         with self._condition:
             self._stopped = True
             self._ready.clear()
             self._condition.notify_all()
-            threads = list(self._threads)
-        return _join(threads, timeout_s)
+            busy = len(self._busy)
+            idle = [thread for thread in self._threads if thread not in self._busy]
+        return _join(idle, timeout_s) and not busy
 
 
 def _join(threads: list[threading.Thread], timeout_s: float) -> bool:
-    import time
-
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         if thread is not threading.current_thread():

@@ -1,16 +1,16 @@
 """Which methods may be called, and the types of their arguments and results: the allow-list.
 
-A worker's class is read once. Only functions marked with ``rpc_method`` exist for the outside; nothing else is ever looked up
-by a name from the wire.
+A worker's class is read once. Only functions marked with ``rpc_method`` exist for the outside; nothing else is ever
+looked up by a name from the wire.
 """
 
 from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import functools
 import inspect
 import typing
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar, overload
 
@@ -59,8 +59,9 @@ def rpc_method(
     """Allow a method of a worker to be called from outside.
 
     Args:
-        non_blocking: The method promises to return at once. It runs on the server's I/O thread, and directly in the caller
-            when the fast path is on. An ``async`` method or generator declared so may run on the caller's own event loop.
+        non_blocking: The method promises to return at once. It runs on the server's I/O thread, and directly in the
+            caller when the fast path is on. An ``async`` method or generator declared so may run on the caller's own
+            event loop.
         streaming: The method is a generator, an async generator, or returns a ``StreamSource``.
         concurrency_max: Threads that calls of this method may occupy at a time; None for ``RpcConfig.lane_threads``.
 
@@ -257,17 +258,23 @@ def _spec_of(owner: type, name: str, function: Callable[..., Any], options: _Opt
     )
 
 
-@functools.lru_cache(maxsize=256)
+_known: weakref.WeakKeyDictionary[type, Mapping[str, MethodSpec]] = weakref.WeakKeyDictionary()
+
+
 def methods_of(owner: type) -> Mapping[str, MethodSpec]:
     """Allow-list of a worker's class: name to declaration. Inherited marks count; an unmarked override closes the method.
 
     Raises:
         RpcConfigError: A declaration that cannot be served.
     """
+    known = _known.get(owner)
+    if known is not None:
+        return known
     found: dict[str, MethodSpec] = {}
     for name in dir(owner):
         function = inspect.getattr_static(owner, name, None)
         options = getattr(function, _MARK, None)
         if isinstance(options, _Options) and inspect.isfunction(function):
             found[name] = _spec_of(owner, name, function, options)
+    _known[owner] = found
     return found

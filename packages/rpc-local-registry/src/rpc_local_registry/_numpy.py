@@ -49,7 +49,8 @@ def export(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
     shape = array.shape
     if not array.flags.c_contiguous:
         array = numpy.ascontiguousarray(array)
-    return name, shape, memoryview(array.reshape(-1).view(numpy.uint8))
+    flat: Any = array.reshape(-1).view(numpy.uint8)
+    return name, shape, memoryview(flat)
 
 
 def rebuild(name: str, shape: tuple[int, ...], buffer: memoryview) -> Any:

@@ -1,7 +1,7 @@
 """Workers of this process by address. Per process, weak, identity-checked, empty in forked children.
 
-Lookups take no lock: they are one ``dict.get`` of a complete entry. Changes take a re-entrant lock, because a weak reference's
-callback can run inside a change.
+Lookups take no lock: they are one ``dict.get`` of a complete entry. Changes take a re-entrant lock, because a weak
+reference's callback can run inside a change.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The server: one I/O thread that reads, checks, dispatches and answers.
 
-Where a handler runs is its declaration's choice: non-blocking ones inline, coroutines on one event loop, blocking ones on their
-method's own lane. Handlers never touch the socket; they post outcomes, and the I/O thread sends them. A call leaves
-``session.calls`` exactly once (answered, cancelled, expired, or its session gone), so nobody is answered twice.
+Where a handler runs is its declaration's choice: non-blocking ones inline, coroutines on one event loop, blocking ones
+on their method's own lane. Handlers never touch the socket; they post outcomes, and the I/O thread sends them. A call
+leaves ``session.calls`` exactly once (answered, cancelled, expired, or its session gone), so nobody is answered twice.
 
 One-way calls of a session form a strand: the next begins when the one before has ended, wherever it ran.
 """
@@ -137,13 +137,13 @@ class _Call:
 class RpcServer:
     """Serves the declared methods of one worker at one address.
 
-    Construction does no I/O; ``start`` (or ``with``) binds, starts the I/O thread and registers the worker in this process's registry;
-    ``shutdown`` undoes it in milliseconds and answers everything pending with ``RpcServerStopped``.
+    Construction does no I/O; ``start`` (or ``with``) binds, starts the I/O thread and registers the worker in this
+    process's registry; ``shutdown`` undoes it in milliseconds and answers everything pending with ``RpcServerStopped``.
 
     Args:
         worker: Object whose class declares methods with ``rpc_method``. Held strongly here, weakly by the registry.
-        address: ``ipc://`` (private folder, random name), ``ipc:///folder/name`` (folder 0700 and yours), ``tcp://host:port``
-            (port 0: chosen by the system), ``inproc://name``.
+        address: ``ipc://`` (private folder, random name), ``ipc:///folder/name`` (folder 0700 and yours),
+            ``tcp://host:port`` (port 0: chosen by the system), ``inproc://name``.
         key: The shared key, at least 32 bytes.
         config: Bounds and times.
         on_peer_lost: Called when a client's session ends, on the I/O thread; must not block.
@@ -669,7 +669,7 @@ class RpcServer:
                     raise RpcStreamingError(f"{spec.name} returned {type(made).__qualname__}, not a StreamSource")
                 call.source = made
                 inbox = made._take()
-                if call.over:
+                if call.message.call_id not in call.peer.calls:
                     made._cancel()
                 self._post(lambda: self._drain_source(call, inbox))
                 return
@@ -696,7 +696,7 @@ class RpcServer:
                 call.credit -= 1
                 self._send(call.peer, wire.ITEM, call.message.call_id, call.items_sent, body, buffers)
                 call.items_sent += 1
-                if call.over:
+                if call.message.call_id not in call.peer.calls:
                     return
             if call.credit <= 0:
                 # The next CREDIT calls this again.

@@ -7,8 +7,8 @@
       CALL / STREAM / ONEWAY / CANCEL / CREDIT … ⇄ RESULT / ERROR / ITEM / END / DONE
       BYE ─────────────────────────────────────────────▶   answered by GOODBYE; either side may begin
 
-A replayed HELLO is refused by its nonce; even unseen it would only open a half session whose keys depend on a fresh server nonce,
-so nothing recorded earlier fits into it. A peer without the key is never answered.
+A replayed HELLO is refused by its nonce; even unseen it would only open a half session whose keys depend on a fresh
+server nonce, so nothing recorded earlier fits into it. A peer without the key is never answered.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class ClientHandshake:
 class ServerHandshake:
     """The server's half, for all clients; remembers nonces."""
 
-    #: Nonces remembered; beyond it the oldest are forgotten, which costs nothing but a half session for a very late replay.
+    #: Nonces remembered; beyond it the oldest are forgotten, which costs nothing but a half session for a very late
+    #: replay.
     NONCES_MAX: Final = 65536
 
     def __init__(self, key: bytes, name: str, *, message_bytes_max: int, buffers_max: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections import deque
@@ -33,15 +34,16 @@ class Inbox(Generic[_T]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: _T) -> None:
-        """Append and wake the consumer. After ``close`` the item is dropped."""
+    def put(self, item: _T) -> bool:
+        """Append and wake the consumer. False after ``close``: the item is dropped."""
         with self._lock:
             if self.closed:
-                return
+                return False
             self._items.append(item)
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter()
+        return True
 
     def close(self, error: BaseException | None = None, *, discard: bool = False) -> bool:
         """End the queue; what is queued is still delivered unless ``discard``. True the first time."""
@@ -114,7 +116,7 @@ class Inbox(Generic[_T]):
                 return item
             loop = asyncio.get_running_loop()
             gate: asyncio.Future[None] = loop.create_future()
-            if not self.watch(lambda: _release(loop, gate)):
+            if not self.watch(functools.partial(_release, loop, gate)):
                 if self._items:
                     continue
                 return _EMPTY
@@ -154,9 +156,9 @@ def _set(gate: asyncio.Future[None]) -> None:
 class StreamSource(Generic[_T]):
     """The producing end of a push stream: a worker's loop pushes, one caller consumes.
 
-    A streaming method returns a fresh source per call and keeps it; its loop then calls ``push(batch)`` once per step. Nothing is
-    serialised by ``push``: on the local path the very object reaches the consumer, on the remote path the server's
-    I/O thread encodes it. Neither side changes an item after it was pushed.
+    A streaming method returns a fresh source per call and keeps it; its loop then calls ``push(batch)`` once per step.
+    Nothing is serialised by ``push``: on the local path the very object reaches the consumer, on the remote path the
+    server's I/O thread encodes it. Neither side changes an item after it was pushed.
 
     Args:
         items_max: Items pushed and not yet taken (count, >= 1); beyond it ``push`` raises ``RpcBackpressure``.
@@ -189,8 +191,7 @@ class StreamSource(Generic[_T]):
             return False
         if len(inbox) >= self._items_max:
             raise RpcBackpressure(f"{self._items_max} items are unread")
-        inbox.put(item)
-        return not inbox.closed or not self.cancelled
+        return inbox.put(item)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the stream after what was pushed; with ``error`` the consumer gets it as an exception."""

@@ -21,11 +21,11 @@ One message is one ZeroMQ message of 1 + n frames. The first frame:
     body           msgpack
     padding and the small arrays, each at a multiple of 8 bytes from the frame's start
 
-Large arrays follow as frames of their own, in table order. Every length is thus under the MAC. Sizes are checked before the MAC,
-the MAC before the sequence, the sequence before any decoding.
+Large arrays follow as frames of their own, in table order. Every length is thus under the MAC. Sizes are checked before
+the MAC, the MAC before the sequence, the sequence before any decoding.
 
-Each direction has a key of its own, derived from the shared key and both sides' nonces, so a message cannot be replayed into
-another session nor reflected to its author; inside a session the sequence refuses it.
+Each direction has a key of its own, derived from the shared key and both sides' nonces, so a message cannot be replayed
+into another session nor reflected to its author; inside a session the sequence refuses it.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ GOODBYE: Final = 37
 PONG: Final = 38
 
 KIND_NAMES: Final = {
-    HELLO: "HELLO", WELCOME: "WELCOME", REJECT: "REJECT", CALL: "CALL", STREAM: "STREAM", ONEWAY: "ONEWAY", CANCEL: "CANCEL",
-    CREDIT: "CREDIT", BYE: "BYE", PING: "PING", RESULT: "RESULT", ERROR: "ERROR", ITEM: "ITEM", END: "END", DONE: "DONE",
+    HELLO: "HELLO", WELCOME: "WELCOME", REJECT: "REJECT", CALL: "CALL", STREAM: "STREAM", ONEWAY: "ONEWAY", CANCEL:
+        "CANCEL",
+    CREDIT: "CREDIT", BYE: "BYE", PING: "PING", RESULT: "RESULT", ERROR: "ERROR", ITEM: "ITEM", END: "END", DONE:
+        "DONE",
     GOODBYE: "GOODBYE", PONG: "PONG",
 }  # fmt: skip
 CLIENT_KINDS: Final = frozenset({CALL, STREAM, ONEWAY, CANCEL, CREDIT, BYE, PING})
@@ -91,7 +93,10 @@ REFUSALS: Final = (
 
 
 class Refused(Exception):
-    """A message was not accepted. ``reason`` is one of ``REFUSALS``; ``authentic`` says whether its MAC had been right."""
+    """A message was not accepted.
+
+    ``reason`` is one of ``REFUSALS``; ``authentic`` says whether its MAC had been right.
+    """
 
     def __init__(self, reason: str, detail: str = "", *, authentic: bool = False) -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -188,7 +193,10 @@ class Sealer:
         flags: int = 0,
         inline_bytes_max: int = 0,
     ) -> list[bytes | memoryview]:
-        """Frames of the next message. ``buffers`` are flat byte views; those above ``inline_bytes_max`` are not copied."""
+        """Frames of the next message.
+
+        ``buffers`` are flat byte views; those above ``inline_bytes_max`` are not copied.
+        """
         if self._session != NO_SESSION:
             self.sequence += 1
         header = _HEADER.pack(
@@ -261,7 +269,8 @@ class Opener:
             total += len(frame)
         if total > self._message_bytes_max or len(frames) > 1 + self._buffers_max:
             raise Refused("oversized", f"{total} bytes in {len(frames)} frames")
-        (magic, version, kind, direction, flags, buffer_count, body_bytes, name_bytes, reserved, session, sequence, call_id,
+        (magic, version, kind, direction, flags, buffer_count, body_bytes, name_bytes, reserved, session, sequence,
+        call_id,
          argument) = _HEADER.unpack_from(first, MAC_BYTES)  # fmt: skip
         if magic != MAGIC:
             raise Refused("magic")

@@ -1,7 +1,8 @@
 """The one file that imports zmq: sockets, addresses, wake-ups, connection events.
 
-A ``Link`` belongs to one thread; only ``wake`` may be called from others. Receiving is event-driven: one poll over the socket, the
-wake-up descriptor and the socket's monitor. LINGER is 0 everywhere; what must arrive is acknowledged by the protocol instead.
+A ``Link`` belongs to one thread; only ``wake`` may be called from others. Receiving is event-driven: one poll over the
+socket, the wake-up descriptor and the socket's monitor. LINGER is 0 everywhere; what must arrive is acknowledged by the
+protocol instead.
 """
 
 from __future__ import annotations
@@ -114,9 +115,10 @@ class Link:
         self._monitor: zmq.Socket[bytes] | None = None
         self.address = ""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
-        socket = self._socket
+        socket: zmq.Socket[bytes] = self._socket
         socket.setsockopt(zmq.LINGER, 0)
-        # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the sequence.
+        # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the
+        # sequence.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
@@ -188,8 +190,8 @@ class Link:
                 raise RpcAddressError(f"the temporary folder's name is too long for a socket: {path}")
         folder = Path(path).parent
         _private_folder(folder)
-        # The listening socket is made here and lent to libzmq: left to itself it unlinks whatever is at the path, before it binds
-        # and again some time after it was closed. The folder's lock makes looking and binding one act.
+        # The listening socket is made here and lent to libzmq: left to itself it unlinks whatever is at the path,
+        # before it binds and again some time after it was closed. The folder's lock makes looking and binding one act.
         folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         listener = stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM)
         try:
@@ -242,7 +244,7 @@ class Link:
         """Connection events since the last call."""
         found: list[str] = []
         monitor = self._monitor
-        while monitor is not None and monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while monitor is not None and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             event = _EVENTS.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
             if event is not None:
                 found.append(event)
@@ -250,7 +252,7 @@ class Link:
 
     def readable(self) -> bool:
         """Whether ``receive`` has a message."""
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, frames_max: int) -> list[bytes | memoryview]:
         """All frames of the next message (a server's first one is the peer's routing id); excess frames are dropped unread.
