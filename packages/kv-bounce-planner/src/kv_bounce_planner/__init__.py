@@ -12,6 +12,7 @@ Layout, planning half (pure; depends on numpy and msgspec):
     _explain.py   plans and choices in words
     _draw.py      plans as a picture (SVG by itself, PNG with matplotlib)
     _gather.py    gather and scatter by pointer, host memory
+    _tiles.py     how a copy list is cut for a device
     _torch.py     the same for torch devices       (imports torch only when used)
     _triton.py    the same as one Triton kernel    (imports triton only when used)
 
@@ -49,6 +50,7 @@ from kv_bounce_planner._codec import (
     encode_plan,
     encode_report,
 )
+from kv_bounce_planner._draw import draw
 from kv_bounce_planner._errors import (
     CodecError,
     KVTransferError,
@@ -136,8 +138,8 @@ from kv_bounce_planner._session import (
     OperationFailed,
     PeerEvidence,
     PlannerReports,
-    ReceiveRequested,
     Receiver,
+    ReceiveRequested,
     RequestServed,
     Sender,
     SessionConfig,
@@ -161,6 +163,7 @@ from kv_bounce_planner._tier import (
     calibrate,
     choose_tier,
 )
+from kv_bounce_planner._tiles import KernelShape
 from kv_bounce_planner._transport import (
     AgentInfo,
     ArrivedMark,
@@ -175,6 +178,8 @@ from kv_bounce_planner._transport import (
 if TYPE_CHECKING:
     from kv_bounce_planner._nixl import NixlConfig as NixlConfig
     from kv_bounce_planner._nixl import NixlTransport as NixlTransport
+    from kv_bounce_planner._torch import TorchCopier as TorchCopier
+    from kv_bounce_planner._triton import TritonCopier as TritonCopier
     from kv_bounce_planner._zmq import ZmqControlChannel as ZmqControlChannel
 
 __all__ = [
@@ -259,6 +264,11 @@ __all__ = [
     "in_place_marker",
     "explain",
     "describe",
+    "draw",
+    # adapters of torch and Triton
+    "TorchCopier",
+    "TritonCopier",
+    "KernelShape",
     # identities
     "PeerId",
     "RequestKey",
@@ -338,6 +348,8 @@ _ADAPTERS = {
     "NixlConfig": "kv_bounce_planner._nixl",
     "NixlTransport": "kv_bounce_planner._nixl",
     "ZmqControlChannel": "kv_bounce_planner._zmq",
+    "TorchCopier": "kv_bounce_planner._torch",
+    "TritonCopier": "kv_bounce_planner._triton",
 }
 
 

@@ -23,6 +23,8 @@ from kv_bounce_planner._reasons import Reason
 
 #: From this size on, one memmove per fragment (about 0.5 us each) costs less than a percent or two of the copy itself.
 MEMMOVE_BYTES_MIN = 32 << 10
+#: An indexed read goes through a temporary of at most so many bytes.
+GATHER_STEP_BYTES = 256 << 10
 #: Few fragments are memmoved whatever their size: cheaper than building an index.
 MEMMOVE_COUNT_MAX = 16
 #: Up to so many distinct sizes each get a pass of their own; beyond, sizes are cut into powers of two.
@@ -147,18 +149,23 @@ def _copy_class(part: _Class) -> None:
     target_low, target_high = int(part.target.min()), int(part.target.max())
     source = np.asarray(_Span(source_low, source_high, part.size))
     target = np.asarray(_Span(target_low, target_high, part.size))
-    dense_source = _dense(part.source, part.size)
-    dense_target = _dense(part.target, part.size)
-    if dense_target:
+    if _dense(part.target, part.size):
         flat = target[:: part.size]
-        if dense_source:
+        if _dense(part.source, part.size):
             flat[:] = source[:: part.size]
-        else:
-            flat[:] = source[part.source - source_low]
-    elif dense_source:
+            return
+        # An indexed read makes a temporary; in steps that fit the cache it costs little and touches no new pages.
+        step = max(1, GATHER_STEP_BYTES // part.size)
+        offsets = part.source - source_low
+        for begin in range(0, len(offsets), step):
+            flat[begin : begin + step] = source[offsets[begin : begin + step]]
+    elif _dense(part.source, part.size):
         target[part.target - target_low] = source[:: part.size]
     else:
-        target[part.target - target_low] = source[part.source - source_low]
+        step = max(1, GATHER_STEP_BYTES // part.size)
+        into, offsets = part.target - target_low, part.source - source_low
+        for begin in range(0, len(offsets), step):
+            target[into[begin : begin + step]] = source[offsets[begin : begin + step]]
 
 
 def _dense(addresses: Int64Array, size: int) -> bool:

@@ -148,7 +148,8 @@ class LayerGroup:
                 self.block_tokens == 1 and self.head_count == 1 and not self.value_bases,
                 "opaque: one token, one head, no V",
             )
-        self._check_aliasing()
+        if self.layer_ids:
+            self._check_aliasing()
         last = self.last_byte_offset
         _require(all(0 <= base <= ADDRESS_MAX - last for base in (*self.key_bases, *self.value_bases)), "addresses fit")
 
