@@ -7,7 +7,11 @@ Layout:
     _directory.py   the router side, pure: every rule
     _slots.py       what it keeps its books in: slots, pools, flights, reservations
     _views.py       configuration, statuses, audit and statistics as plain data
-    _asyncio.py     the router side on an event loop; the only file that imports asyncio in the core's place
+    _asyncio.py     the router side on an event loop
+    _discovery.py   where servers come from: interface of sources and stores, the book that compares
+    _discovery_asyncio.py  static list, in-memory store, reconciler, publisher
+    _etcd.py        the store on etcd v3; the only file that imports etcd3gw
+    etcd.py         its public name
     _backoff.py     idle waiting for threads
     _ids.py         63-bit request ids
     _http.py        bodies and status codes for a web server
@@ -25,6 +29,25 @@ from endpoint_lifecycle._asyncio import (
 )
 from endpoint_lifecycle._backoff import BackoffSchedule, BackoffStatistics, IdleBackoff
 from endpoint_lifecycle._directory import EndpointDirectory
+from endpoint_lifecycle._discovery import (
+    BookStatistics,
+    LeaseStore,
+    Registration,
+    RegistryBook,
+    ServerSource,
+    Snapshot,
+    StoreEvent,
+    decode_registration,
+    registration_key,
+)
+from endpoint_lifecycle._discovery_asyncio import (
+    AsyncLeasePublisher,
+    AsyncReconciler,
+    MemoryLeaseStore,
+    PublisherStatistics,
+    ReconcilerStatistics,
+    StaticServers,
+)
 from endpoint_lifecycle._errors import (
     AlreadyOwned,
     ConfigError,
@@ -149,6 +172,22 @@ __all__ = [
     "ServerStatus",
     "ServerView",
     "Ticket",
+    # discovery (EtcdLeaseStore: ``from endpoint_lifecycle.etcd import EtcdLeaseStore``, extra ``etcd``)
+    "AsyncLeasePublisher",
+    "AsyncReconciler",
+    "BookStatistics",
+    "LeaseStore",
+    "MemoryLeaseStore",
+    "PublisherStatistics",
+    "ReconcilerStatistics",
+    "Registration",
+    "RegistryBook",
+    "ServerSource",
+    "Snapshot",
+    "StaticServers",
+    "StoreEvent",
+    "decode_registration",
+    "registration_key",
     # idle and ids
     "AsyncIdleBackoff",
     "BackoffSchedule",
