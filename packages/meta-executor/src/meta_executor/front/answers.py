@@ -1,0 +1,45 @@
+"""An answer's tokens to its text, and its counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meta_executor.engine.tokenizer import StopStrings, Tokenizer
+
+
+class AnswerText:
+    """Collects one answer.
+
+    Args:
+        tokenizer: The model's.
+        stops: Stop strings.
+        end_token_ids: Tokens that end an answer and are not part of its text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_token_ids: frozenset[int]) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(stops)
+        self._end_token_ids = end_token_ids
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+
+    def push(self, tokens: Sequence[int], finish_reason: str | None) -> str:
+        """Text that these tokens add. Sets :attr:`finish_reason` at the end, also where a stop string ends it.
+
+        Counts tokens up to and including the one that completed a stop string; those after it were generated for nobody.
+        """
+        text = []
+        for place, token in enumerate(tokens):
+            last = place == len(tokens) - 1
+            self.completion_tokens += 1
+            if last and finish_reason == "stop" and token in self._end_token_ids:
+                break
+            text.append(self._stops.push(self._detokenizer.push((token,))))
+            if self._stops.hit is not None:
+                self.finish_reason = "stop"
+                return "".join(text)
+        if finish_reason is not None:
+            text.append(self._stops.push(self._detokenizer.finish()))
+            text.append(self._stops.finish())
+            self.finish_reason = "stop" if self._stops.hit is not None else finish_reason
+        return "".join(text)

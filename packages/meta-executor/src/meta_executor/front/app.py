@@ -1,0 +1,574 @@
+"""Routes of the front: OpenAI endpoints, health, metrics and what an operator asks.
+
+A request's life. The body is read within its bound and checked; its prompt is encoded; then one task runs the dispatch
+while another waits for the client to leave. Whichever ends first ends the other, so a client that goes away before its
+first byte, in the middle or between the legs costs what it has cost by then and no more. A stream's headers are sent with
+its first piece, so that what fails earlier still has an honest status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from endpoint_lifecycle import (
+    AsyncEndpointDirectory,
+    EndpointError,
+    RequestIdGenerator,
+    StaleGeneration,
+    cluster_info_body,
+    http_status,
+    reservations_body,
+)
+from meta_executor import __version__, wire
+from meta_executor.config import FrontConfig
+from meta_executor.engine.base import ModelInfo
+from meta_executor.engine.errors import EngineError
+from meta_executor.engine.tokenizer import Tokenizer
+from meta_executor.front import openai
+from meta_executor.front.answers import AnswerText
+from meta_executor.front.dispatch import Dispatch, Job, Tokens
+from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
+from meta_executor.front.metrics import FrontMetrics
+from meta_executor.front.openai import ApiError
+from meta_executor.front.servers import FrontServer, limits_of
+
+_LOG = logging.getLogger("meta_executor.front")
+#: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others.
+_ENCODE_INLINE_CHARACTERS = 8192
+#: The API's own word for a client that left; nobody reads it.
+_CLIENT_LEFT = 499
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A checked request."""
+
+    job: Job
+    chat: bool
+    stream: bool
+    with_usage: bool
+    stops: tuple[str, ...]
+    end_token_ids: frozenset[int]
+    shape: openai.Shape
+
+
+class FrontService:
+    """Everything that the routes need, with the life of the process.
+
+    Args:
+        model: Shape of the model that is served.
+        served_name: Name under which clients ask for it.
+        tokenizer: The model's.
+        config: Bounds.
+        schedule_style: Order of the legs.
+        servers: Instances.
+        directory: Of them; entered by the caller.
+        legs: HTTP to them.
+        key: The run's key (hex), for ``/internal/*``.
+        clock: Monotonic time (s).
+        on_drain: Called once when a drain begins.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelInfo,
+        served_name: str,
+        tokenizer: Tokenizer,
+        config: FrontConfig,
+        schedule_style: wire.ScheduleStyle,
+        servers: Sequence[FrontServer],
+        directory: AsyncEndpointDirectory,
+        legs: LegClient,
+        key: str,
+        clock: Callable[[], float] = time.monotonic,
+        on_drain: Callable[[], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.served_name = served_name
+        self.tokenizer = tokenizer
+        self.config = config
+        self.schedule_style = schedule_style
+        self.servers = tuple(servers)
+        self.directory = directory
+        self.metrics = FrontMetrics()
+        self.dispatch = Dispatch(directory, legs, self.metrics, clock)
+        self.running = 0
+        self.draining = False
+        self.created = int(time.time())
+        self._key = key
+        self._clock = clock
+        self._on_drain = on_drain
+        self._ids = RequestIdGenerator(node_id=0)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start_draining(self) -> None:
+        """Take nothing new; what runs goes on. Idempotent."""
+        if not self.draining:
+            self.draining = True
+            if self._on_drain is not None:
+                self._on_drain()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request runs and every abort has been sent."""
+        await self._idle.wait()
+        await self.dispatch.settle()
+
+    def can_serve(self) -> bool:
+        """Whether a request that came now would find both its legs."""
+        return not self.draining and self.directory.ready(context=1, generation=1)
+
+    @contextlib.contextmanager
+    def _admitted(self) -> Any:
+        if self.draining:
+            raise ApiError(503, "the service is draining", code="draining")
+        if self.running >= self.config.max_requests:
+            raise ApiError(429, f"{self.running} requests are running, at most {self.config.max_requests}", code="busy")
+        self.running += 1
+        self.metrics.running.set(self.running)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self.metrics.running.set(self.running)
+            if self.running == 0:
+                self._idle.set()
+
+    # -- OpenAI endpoints ---------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        return await self._endpoint(request, chat=False)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        return await self._endpoint(request, chat=True)
+
+    async def _endpoint(self, request: Request, *, chat: bool) -> Response:
+        self.metrics.total_requests.inc()
+        accepted = self._clock()
+        try:
+            body = await self._body(request)
+            call = await self._checked(body, chat=chat, accepted=accepted)
+        except ApiError as error:
+            self.metrics.validation_exceptions.inc()
+            return _error(error)
+        except ClientDisconnect:
+            self.metrics.client_disconnects.inc()
+            return Response(status_code=_CLIENT_LEFT)
+        (self.metrics.stream_requests if call.stream else self.metrics.nonstream_requests).inc()
+        return _Answer(self, call)
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self.config.body_bytes_max
+        parts = []
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes", code="too_large")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _checked(self, body: bytes, *, chat: bool, accepted: float) -> _Call:
+        """Read, check and encode a body.
+
+        Raises:
+            ApiError: Names the field.
+        """
+        request: openai.ChatRequest | openai.CompletionRequest
+        if chat:
+            chat_request = request = openai.decode_request(body, openai.ChatRequest)
+            self._check_model(request.model)
+            field = "messages"
+            messages = openai.messages_of(chat_request)
+            size = sum(len(message["content"]) for message in messages)
+            token_ids = await self._encoded(lambda: self.tokenizer.apply_chat_template(messages), size, field)
+            wanted = chat_request.max_completion_tokens
+            wanted_field = "max_tokens" if wanted is None else "max_completion_tokens"
+            wanted = request.max_tokens if wanted is None else wanted
+        else:
+            text_request = request = openai.decode_request(body, openai.CompletionRequest)
+            self._check_model(request.model)
+            field = "prompt"
+            prompt = openai.prompt_of(text_request)
+            if isinstance(prompt, str):
+                text = prompt
+                token_ids = await self._encoded(lambda: self.tokenizer.encode_user_text(text), len(prompt), field)
+            else:
+                token_ids = prompt
+                if not all(0 <= token < self.model.vocab_size for token in token_ids):
+                    raise ApiError(
+                        400, f"prompt: token ids must be in 0..{self.model.vocab_size - 1}", param=field,
+                        code="invalid_value",
+                    )  # fmt: skip
+            wanted_field = "max_tokens"
+            wanted = openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
+        if not token_ids:
+            raise ApiError(400, f"{field}: encodes to no token", param=field, code="invalid_value")
+        limit = self.token_limit()
+        if len(token_ids) >= limit:
+            raise ApiError(
+                400, f"{field}: {len(token_ids)} tokens leave no room for an answer; prompt and answer together may "
+                f"have {limit}", param=field, code="context_length_exceeded",
+            )  # fmt: skip
+        room = limit - len(token_ids)
+        if wanted is None:
+            wanted = min(room, openai.CHAT_TOKENS_DEFAULT_MAX)
+        if wanted > room:
+            raise ApiError(
+                400, f"{wanted_field}: {wanted} after a prompt of {len(token_ids)} tokens exceeds the {limit} that prompt "
+                "and answer together may have", param=wanted_field, code="context_length_exceeded",
+            )  # fmt: skip
+        if any(token >= self.model.vocab_size for token in request.stop_token_ids):
+            raise ApiError(
+                400, f"stop_token_ids: must be in 0..{self.model.vocab_size - 1}", param="stop_token_ids",
+                code="invalid_value",
+            )  # fmt: skip
+        sampling = wire.Sampling(
+            max_tokens=wanted,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            seed=openai.seed_of(request),
+            ignore_eos=bool(request.ignore_eos),
+            stop_token_ids=list(request.stop_token_ids),
+        )
+        ends = set(request.stop_token_ids)
+        if not request.ignore_eos:
+            ends.update(self.model.eos_token_ids)
+        job = Job(
+            request_id=self._ids.next_id(),
+            token_ids=token_ids,
+            sampling=sampling,
+            schedule_style=self.schedule_style,
+            deadline=accepted + self.config.request_timeout_s,
+            conversation_id=request.conversation_id,
+            accepted=accepted,
+        )
+        options = request.stream_options
+        shape = openai.Shape(
+            chat=chat, answer_id=f"{job.request_id:x}", created=int(time.time()), model=self.served_name
+        )
+        return _Call(
+            job=job,
+            chat=chat,
+            stream=bool(request.stream),
+            with_usage=bool(options is not None and options.include_usage),
+            stops=openai.stop_strings(request),
+            end_token_ids=frozenset(ends),
+            shape=shape,
+        )
+
+    def _check_model(self, name: str) -> None:
+        if name != self.served_name:
+            raise ApiError(
+                404, f"model: {name!r} is not served here, {self.served_name!r} is", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    async def _encoded(self, encode: Callable[[], list[int]], characters: int, field: str) -> list[int]:
+        try:
+            return await asyncio.to_thread(encode) if characters > _ENCODE_INLINE_CHARACTERS else encode()
+        except EngineError as error:
+            raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
+
+    def token_limit(self) -> int:
+        """Tokens that a prompt and its answer may have together: the model's, the instances' and their KV pools'."""
+        return min(self.model.context_tokens_max, *limits_of(self.directory, self.servers).values())
+
+    async def tokens(self, call: _Call) -> AsyncGenerator[Tokens, None]:
+        """A call's tokens; every failure as an :class:`ApiError`."""
+        try:
+            async with contextlib.aclosing(self.dispatch.run(call.job)) as steps:
+                async for tokens in steps:
+                    yield tokens
+        except LegError as error:
+            raise _leg_failed(error) from error
+        except StaleGeneration as error:
+            raise ApiError(
+                503, "the instance was replaced while the request was sent; try again", code="stale"
+            ) from error
+        except EndpointError as error:
+            raise ApiError(http_status(error), error.message, code="unavailable") from error
+
+    # -- what else is asked -------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``."""
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """``GET /v1/models/{name}``."""
+        if request.path_params["name"] != self.served_name:
+            return _error(ApiError(404, f"model {request.path_params['name']!r} is not served here", param="model"))
+        return _json(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.served_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "meta-executor",
+            "max_model_len": self.token_limit(),
+        }
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 means that a request can be served now."""
+        if self.can_serve():
+            return _json({"status": "ok"})
+        status = "draining" if self.draining else "unavailable"
+        ready = {role: self.directory.ready(**{role: 1}) for role in ("context", "generation")}
+        return _json({"status": status, "ready": ready}, 503)
+
+    async def live(self, request: Request) -> Response:
+        """``GET /live``: the process answers."""
+        return _json({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        """``GET /version``."""
+        return _json({"version": __version__, "wire_version": wire.WIRE_VERSION})
+
+    async def cluster_info(self, request: Request) -> Response:
+        """``GET /cluster_info``."""
+        return _json(cluster_info_body(self.directory))
+
+    async def reservations(self, request: Request) -> Response:
+        """``GET /debug/reservations``."""
+        return _json(reservations_body(self.directory))
+
+    async def server_info(self, request: Request) -> Response:
+        """``GET /server_info``."""
+        return _json(
+            {
+                "role": "front",
+                "ready": self.can_serve(),
+                "state": "draining" if self.draining else "serving",
+                "version": __version__,
+                "model": self.served_name,
+                "schedule_style": self.schedule_style,
+                "token_limit": self.token_limit(),
+                "running": self.running,
+                "servers": [
+                    {"owner_id": s.owner_id, "role": s.role, "url": s.url, "status": self.directory.status(s.url).value}
+                    for s in self.servers
+                ],
+            }
+        )
+
+    async def metrics_text(self, request: Request) -> Response:
+        """``GET /metrics`` and ``/prometheus/metrics``."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def drain(self, request: Request) -> Response:
+        """``POST /internal/drain``: take nothing new, finish what runs, leave."""
+        if not hmac.compare_digest(request.headers.get(wire.KEY_HEADER, "").encode(), self._key.encode()):
+            return _json({"error": wire.UNAUTHORIZED, "message": f"{wire.KEY_HEADER} is not this run's"}, 401)
+        running = self.running
+        self.start_draining()
+        return _json({"draining": True, "active": running})
+
+
+class _Answer(Response):
+    """Runs a call and sends its answer, in one piece or as a stream, while watching for the client to leave."""
+
+    def __init__(self, service: FrontService, call: _Call) -> None:
+        self._service = service
+        self._call = call
+        self._started = False
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics = self._service.metrics
+        run = asyncio.create_task(self._run(send), name=f"request {self._call.job.request_id}")
+        watch = asyncio.create_task(_client_left(receive))
+        try:
+            await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not run.done():
+                metrics.client_disconnects.inc()
+        finally:
+            watch.cancel()
+            if not run.done():
+                run.cancel()
+            # Its cleanup is short and bounded; a second cancellation of this task does not cut it.
+            await asyncio.wait((run, watch))
+        if run.cancelled():
+            return
+        error = run.exception()
+        if isinstance(error, OSError):
+            # The connection broke while sending: the client has left.
+            metrics.client_disconnects.inc()
+        elif error is not None:
+            raise error
+
+    async def _run(self, send: Send) -> None:
+        service = self._service
+        try:
+            try:
+                with service._admitted():
+                    async with asyncio.timeout(max(self._call.job.deadline - service._clock(), 0.0)):
+                        await (self._stream(send) if self._call.stream else self._whole(send))
+            except ApiError:
+                raise
+            except TimeoutError as error:
+                limit_s = service.config.request_timeout_s
+                raise ApiError(504, f"no complete answer within {limit_s:g} s", code="deadline_exceeded") from error
+            except (asyncio.CancelledError, OSError):
+                raise
+            except Exception as error:
+                service.metrics.internal_errors.inc()
+                _LOG.exception("request %x failed in the front", self._call.job.request_id)
+                raise ApiError(500, "the front failed; its log says why", code="internal") from error
+        except ApiError as error:
+            service.metrics.http_exceptions.inc()
+            if not self._started:
+                await self._send_json(send, error.status, error.body())
+            else:
+                # After the first piece there is no status any more: the API's clients know an error event.
+                await self._send_event(send, error.body())
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            service.metrics.total_responses.inc()
+
+    async def _pieces(self) -> AsyncGenerator[tuple[str, AnswerText], None]:
+        service, call = self._service, self._call
+        answer = AnswerText(service.tokenizer, call.stops, call.end_token_ids)
+        async with contextlib.aclosing(service.tokens(call)) as batches:
+            async for tokens in batches:
+                text = answer.push(tokens.token_ids, tokens.finish_reason)
+                yield text, answer
+                if answer.finish_reason is not None:
+                    # After a stop string the rest is of no use; leaving here aborts the leg.
+                    return
+
+    async def _whole(self, send: Send) -> None:
+        text: list[str] = []
+        answer: AnswerText | None = None
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for piece, progress in pieces:
+                text.append(piece)
+                answer = progress
+        if answer is None or answer.finish_reason is None:
+            raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
+        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer))
+        await self._send_json(send, 200, body)
+
+    async def _stream(self, send: Send) -> None:
+        shape, with_usage = self._call.shape, self._call.with_usage
+        answer = None
+        async with contextlib.aclosing(self._pieces()) as pieces:
+            async for text, answer in pieces:
+                if not self._started:
+                    await self._start_stream(send)
+                    first = shape.first(with_usage=with_usage)
+                    if first is not None:
+                        await self._send_event(send, first)
+                if text or answer.finish_reason is not None:
+                    await self._send_event(send, shape.piece(text, answer.finish_reason, with_usage=with_usage))
+        if answer is None or answer.finish_reason is None:
+            raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
+        if with_usage:
+            await self._send_event(send, shape.last(self._usage(answer)))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _usage(self, answer: AnswerText) -> dict[str, Any]:
+        job = self._call.job
+        return openai.usage(job.prompt_tokens or len(job.token_ids), answer.completion_tokens, job.cached_tokens)
+
+    def _head(self, kind: bytes) -> list[tuple[bytes, bytes]]:
+        return [(b"content-type", kind), (b"x-request-id", f"{self._call.job.request_id:x}".encode())]
+
+    async def _start_stream(self, send: Send) -> None:
+        headers = [*self._head(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._started = True
+
+    async def _send_event(self, send: Send, data: Mapping[str, Any]) -> None:
+        body = b"data: " + msgspec.json.encode(data) + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send_json(self, send: Send, status: int, data: Mapping[str, Any]) -> None:
+        body = msgspec.json.encode(data)
+        headers = [*self._head(b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        self._started = True
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _client_left(receive: Receive) -> None:
+    """Returns when the client has left; the body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _leg_failed(error: LegError) -> ApiError:
+    """What the client is told of a failed leg: refusals as they are, everything else as a bad gateway."""
+    words = f"{error.role} instance: {error.message}"
+    if error.code == wire.STALE_GENERATION:
+        return ApiError(503, "the instance was replaced while the request was sent; try again", code="stale")
+    if error.code == wire.DEADLINE:
+        return ApiError(504, words, code="deadline_exceeded")
+    if error.code == UNREACHABLE:
+        return ApiError(502, f"{error.role} instance cannot be reached", code="unreachable")
+    if error.status in (400, 429, 503) and not error.received:
+        return ApiError(error.status, words, param=error.field, code=error.code.lower())
+    return ApiError(502, words, code=error.code.lower())
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status_code=status, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return _json(error.body(), error.status)
+
+
+def create_app(service: FrontService) -> Starlette:
+    """The routes over a service."""
+
+    async def not_found(request: Request, error: Exception) -> Response:
+        return _error(ApiError(404, f"no route {request.url.path}", code="not_found"))
+
+    async def wrong_method(request: Request, error: Exception) -> Response:
+        return _error(ApiError(405, f"{request.method} is not for {request.url.path}", code="method_not_allowed"))
+
+    def get(path: str, handler: Handler) -> Route:
+        return Route(path, handler, methods=["GET"])
+
+    return Starlette(
+        routes=[
+            Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            get("/v1/models", service.models),
+            get("/v1/models/{name:path}", service.one_model),
+            get("/health", service.health),
+            get("/live", service.live),
+            get("/version", service.version),
+            get("/cluster_info", service.cluster_info),
+            get("/debug/reservations", service.reservations),
+            get("/server_info", service.server_info),
+            get("/metrics", service.metrics_text),
+            get("/prometheus/metrics", service.metrics_text),
+            Route("/internal/drain", service.drain, methods=["POST"]),
+        ],
+        exception_handlers={404: not_found, 405: wrong_method},
+    )

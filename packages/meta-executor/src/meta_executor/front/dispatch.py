@@ -1,0 +1,377 @@
+"""The two legs of a request: which instances, in which order, and what happens when one fails.
+
+Context-first: the context instance prefills and answers with the first token; then the generation instance pulls the KV
+and streams the rest. Generation-first: both are asked at once; the generation instance's stream is consumed by a task of
+its own from the start, because the context leg ends only after the generation leg has published its destination.
+
+Rules. A leg that certainly was not received may go to another server, or again to the same one after one refresh when the
+receiver answered STALE_GENERATION. Nothing that may have been received is ever sent again. However a request ends, each
+leg that was sent and has not ended is told to abort, and every reservation is released exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, EndpointError, StaleGeneration
+from meta_executor import wire
+from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
+from meta_executor.front.metrics import FrontMetrics
+
+#: Servers that are tried when connecting fails (count).
+_CONNECT_TRIES = 3
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass
+class Job:
+    """One request on its way.
+
+    Attributes:
+        request_id: Unique, below 2**63.
+        token_ids: The prompt.
+        sampling: How to answer.
+        schedule_style: ``context_first`` or ``generation_first``.
+        deadline: On the dispatcher's clock (s).
+        conversation_id: For routers that keep conversations together.
+        prompt_tokens, cached_tokens: What the context instance counted.
+        servers: Role -> server that took the leg.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    sampling: wire.Sampling
+    schedule_style: wire.ScheduleStyle
+    deadline: float
+    conversation_id: str | None = None
+    accepted: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    servers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What one hand-over brought.
+
+    Attributes:
+        token_ids: New tokens of the answer.
+        finish_reason: ``stop`` or ``length`` on the last.
+    """
+
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class _Leg:
+    """A leg's reservation, and whether its instance must be told when the request ends early."""
+
+    def __init__(self, role: str, reservation: AsyncReservation) -> None:
+        self.role = role
+        self.reservation = reservation
+        self.server = reservation.server
+        self.sent_s: float | None = None
+        self.ended = False
+
+
+class Dispatch:
+    """Sends requests to instances.
+
+    Args:
+        directory: Of both roles' instances.
+        legs: HTTP to them.
+        metrics: Counted here.
+        clock: Monotonic time (s).
+    """
+
+    def __init__(
+        self,
+        directory: AsyncEndpointDirectory,
+        legs: LegClient,
+        metrics: FrontMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._legs = legs
+        self._metrics = metrics
+        self._clock = clock
+        self._aborts: set[asyncio.Task[bool]] = set()
+
+    async def run(self, job: Job) -> AsyncGenerator[Tokens, None]:
+        """The answer's tokens as they come. Use with ``contextlib.aclosing``.
+
+        Raises:
+            LegError: A leg failed.
+            EndpointError: No instance can take it.
+        """
+        steps = self._context_first(job) if job.schedule_style == "context_first" else self._generation_first(job)
+        async with contextlib.aclosing(steps):
+            async for tokens in steps:
+                yield tokens
+
+    async def settle(self) -> None:
+        """Wait until every abort that was begun has been sent or given up (each is bounded in time)."""
+        while self._aborts:
+            await asyncio.wait(set(self._aborts))
+
+    # -- context first ------------------------------------------------------------------------------------------------
+
+    async def _context_first(self, job: Job) -> AsyncGenerator[Tokens, None]:
+        async def ask_context(leg: _Leg, stack: contextlib.AsyncExitStack) -> wire.ContextResponse:
+            return await self._post_context(leg, job)
+
+        async with self._sent("context", job, ask_context) as (context, answer):
+            job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+            if answer.finish_reason is not None:
+                self._ended(context)
+                yield Tokens([answer.first_token], answer.finish_reason)
+                return
+            yield Tokens([answer.first_token], None)
+            peer = self._peer(context, answer.endpoint_generation)
+
+            async def ask_generation(
+                leg: _Leg, stack: contextlib.AsyncExitStack
+            ) -> AsyncIterator[wire.GenerationChunk]:
+                opened = self._open_generation(leg, job, peer, answer.first_token)
+                return await stack.enter_async_context(opened)
+
+            async with self._sent("generation", job, ask_generation) as (generation, chunks):
+                async for chunk in chunks:
+                    # The first line comes after the transfer: the context instance is done with this request.
+                    if not context.ended:
+                        self._ended(context)
+                        context.reservation.release("transferred")
+                    generation.reservation.renew()
+                    if chunk.finish_reason is not None:
+                        self._ended(generation)
+                    yield Tokens(chunk.tokens, chunk.finish_reason)
+
+    # -- generation first ---------------------------------------------------------------------------------------------
+
+    async def _generation_first(self, job: Job) -> AsyncGenerator[Tokens, None]:
+        async with contextlib.AsyncExitStack() as stack:
+            context = await stack.enter_async_context(self._leg("context", job, revalidate=True))
+            generation = await stack.enter_async_context(self._leg("generation", job))
+            peer = self._peer(context, str(context.reservation.generation))
+            events: asyncio.Queue[wire.GenerationChunk | asyncio.Task[Any]] = asyncio.Queue()
+
+            async def consume() -> None:
+                async with self._open_generation(generation, job, peer, None) as chunks:
+                    async for chunk in chunks:
+                        events.put_nowait(chunk)
+
+            def prefilled(answer: wire.ContextResponse) -> None:
+                job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+                self._ended(context)
+                context.reservation.release("prefilled")
+
+            consuming = asyncio.create_task(consume(), name=f"generation {job.request_id}")
+            prefilling = asyncio.create_task(self._post_context(context, job), name=f"context {job.request_id}")
+            tasks: dict[asyncio.Task[Any], _Leg] = {consuming: generation, prefilling: context}
+            for task in tasks:
+                task.add_done_callback(events.put_nowait)
+            try:
+                finished = False
+                while not (finished and context.ended):
+                    event = await events.get()
+                    if isinstance(event, asyncio.Task):
+                        leg = tasks[event]
+                        try:
+                            event.result()
+                        except LegError as error:
+                            await self._heal(leg, error)
+                            raise
+                        if leg is context and not context.ended:
+                            prefilled(prefilling.result())
+                        continue
+                    generation.reservation.renew()
+                    finished = event.finish_reason is not None
+                    if finished:
+                        self._ended(generation)
+                        if not context.ended:
+                            # The counts are in the context leg's answer, which is on its way: the last piece waits for it.
+                            prefilled(await prefilling)
+                    yield Tokens(event.tokens, event.finish_reason)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- legs ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _leg(
+        self, role: str, job: Job, *, revalidate: bool = False, exclude: tuple[str, ...] = ()
+    ) -> AsyncIterator[_Leg]:
+        """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
+        left_s = max(job.deadline - self._clock(), 0.001)
+        async with self._directory.reserve(
+            role,
+            job.request_id,
+            weight=len(job.token_ids) + (job.sampling.max_tokens if role == "generation" else 0),
+            revalidate=revalidate,
+            timeout_s=min(left_s, 3.0),
+            exclude=exclude,
+            affinity=job.conversation_id,
+        ) as reservation:
+            leg = _Leg(role, reservation)
+            try:
+                yield leg
+            finally:
+                if leg.sent_s is not None and not leg.ended:
+                    self._metrics.role(role).error.inc()
+                    self._abort(leg.server, job.request_id)
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self, role: str, job: Job, ask: Callable[[_Leg, contextlib.AsyncExitStack], Awaitable[_Answer]]
+    ) -> AsyncIterator[tuple[_Leg, _Answer]]:
+        """Reserve a server, send, and give the leg with its answer. Moves on while a server cannot be reached.
+
+        Args:
+            role: Whose leg.
+            job: The request.
+            ask: Sends; what it enters on the stack is left with the leg.
+        """
+        unreachable: tuple[str, ...] = ()
+        while True:
+            async with contextlib.AsyncExitStack() as stack:
+                leg = await stack.enter_async_context(self._leg(role, job, exclude=unreachable))
+                try:
+                    answer = await self._refreshed_once(leg, ask, stack)
+                except LegError as error:
+                    if not error.received:
+                        leg.ended = True
+                    if error.code != UNREACHABLE:
+                        raise
+                    leg.reservation.unreachable()
+                    unreachable = (*unreachable, leg.server)
+                    if len(unreachable) >= _CONNECT_TRIES or len(unreachable) >= len(self._directory.servers(role)):
+                        raise
+                else:
+                    yield leg, answer
+                    return
+            self._metrics.role(role).retry.inc()
+
+    async def _refreshed_once(
+        self,
+        leg: _Leg,
+        ask: Callable[[_Leg, contextlib.AsyncExitStack], Awaitable[_Answer]],
+        stack: contextlib.AsyncExitStack,
+    ) -> _Answer:
+        """Send; where the receiver refuses the generation, which touches nothing there, once more after a refresh."""
+        try:
+            return await ask(leg, stack)
+        except StaleGeneration:
+            # The directory learned of a new lifetime between the pick and the send: nothing has left yet.
+            pass
+        except LegError as error:
+            if error.code != wire.STALE_GENERATION:
+                raise
+        self._metrics.role(leg.role).retry.inc()
+        await leg.reservation.prove_stale()
+        return await ask(leg, stack)
+
+    async def _heal(self, leg: _Leg, error: LegError) -> None:
+        """After a failure that may not be tried again: what it proves about the server helps the next request."""
+        if not error.received:
+            leg.ended = True
+        if error.code == wire.STALE_GENERATION:
+            with contextlib.suppress(EndpointError):
+                await leg.reservation.prove_stale()
+        elif error.code == UNREACHABLE:
+            leg.reservation.unreachable()
+
+    async def _post_context(self, leg: _Leg, job: Job) -> wire.ContextResponse:
+        request = wire.ContextRequest(
+            request_id=job.request_id,
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            schedule_style=job.schedule_style,
+            deadline_s=self._left_s(job),
+            endpoint_generation=str(leg.reservation.generation),
+            conversation_id=job.conversation_id,
+        )
+        self._sending(leg, job)
+        answer = await self._legs.context(leg.server, request)
+        if leg.sent_s is not None:
+            self._metrics.context.first_token.observe(self._clock() - leg.sent_s)
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _open_generation(
+        self, leg: _Leg, job: Job, peer: wire.PeerContext, first_token: int | None
+    ) -> AsyncIterator[AsyncIterator[wire.GenerationChunk]]:
+        request = wire.GenerationRequest(
+            request_id=job.request_id,
+            token_ids=job.token_ids,
+            sampling=job.sampling,
+            first_token=first_token,
+            context=peer,
+            schedule_style=job.schedule_style,
+            deadline_s=self._left_s(job),
+            endpoint_generation=str(leg.reservation.generation),
+            conversation_id=job.conversation_id,
+        )
+        self._sending(leg, job)
+        async with self._legs.generation(leg.server, request) as chunks:
+            yield self._measured(leg, chunks)
+
+    async def _measured(
+        self, leg: _Leg, chunks: AsyncIterator[wire.GenerationChunk]
+    ) -> AsyncIterator[wire.GenerationChunk]:
+        first_s = None
+        count = 0
+        async for chunk in chunks:
+            now_s = self._clock()
+            if first_s is None and leg.sent_s is not None:
+                first_s = now_s
+                self._metrics.generation.first_token.observe(now_s - leg.sent_s)
+            else:
+                count += len(chunk.tokens)
+            if chunk.finish_reason is not None and first_s is not None and count:
+                self._metrics.generation.per_token.observe((now_s - first_s) / count)
+            yield chunk
+
+    def _sending(self, leg: _Leg, job: Job) -> None:
+        # First, because it refuses what has become stale meanwhile; then nothing was sent and nothing is to be aborted.
+        leg.reservation.dispatched()
+        self._metrics.role(leg.role).total.inc()
+        leg.sent_s = self._clock()
+        if not job.servers:
+            self._metrics.queue_latency.observe(max(leg.sent_s - job.accepted, 0.0))
+        job.servers[leg.role] = leg.server
+
+    def _ended(self, leg: _Leg) -> None:
+        if not leg.ended and leg.sent_s is not None:
+            leg.ended = True
+            metrics = self._metrics.role(leg.role)
+            metrics.completed.inc()
+            metrics.complete.observe(self._clock() - leg.sent_s)
+
+    @staticmethod
+    def _peer(context: _Leg, generation: str) -> wire.PeerContext:
+        record = context.reservation.record
+        return wire.PeerContext(
+            instance_id=record.instance_id,
+            endpoint_generation=generation,
+            control_addresses=list(record.control_addresses),
+            url=context.server,
+        )
+
+    def _left_s(self, job: Job) -> float:
+        return max(job.deadline - self._clock(), 0.001)
+
+    def _abort(self, server: str, request_id: int) -> None:
+        task = asyncio.create_task(
+            self._legs.abort(server, request_id, "request ended early"), name=f"abort {request_id}"
+        )
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)

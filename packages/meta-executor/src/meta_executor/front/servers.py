@@ -1,0 +1,117 @@
+"""Which instances there are: ``/server_info`` answers as records of endpoint-lifecycle, and what they allow.
+
+The directory of endpoint-lifecycle does the work (single-flight refreshes, reservations, probing); here are only the two
+things that it cannot know: how to fetch a record from our instances, and how to read one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from endpoint_lifecycle import AsyncEndpointDirectory, Candidate, DirectoryConfig, PickRequest
+from meta_executor import wire
+from meta_executor.front.legs import LegClient
+
+_SERVER_INFO = msgspec.json.Decoder(wire.ServerInfo)
+#: A reservation outlives its request's own deadline by this much; its expiry is a backstop, counted as a defect (s).
+_RESERVATION_GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class FrontServer:
+    """An instance as the launcher names it.
+
+    Attributes:
+        owner_id: Slot, such as ``ctx-0``.
+        role: ``context`` or ``generation``.
+        url: Where it answers, without a slash at the end.
+    """
+
+    owner_id: str
+    role: str
+    url: str
+
+
+def record_of(body: bytes) -> Mapping[str, Any]:
+    """A ``/server_info`` answer in the directory's form.
+
+    Raises:
+        msgspec.DecodeError: It is none of ours.
+        ValueError: Another version of the wire.
+    """
+    info = _SERVER_INFO.decode(body)
+    if info.wire_version != wire.WIRE_VERSION:
+        raise ValueError(f"wire_version {info.wire_version}, this front speaks {wire.WIRE_VERSION}")
+    limits = {} if info.limits is None else msgspec.to_builtins(info.limits)
+    scope_ranks = max(1, info.world_size // max(1, info.attention_dp_size * info.pipeline_parallel_size))
+    return {
+        "ready": info.ready,
+        "role": info.role,
+        "owner_id": info.owner_id,
+        "instance_id": info.instance_id,
+        "generation": info.generation,
+        "state": info.state.lower(),
+        "control_addresses": info.control_addresses,
+        "profile": {
+            "layout_fingerprint": info.profile,
+            "dp_size": info.attention_dp_size,
+            "pp_size": info.pipeline_parallel_size,
+            "tp_size": scope_ranks,
+            "limits": limits,
+            "details": {"model": info.model, "vocab_size": info.vocab_size},
+        },
+    }
+
+
+def make_directory(
+    servers: Sequence[FrontServer], legs: LegClient, *, request_timeout_s: float, router: str
+) -> AsyncEndpointDirectory:
+    """A directory of these instances; its background work runs inside its ``async with``."""
+
+    async def fetch(server: str) -> Mapping[str, Any]:
+        return record_of(await legs.server_info(server))
+
+    directory = AsyncEndpointDirectory(
+        fetch,
+        DirectoryConfig(reservation_ttl_s=request_timeout_s + _RESERVATION_GRACE_S),
+        policy=pick_policy(router),
+    )
+    for server in servers:
+        directory.add_server(server.url, server.role, owner_id=server.owner_id)
+    return directory
+
+
+def pick_policy(router: str) -> Callable[[Sequence[Candidate], PickRequest], Candidate] | None:
+    """The configured way to choose among several instances of a role; None: the least loaded."""
+    if router == "round_robin":
+        turns = itertools.count()
+        return lambda candidates, request: candidates[next(turns) % len(candidates)]
+    if router in ("conversation", "prefix"):
+
+        def sticky(candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
+            # Rendezvous hashing: a server that comes or goes moves only its own share.
+            if request.affinity is None:
+                return min(candidates, key=lambda candidate: (candidate.weight, candidate.count))
+            return max(candidates, key=lambda candidate: hash((request.affinity, candidate.server)))
+
+        return sticky
+    return None
+
+
+def limits_of(directory: AsyncEndpointDirectory, servers: Sequence[FrontServer]) -> dict[str, int]:
+    """The tightest limit over all instances that are known now: ``max_seq_len``, ``kv_tokens``."""
+    tightest: dict[str, int] = {}
+    for server in servers:
+        record = directory.record(server.url)
+        if record is None:
+            continue
+        for name in ("max_seq_len", "kv_tokens"):
+            value = record.profile.limits.get(name)
+            if value is not None:
+                tightest[name] = min(value, tightest.get(name, value))
+    return tightest

@@ -1,0 +1,307 @@
+"""A front over fake instances: small HTTP servers that speak meta_executor.wire and remember what they were told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from meta_executor import wire
+from meta_executor.config import FrontConfig, SyntheticConfig
+from meta_executor.engine.synthetic import synthetic_model_info
+from meta_executor.engine.tokenizer import Tokenizer
+from meta_executor.front.app import FrontService, create_app
+from meta_executor.front.legs import LegClient
+from meta_executor.front.servers import FrontServer, make_directory
+
+KEY = "ab" * 32
+VOCABULARY = 512
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Servers:
+    """HTTP servers of one test, stopped all at once."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, tuple[_Server, asyncio.Task[None]]] = {}
+
+    def start(self, app: Starlette, port: int = 0) -> str:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(512)
+        server = _Server(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+            )
+        )
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._running[url] = (server, asyncio.create_task(server.serve(sockets=[listener])))
+        return url
+
+    async def stop(self, *urls: str) -> None:
+        chosen = [self._running.pop(url) for url in (urls or tuple(self._running))]
+        for server, _ in chosen:
+            server.should_exit = True
+            server.force_exit = True
+        await asyncio.gather(*(task for _, task in chosen))
+
+
+class FakeInstance:
+    """One instance. Its answer is ``answer``'s text, byte by byte; knobs are plain attributes, read at each request."""
+
+    def __init__(self, role: str, owner_id: str, tokenizer: Tokenizer) -> None:
+        self.role = role
+        self.owner_id = owner_id
+        self.tokenizer = tokenizer
+        self.generation = f"{owner_id}-g1"
+        self.url = ""
+        self.limits = wire.Limits(
+            max_seq_len=400,
+            kv_tokens=1000,
+            max_batch_size=8,
+            max_num_tokens=256,
+            max_queue_size=64,
+            pre_active_requests=8,
+        )
+        self.answer = "Hello, world!"
+        self.received: list[Any] = []
+        self.aborts: list[int] = []
+        self.disconnects: list[int] = []
+        self.info_calls = 0
+        self.ready = True
+        #: Wait for this before answering.
+        self.gate: asyncio.Event | None = None
+        #: Wait for this before each line after the first.
+        self.line_gate: asyncio.Event | None = None
+        #: Refuse the next requests with these (code, message), one each.
+        self.refusals: list[tuple[str, str]] = []
+        #: Break the stream after so many lines; "error" sends an error line, "cut" ends the connection.
+        self.break_after: int | None = None
+        self.break_how = "error"
+        self.started = asyncio.Event()
+        #: Generation-first: the other role's fake; its context leg ends only after this one was asked.
+        self.peer: FakeInstance | None = None
+        self.app = Starlette(
+            routes=[
+                Route("/server_info", self._info),
+                Route("/internal/context", self._context, methods=["POST"]),
+                Route("/internal/generation", self._generation, methods=["POST"]),
+                Route("/internal/abort", self._abort, methods=["POST"]),
+            ]
+        )
+
+    def tokens(self, sampling: wire.Sampling) -> tuple[list[int], str]:
+        ids = self.tokenizer.encode_user_text(self.answer)
+        if sampling.max_tokens <= len(ids):
+            return ids[: sampling.max_tokens], "length"
+        return [*ids, 2], "stop"
+
+    async def _info(self, request: Request) -> Response:
+        self.info_calls += 1
+        return _json(
+            wire.ServerInfo(
+                ready=self.ready,
+                state="PUBLISHED" if self.ready else "FINAL",
+                role=self.role,
+                owner_id=self.owner_id,
+                instance_id=f"{self.generation}-process",
+                generation=self.generation if self.ready else None,
+                world_size=2,
+                pipeline_parallel_size=2 if self.role == "context" else 1,
+                attention_dp_size=1 if self.role == "context" else 2,
+                control_addresses=[f"ipc:///tmp/{self.owner_id}-{rank}" for rank in range(2)] if self.ready else [],
+                model="synthetic",
+                vocab_size=VOCABULARY,
+                limits=self.limits,
+            )
+        )
+
+    def _refused(self, request: Request, body: Any) -> Response | None:
+        assert request.headers[wire.KEY_HEADER] == KEY
+        code = message = None
+        if self.refusals:
+            code, message = self.refusals.pop(0)
+        elif body.endpoint_generation != self.generation:
+            code, message = wire.STALE_GENERATION, "another generation is live"
+        if code is None:
+            self.received.append(body)
+            self.started.set()
+            return None
+        return _json(wire.ErrorBody(error=code, message=str(message)), wire.STATUS_OF[code])
+
+    async def _context(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=wire.ContextRequest)
+        refused = self._refused(request, body)
+        if refused is not None:
+            return refused
+        try:
+            if self.gate is not None:
+                await self._gate_or_gone(request, body.request_id)
+            if self.peer is not None:
+                await self.peer.started.wait()
+        except asyncio.CancelledError:
+            self.disconnects.append(body.request_id)
+            raise
+        tokens, reason = self.tokens(body.sampling)
+        return _json(
+            wire.ContextResponse(
+                request_id=body.request_id,
+                first_token=tokens[0],
+                finish_reason=reason if len(tokens) == 1 else None,
+                prompt_tokens=len(body.token_ids),
+                cached_tokens=1,
+                endpoint_generation=self.generation,
+            )
+        )
+
+    async def _gate_or_gone(self, request: Request, request_id: int) -> None:
+        gate = asyncio.create_task(self.gate.wait())
+        while not gate.done():
+            await asyncio.wait((gate,), timeout=0.02)
+            if not gate.done() and await request.is_disconnected():
+                gate.cancel()
+                self.disconnects.append(request_id)
+                return
+
+    async def _generation(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=wire.GenerationRequest)
+        refused = self._refused(request, body)
+        if refused is not None:
+            return refused
+        return StreamingResponse(self._lines(body), media_type="application/x-ndjson")
+
+    async def _lines(self, body: wire.GenerationRequest) -> AsyncIterator[bytes]:
+        if self.gate is not None:
+            await self.gate.wait()
+        tokens, reason = self.tokens(body.sampling)
+        if body.schedule_style == "context_first":
+            assert body.first_token == tokens[0]
+            tokens = tokens[1:]
+        else:
+            assert body.first_token is None
+        for place, start in enumerate(range(0, len(tokens), 3)):
+            if place == self.break_after:
+                if self.break_how == "cut":
+                    return
+                error = wire.ErrorBody(error=wire.TRANSFER_FAILED, message="the peer died")
+                yield wire.encode_json(wire.GenerationChunk(finish_reason="error", error=error)) + b"\n"
+                return
+            if place and self.line_gate is not None:
+                await self.line_gate.wait()
+            part = tokens[start : start + 3]
+            last = start + 3 >= len(tokens)
+            yield wire.encode_json(wire.GenerationChunk(tokens=part, finish_reason=reason if last else None)) + b"\n"
+
+    async def _abort(self, request: Request) -> Response:
+        body = msgspec.json.decode(await request.body(), type=wire.AbortRequest)
+        self.aborts.append(body.request_id)
+        return _json(wire.AbortResponse(request_id=body.request_id, known=True))
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(wire.encode_json(value), status_code=status, media_type="application/json")
+
+
+class Cluster:
+    """A front, its fakes, and a client for it."""
+
+    def __init__(
+        self,
+        service: FrontService,
+        url: str,
+        client: httpx.AsyncClient,
+        instances: list[FakeInstance],
+        servers: Servers,
+    ) -> None:
+        self.servers = servers
+        self.service = service
+        self.url = url
+        self.client = client
+        self.instances = instances
+        self.context = next(i for i in instances if i.role == "context")
+        self.generation = next(i for i in instances if i.role == "generation")
+
+    async def settled(self) -> None:
+        """Nothing runs, nothing is reserved, every count agrees, no task of a request is left."""
+        await asyncio.wait_for(self.service.wait_idle(), 5)
+        audit = self.service.directory.audit()
+        assert audit.statistics.reservations == 0
+        assert not audit.faults
+        for instance in self.instances:
+            load = self.service.directory.load(instance.url)
+            assert (load.count, load.weight) == (0, 0)
+        left = [
+            t.get_name()
+            for t in asyncio.all_tasks()
+            if t.get_name().startswith(("request ", "context ", "generation "))
+        ]
+        assert not left
+
+    async def complete(self, prompt: str = "Say hello", **fields: Any) -> httpx.Response:
+        body = {"model": "synthetic", "prompt": prompt, "max_tokens": 64, "temperature": 0, **fields}
+        return await self.client.post(f"{self.url}/v1/completions", json=body)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    return Tokenizer.synthetic(VOCABULARY)
+
+
+@pytest.fixture
+def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.AbstractAsyncContextManager[Cluster]]:
+    @contextlib.asynccontextmanager
+    async def make(
+        style: str = "context_first", contexts: int = 1, generations: int = 1, prepare: bool = True, **config: Any
+    ) -> AsyncIterator[Cluster]:
+        instances = [FakeInstance("context", f"ctx-{i}", byte_tokenizer) for i in range(contexts)]
+        instances += [FakeInstance("generation", f"gen-{i}", byte_tokenizer) for i in range(generations)]
+        if style == "generation_first":
+            for instance in instances:
+                if instance.role == "context":
+                    instance.peer = next(i for i in instances if i.role == "generation")
+        async with contextlib.AsyncExitStack() as stack:
+            running = Servers()
+            stack.push_async_callback(running.stop)
+            for instance in instances:
+                instance.url = running.start(instance.app)
+            servers = [FrontServer(i.owner_id, i.role, i.url) for i in instances]
+            legs = LegClient(KEY)
+            stack.push_async_callback(legs.close)
+            front = FrontConfig(**config)
+            directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, router="balanced")
+            if prepare:
+                await stack.enter_async_context(directory)
+                await directory.prepare()
+            service = FrontService(
+                model=synthetic_model_info(SyntheticConfig(vocab_size=VOCABULARY)),
+                served_name="synthetic",
+                tokenizer=byte_tokenizer,
+                config=front,
+                schedule_style=style,  # type: ignore[arg-type]
+                servers=servers,
+                directory=directory,
+                legs=legs,
+                key=KEY,
+            )
+            url = running.start(create_app(service))
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+            yield Cluster(service, url, client, instances, running)
+
+    return make
