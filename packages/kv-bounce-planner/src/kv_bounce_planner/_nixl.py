@@ -41,9 +41,14 @@ from kv_bounce_planner._transport import (
     WriteState,
 )
 
-logging.getLogger("nixl").setLevel(logging.WARNING)  # one line per agent otherwise
+_raise_exceptions = logging.raiseExceptions
+from nixl._api import nixl_agent, nixl_agent_config  # noqa: E402 - its import changes global logging, undone below
 
-from nixl._api import nixl_agent, nixl_agent_config  # noqa: E402 - after its logger was quieted
+# Importing nixl turns off logging.raiseExceptions for the whole process and sets its logger to INFO on stdout, two lines
+# per agent. Both are put right here.
+logging.raiseExceptions = _raise_exceptions
+if logging.getLogger("nixl").level == logging.INFO:
+    logging.getLogger("nixl").setLevel(logging.WARNING)
 
 _METADATA_MAGIC: Final = b"nixlSerDes|"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

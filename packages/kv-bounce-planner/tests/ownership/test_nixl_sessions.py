@@ -1,0 +1,44 @@
+"""Sessions over NIXL between two processes: both tiers, both measured transports."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+@pytest.mark.parametrize("tier", ["direct", "bounce"])
+def test_a_transfer_lands_exactly_and_both_sides_end_proven(session_pair, together, transport, tier):
+    """Every fragment is in place, the tier is the one asked for, memory and source are released exactly once."""
+    receiver, sender = session_pair(transport, nbytes=2 << 20, arena=1 << 20)
+    sender("fill_pattern", seed=5)
+    receiver("open", request=7, incarnation=0, writers=[sender.peer], count=900, size=512, tier=tier)
+    together((receiver, "poll", {"count": 5}), (sender, "poll", {"seconds": 5, "until": ["ReceiveRequested"]}))
+    sender("ready", request=7)
+    received, sent = together(
+        (receiver, "poll", {"seconds": 20, "until": ["MemoryReleased"]}),
+        (sender, "poll", {"seconds": 20, "until": ["RequestServed"]}),
+    )
+    names = [event[0] for event in received]
+    assert names == ["TransferSucceeded", "MemoryReleased"]
+    assert received[0][2] == [tier]
+    assert [event[0] for event in sent] == ["OperationDone", "RequestServed"]
+    assert sender("snapshot", request=7) is None, "a snapshot before sealing"
+    sender("seal", request=7)
+    assert [event[0] for event in sender("poll")] == ["SourceReleased"]
+    assert sender("snapshot", request=7) == ["COMPLETED", ["done"], False]
+    assert receiver(
+        "expected_bytes",
+        rank=0,
+        writers=1,
+        index=0,
+        request=7,
+        count=900,
+        size=512,
+        base=receiver.base,
+        room=2 << 20,
+        source_seed=5,
+    )
+    statistics = receiver("statistics")
+    assert statistics["released"] == 1
+    assert statistics["operations_bounced"] == (tier == "bounce")
+    assert statistics["operations_direct"] == (tier == "direct")
