@@ -177,7 +177,6 @@ def test_sampled_tokens_do_not_depend_on_the_batch(llama_runner: SequenceRunner,
 
     def answers(batch: list[int], seed: int) -> list[list[int]]:
         sampling = SamplingParams(8, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
-        result = []
         for index in batch:
             llama_runner.prefill(index, prompts[index], sampling)
         last = [llama_runner.step(
@@ -193,8 +192,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(llama_runner: SequenceRunner,
             last.append(llama_runner.step(steps).token_ids.tolist())
         for index in batch:
             llama_runner.pool.release(index)
-        result = [[row[place] for row in last] for place in range(len(batch))]
-        return result
+        return [[row[place] for row in last] for place in range(len(batch))]
 
     together = answers([1, 4, 9], 7)
     assert answers([4], 7)[0] == together[1]
@@ -229,7 +227,9 @@ def test_a_broken_step_is_refused_and_the_engine_goes_on(
     second.close()
 
 
-def test_launch_returns_before_the_step_has_ended(make_llama: Callable[..., LlamaEngine], prompts: list[list[int]]) -> None:
+def test_launch_returns_before_the_step_has_ended(
+    make_llama: Callable[..., LlamaEngine], prompts: list[list[int]]
+) -> None:
     """Handles end in the order of their launches; done() of a step that has not begun is false."""
     engine = make_llama()
     engine.allocate_kv(40, 16)

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -147,7 +147,10 @@ class FakeInstance:
         return _json(wire.ErrorBody(error=code, message=str(message)), wire.STATUS_OF[code])
 
     async def _context(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=wire.ContextRequest)
+        try:
+            body = msgspec.json.decode(await request.body(), type=wire.ContextRequest)
+        except ClientDisconnect:
+            return Response(status_code=499)
         refused = self._refused(request, body)
         if refused is not None:
             return refused
@@ -181,7 +184,10 @@ class FakeInstance:
                 return
 
     async def _generation(self, request: Request) -> Response:
-        body = msgspec.json.decode(await request.body(), type=wire.GenerationRequest)
+        try:
+            body = msgspec.json.decode(await request.body(), type=wire.GenerationRequest)
+        except ClientDisconnect:
+            return Response(status_code=499)
         refused = self._refused(request, body)
         if refused is not None:
             return refused

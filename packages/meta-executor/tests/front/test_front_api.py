@@ -164,9 +164,8 @@ async def test_stop_string_ends_and_aborts(make_cluster: Any, style: str, stream
     async with make_cluster(style) as cluster:
         cluster.generation.answer = cluster.context.answer = "one two three four five six seven"
         cluster.generation.line_gate = asyncio.Event()
-        task = asyncio.create_task(
-            cluster.complete(stop=["never", "wo th"], stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
-        )  # fmt: skip
+        options = {"stream_options": {"include_usage": True}} if stream else {}
+        task = asyncio.create_task(cluster.complete(stop=["never", "wo th"], stream=stream, **options))
         await asyncio.sleep(0)
         cluster.generation.line_gate.set()
         response = await task

@@ -24,6 +24,11 @@ async def until(condition: Any, limit_s: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
+def first_lines(cluster: Any) -> float:
+    samples = cluster.service.metrics.generation.first_token.collect()[0].samples
+    return next(sample.value for sample in samples if sample.name.endswith("_count"))
+
+
 @STYLES
 @STREAMS
 @pytest.mark.parametrize("where", ["in_context", "before_first_line", "mid_stream"])
@@ -32,15 +37,20 @@ async def test_client_leaves(make_cluster: Any, style: str, stream: bool, where:
     async with make_cluster(style) as cluster:
         gate = asyncio.Event()
         if where == "in_context":
-            cluster.context.gate = gate
+            cluster.context.gate = cluster.generation.gate = gate
         elif where == "before_first_line":
             cluster.generation.gate = gate
         else:
             cluster.generation.line_gate = gate
         task = asyncio.create_task(cluster.complete(stream=stream))
         await (cluster.context if where == "in_context" else cluster.generation).started.wait()
+        if style == "generation_first":
+            await cluster.generation.started.wait()
+            await cluster.context.started.wait()
+            if where != "in_context":
+                await until(lambda: cluster.service.metrics.context.completed.collect()[0].samples[0].value >= 1)
         if where == "mid_stream":
-            await until(lambda: cluster.service.metrics.generation.first_token.collect()[0].samples[-2].value >= 1)
+            await until(lambda: first_lines(cluster) >= 1)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
@@ -101,6 +111,7 @@ async def test_generation_leg_dies(make_cluster: Any, style: str, how: str, afte
 async def test_context_leg_refuses(make_cluster: Any, style: str) -> None:
     """A refusal of the context instance is passed on with its status, tried once, and the other leg is told."""
     async with make_cluster(style) as cluster:
+        cluster.generation.gate = asyncio.Event()
         for code, status in ((wire.BACKPRESSURE, 429), (wire.DRAINING, 503), (wire.ENGINE_FAILED, 502)):
             cluster.context.refusals = [(code, "not now")]
             response = await cluster.complete()
@@ -111,7 +122,8 @@ async def test_context_leg_refuses(make_cluster: Any, style: str) -> None:
         if style == "context_first":
             assert not cluster.generation.received
         else:
-            assert cluster.generation.aborts == [body.request_id for body in cluster.generation.received]
+            assert set(cluster.generation.aborts) >= {body.request_id for body in cluster.generation.received}
+        cluster.generation.gate.set()
         assert (await cluster.complete()).status_code == 200
 
 
@@ -263,6 +275,5 @@ async def test_burst_cancelled_in_the_middle(make_cluster: Any) -> None:
             await cluster.settled()
             cluster.generation.line_gate = None
             assert (await cluster.complete()).status_code == 200
-            known = {body.request_id for body in cluster.generation.received}
-            assert set(cluster.generation.aborts) <= known
-            assert len(cluster.generation.aborts) >= 60
+            # The last, whole one aside, every leg that an instance took in was told to abort.
+            assert set(cluster.generation.aborts) >= {body.request_id for body in cluster.generation.received[:-1]}

@@ -176,27 +176,30 @@ class Dispatch:
             tasks: dict[asyncio.Task[Any], _Leg] = {consuming: generation, prefilling: context}
             for task in tasks:
                 task.add_done_callback(events.put_nowait)
+
+            async def judge(task: asyncio.Task[Any]) -> None:
+                """Take in how a leg's task ended; what failed ends the request, and may teach the directory something."""
+                try:
+                    await task
+                except LegError as error:
+                    await self._heal(tasks[task], error)
+                    raise
+                if task is prefilling and not context.ended:
+                    prefilled(prefilling.result())
+
             try:
                 finished = False
                 while not (finished and context.ended):
                     event = await events.get()
                     if isinstance(event, asyncio.Task):
-                        leg = tasks[event]
-                        try:
-                            event.result()
-                        except LegError as error:
-                            await self._heal(leg, error)
-                            raise
-                        if leg is context and not context.ended:
-                            prefilled(prefilling.result())
+                        await judge(event)
                         continue
                     generation.reservation.renew()
                     finished = event.finish_reason is not None
                     if finished:
                         self._ended(generation)
-                        if not context.ended:
-                            # The counts are in the context leg's answer, which is on its way: the last piece waits for it.
-                            prefilled(await prefilling)
+                        # The counts are in the context leg's answer, which is on its way: the last piece waits for it.
+                        await judge(prefilling)
                     yield Tokens(event.tokens, event.finish_reason)
             finally:
                 for task in tasks:
