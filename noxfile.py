@@ -138,15 +138,21 @@ def nightly(session: nox.Session) -> None:
     _build(session)
 
 
-@nox.session(python=False)
-@nox.parametrize("ranks", [nox.param(n, id=str(n)) for n in (2, 3, 4, 6)])
-def mpi(session: nox.Session, ranks: int) -> None:
-    """All tests that are marked for this many ranks, in one world."""
-    shared_environment(session)
-    session.run(
-        str(BIN / "mpiexec"), "-n", str(ranks), str(BIN / "python"), "-m", "pytest", "-p", "no:cacheprovider",
-        "-p", "no:xdist", "-m", "mpi and not slow", *(session.posargs or ["packages", "integration"]), external=True,
-    )  # fmt: skip
+def _make_world_session(ranks: int) -> None:
+    @nox.session(name=f"mpi({ranks})", python=False)
+    def world(session: nox.Session) -> None:
+        shared_environment(session)
+        session.run(
+            str(BIN / "mpiexec"), "-n", str(ranks), str(BIN / "python"), "-m", "pytest", "-p", "no:cacheprovider",
+            "-p", "no:xdist", "-m", "mpi and not slow", *(session.posargs or ["packages", "integration"]), external=True,
+        )  # fmt: skip
+
+    world.__doc__ = f"All tests that are marked for {ranks} ranks, in one world."
+
+
+# The rank count is in the name. `mpi` alone is the stages of that hardware kind, below.
+for _ranks in (2, 3, 4, 6):
+    _make_world_session(_ranks)
 
 
 @nox.session(python=list(PYTHONS))
@@ -162,6 +168,29 @@ def package(session: nox.Session, name: str) -> None:
     session.run("python", "-m", "pytest", "-m", "not slow and not gpu", "-q", str(folder / "tests"), *session.posargs)
 
 
+# -- stages -------------------------------------------------------------------------------------------------------------
+
+
+def _make_kind_session(kind: str) -> None:
+    @nox.session(name=kind, python=False)
+    def stage_kind(session: nox.Session) -> None:
+        shared_environment(session)
+        hand_over(session, "tools/stages", "--kind", kind, *session.posargs)
+
+    stage_kind.__doc__ = f"The stages of hardware kind {kind}, on this machine; exit 3 when it is not such a machine."
+
+
+for _kind in ("cpu", "mpi", "a10", "a100x", "h100", "gb200"):
+    _make_kind_session(_kind)
+
+
+@nox.session(python=False)
+def stages(session: nox.Session) -> None:
+    """Run stages: ``nox -s stages -- --stage-list "A10-PyTorch-1,A100X-*" --disable-fail-fast``; exit code: the runner's."""
+    shared_environment(session)
+    hand_over(session, "tools/stages", *session.posargs)
+
+
 # -- checks -------------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +201,7 @@ def lint(session: nox.Session) -> None:
     python(session, "-m", "ruff", "check", ".")
     python(session, "-m", "ruff", "format", "--check", ".")
     python(session, "tools/check_repository.py", *session.posargs)
+    python(session, "tools/stages", "--check", "--parity")
     python(session, "-m", "bandit", "-q", "-r", "-ll", "-s", "B404,B603,B607", *(f"packages/{n}/src" for n in PACKAGES))
 
 

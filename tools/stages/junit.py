@@ -1,0 +1,134 @@
+"""Results per test: read from the live file of a pytest run, merged over reruns, written as JUnit XML."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One test's result.
+
+    Attributes:
+        id: Node id.
+        outcome: passed, failed, error, skipped, or unfinished.
+        attempts: Outcome of every attempt, in order; the last one is ``outcome``.
+    """
+
+    id: str
+    outcome: str
+    seconds: float = 0.0
+    message: str = ""
+    details: str = ""
+    attempts: tuple[str, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it counts against the stage."""
+        return self.outcome in ("failed", "error", "unfinished")
+
+    @property
+    def flaky(self) -> bool:
+        """It failed, and passed when it was tried again."""
+        return self.outcome == "passed" and any(a != "passed" for a in self.attempts)
+
+
+@dataclass(frozen=True)
+class LiveResult:
+    """What a pytest process wrote down.
+
+    Attributes:
+        collected: Tests selected (count); None when it did not get that far.
+        exit_code: pytest's own; None when it was killed.
+    """
+
+    cases: tuple[CaseResult, ...]
+    collected: int | None
+    exit_code: int | None
+
+
+def read_live(path: Path) -> LiveResult:
+    """Assemble the results. A test that began and never ended is unfinished; a torn last line is ignored."""
+    reports: dict[str, list[dict[str, Any]]] = {}
+    errors: list[CaseResult] = []
+    collected, exit_code = None, None
+    for text in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            event = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if event["event"] == "start":
+            reports.setdefault(event["id"], [])
+        elif event["event"] == "report":
+            reports.setdefault(event["id"], []).append(event)
+        elif event["event"] == "collect_error":
+            errors.append(CaseResult(event["id"], "error", 0.0, "cannot be collected", event["details"], ("error",)))
+        elif event["event"] == "collected":
+            collected = event["count"]
+        elif event["event"] == "end":
+            exit_code = event["exit"]
+    cases = tuple(_case(test, events) for test, events in reports.items())
+    return LiveResult((*errors, *cases), collected, exit_code)
+
+
+def _case(test: str, events: list[dict[str, Any]]) -> CaseResult:
+    seconds = sum(e["seconds"] for e in events)
+    bad = next((e for e in events if e["outcome"] == "failed"), None)
+    if bad is not None:
+        outcome = "failed" if bad["when"] == "call" else "error"
+        return CaseResult(test, outcome, seconds, bad["message"], bad["details"], (outcome,))
+    if not any(e["when"] == "teardown" for e in events):
+        return CaseResult(test, "unfinished", seconds, "began and did not end", "", ("unfinished",))
+    skip = next((e for e in events if e["outcome"] == "skipped"), None)
+    if skip is not None:
+        return CaseResult(test, "skipped", seconds, skip["message"], "", ("skipped",))
+    return CaseResult(test, "passed", seconds, attempts=("passed",))
+
+
+def merge(first: tuple[CaseResult, ...], again: tuple[CaseResult, ...]) -> tuple[CaseResult, ...]:
+    """Results after a rerun: the last outcome counts, every attempt stays visible."""
+    later = {case.id: case for case in again}
+    merged = []
+    for case in first:
+        second = later.pop(case.id, None)
+        if second is None:
+            merged.append(case)
+        else:
+            details = second.details or case.details
+            merged.append(replace(second, details=details, attempts=case.attempts + second.attempts))
+    return (*merged, *later.values())
+
+
+def write_junit(path: Path, suite: str, cases: tuple[CaseResult, ...]) -> None:
+    """A stage's merged results as one file; a flaky test carries its failed attempts in its output."""
+    counts = {
+        outcome: sum(c.outcome == outcome for c in cases) for outcome in ("failed", "error", "skipped", "unfinished")
+    }
+    root = ElementTree.Element("testsuites")
+    element = ElementTree.SubElement(
+        root, "testsuite", name=suite, tests=str(len(cases)), failures=str(counts["failed"]),
+        errors=str(counts["error"] + counts["unfinished"]), skipped=str(counts["skipped"]),
+        time=f"{sum(c.seconds for c in cases):.3f}",
+    )  # fmt: skip
+    for case in cases:
+        classname, _, name = case.id.partition("::")
+        node = ElementTree.SubElement(element, "testcase", classname=classname, name=name, time=f"{case.seconds:.3f}")
+        if case.outcome != "passed":
+            tag = {"failed": "failure", "skipped": "skipped"}.get(case.outcome, "error")
+            child = ElementTree.SubElement(node, tag, message=_clean(case.message))
+            child.text = _clean(case.details)
+        if case.flaky:
+            ElementTree.SubElement(
+                node, "system-out"
+            ).text = f"attempts: {', '.join(case.attempts)}\n{_clean(case.details)}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _clean(text: str) -> str:
+    """Without the control characters that XML cannot carry."""
+    return "".join(c if c in "\t\n\r" or ord(c) >= 32 else "\N{REPLACEMENT CHARACTER}" for c in text)

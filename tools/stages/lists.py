@@ -1,0 +1,268 @@
+"""The field's test-list format.
+
+    version: 0.0.1
+    l0_a10:
+    - condition:
+        ranges: {system_gpu_count: {gte: 1, lte: 1}}
+        wildcards: {gpu: ['*a10*']}
+        terms: {stage: pre_merge}
+      tests:
+      - unittest/some/dir
+      - path/test_x.py::test_y[id] -k "expr" TIMEOUT (90) # comment
+      - path/test_z.py ISOLATION,TIMEOUT (30)
+
+A file has one context key, equal to its own stem. A test line is a target, at most one ``-k`` and one ``-m``, and markers.
+Existing lists of this format read as they are; what the format does not know is an error with file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import _yaml
+from .errors import ListError, nearest
+
+MARKERS = ("XFAIL", "SKIP", "UNSTABLE", "TIMEOUT", "ISOLATION")
+#: Minutes without a TIMEOUT marker.
+TIMEOUT_DEFAULT_MIN = 60
+_CONDITION_KEYS = ("terms", "ranges", "wildcards")
+_TOKEN = re.compile(r"""\s*(?:(?P<quoted>"(?:[^"\\]|\\.)*"|'[^']*')|(?P<comment>\#.*)|(?P<word>[^\s"'#]+))""")
+
+
+@dataclass(frozen=True)
+class TestLine:
+    """One line of a list.
+
+    Attributes:
+        target: File, folder or node id, as pytest takes it.
+        keyword: ``-k`` expression; ``mark``: ``-m`` expression.
+        timeout_min: Minutes that the line may take.
+        isolated: Run alone in a process of its own.
+        hardware_prefix: ``full:<this>/`` stood before the target: only on that hardware.
+        markers: Reason by XFAIL, SKIP or UNSTABLE ("" without one).
+    """
+
+    target: str
+    keyword: str | None = None
+    mark: str | None = None
+    timeout_min: int = TIMEOUT_DEFAULT_MIN
+    isolated: bool = False
+    hardware_prefix: str | None = None
+    markers: dict[str, str] = field(default_factory=dict, hash=False)
+    line: int = 0
+
+    __test__ = False
+
+    @property
+    def identity(self) -> str:
+        """What tells it from other lines: target and expressions, not its markers."""
+        parts = [self.target]
+        if self.keyword is not None:
+            parts.append(f'-k "{self.keyword}"')
+        if self.mark is not None:
+            parts.append(f'-m "{self.mark}"')
+        return " ".join(parts)
+
+    @property
+    def path(self) -> str:
+        """The file or folder of the target."""
+        return self.target.split("::", 1)[0]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a block counts. Each of the three maps is a conjunction, and so are the three together."""
+
+    terms: dict[str, str] = field(default_factory=dict)
+    ranges: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    wildcards: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A condition and its lines."""
+
+    condition: Condition
+    tests: tuple[TestLine, ...]
+    line: int
+
+
+@dataclass(frozen=True)
+class TestList:
+    """A list file."""
+
+    name: str
+    path: Path
+    blocks: tuple[Block, ...]
+
+    __test__ = False
+
+
+def text_of(value: Any) -> str:
+    """A scalar as conditions compare it: YAML's quotes make no difference, true is ``true``."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def read_list(path: Path) -> TestList:
+    """Read a list file.
+
+    Raises:
+        ListError: ``file:line: what``; unknown keys with the nearest known one.
+    """
+    top = _yaml.load(path)
+    if not isinstance(top.value, dict):
+        raise ListError(path, top.line, "want a mapping of version and one context")
+    contexts = [key for key in top.value if key != "version"]
+    if "version" not in top.value:
+        raise ListError(path, top.line, f"version is missing{nearest('version', contexts)}")
+    if text_of(top.value["version"].value) != "0.0.1":
+        raise ListError(path, top.value["version"].line, f"version {top.value['version'].value!r}: only 0.0.1 is known")
+    if contexts != [path.stem]:
+        raise ListError(path, top.line, f"want exactly one context named {path.stem!r} as the file is, got {contexts}")
+    blocks = top.value[path.stem]
+    if not isinstance(blocks.value, list):
+        raise ListError(path, blocks.line, f"{path.stem}: want a list of blocks")
+    return TestList(path.stem, path, tuple(_block(path, item) for item in blocks.value))
+
+
+def _block(path: Path, item: _yaml.Item) -> Block:
+    entry = _yaml.mapping(path, item, "block", ("condition", "tests"))
+    if "tests" not in entry:
+        raise ListError(path, item.line, f"block: tests is missing{nearest('tests', entry)}")
+    tests = entry["tests"]
+    if not isinstance(tests.value, list):
+        raise ListError(path, tests.line, f"tests: want a list, got {type(tests.value).__name__}")
+    lines = []
+    for test in tests.value:
+        if not isinstance(test.value, str):
+            raise ListError(path, test.line, f"test line: want text, got {test.value!r}")
+        lines.append(parse_line(test.value, path, test.line))
+    condition = _condition(path, entry["condition"]) if "condition" in entry else Condition()
+    return Block(condition, tuple(lines), item.line)
+
+
+def _condition(path: Path, item: _yaml.Item) -> Condition:
+    if item.value is None:
+        return Condition()
+    entry = _yaml.mapping(path, item, "condition", _CONDITION_KEYS)
+    terms, ranges, wildcards = {}, {}, {}
+    for key, value in _entries(path, entry.get("terms"), "terms"):
+        if isinstance(value.value, (dict, list)):
+            raise ListError(path, value.line, f"terms.{key}: want one value, got {value.plain()!r}")
+        terms[key] = text_of(value.value)
+    for key, value in _entries(path, entry.get("ranges"), "ranges"):
+        bounds = _yaml.mapping(path, value, f"ranges.{key}", ("gte", "lte"))
+        if not bounds:
+            raise ListError(path, value.line, f"ranges.{key}: want gte, lte or both")
+        for bound in bounds.values():
+            if not isinstance(bound.value, int) or isinstance(bound.value, bool):
+                raise ListError(path, bound.line, f"ranges.{key}: want whole numbers, got {bound.value!r}")
+        low, high = (bounds[k].value if k in bounds else None for k in ("gte", "lte"))
+        if low is not None and high is not None and low > high:
+            raise ListError(path, value.line, f"ranges.{key}: gte {low} is above lte {high}: nothing can match")
+        ranges[key] = (low, high)
+    for key, value in _entries(path, entry.get("wildcards"), "wildcards"):
+        patterns = value.plain() if isinstance(value.value, list) else [value.value]
+        if not patterns or not all(isinstance(p, str) for p in patterns):
+            raise ListError(
+                path, value.line, f"wildcards.{key}: want a pattern or a list of patterns, got {value.plain()!r}"
+            )
+        wildcards[key] = tuple(patterns)
+    return Condition(terms, ranges, wildcards)
+
+
+def _entries(path: Path, item: _yaml.Item | None, what: str) -> list[tuple[str, _yaml.Item]]:
+    if item is None or item.value is None:
+        return []
+    if not isinstance(item.value, dict):
+        raise ListError(path, item.line, f"{what}: want a mapping, got {type(item.value).__name__}")
+    return list(item.value.items())
+
+
+def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLine:
+    """Parse one test line.
+
+    Quoted expressions are opaque: a marker's name or a # inside one is part of it.
+
+    Raises:
+        ListError: No target, an option without its expression, a marker without what it needs, or something left over.
+    """
+    words, position = [], 0
+    stripped = text.rstrip()
+    while position < len(stripped):
+        match = _TOKEN.match(stripped, position)
+        if match is None:
+            raise ListError(path, number, f"unbalanced quote in {text!r}")
+        position = match.end()
+        if match["comment"] is not None:
+            break
+        words.append(match["quoted"] or match["word"])
+    if not words or words[0] in MARKERS or words[0].startswith("-"):
+        raise ListError(path, number, f"no test in {text!r}")
+    target, prefix = words.pop(0), None
+    # An id may hold blanks or quotes only inside its brackets: put it together again.
+    while target.count("[") > target.count("]") and words:
+        target += words.pop(0)
+    if target.startswith("full:"):
+        prefix, _, target = target.removeprefix("full:").partition("/")
+        if not prefix or not target:
+            raise ListError(path, number, f"want full:<hardware>/<test>, got {text!r}")
+    expressions: dict[str, str] = {}
+    markers: dict[str, str] = {}
+    timeout = TIMEOUT_DEFAULT_MIN
+    isolated = False
+    while words:
+        word = words.pop(0)
+        if word in ("-k", "-m"):
+            if word in expressions:
+                raise ListError(path, number, f"two {word} in {text!r}")
+            if not words:
+                raise ListError(path, number, f"{word} without an expression in {text!r}")
+            expression = words.pop(0)
+            expressions[word] = expression[1:-1] if expression[0] in "\"'" else expression
+            continue
+        for name in filter(None, re.sub(r"\(.*", "", word).split(",")):
+            if name not in MARKERS:
+                raise ListError(path, number, f"{name!r} is no marker{nearest(name.upper(), MARKERS)} in {text!r}")
+            if name == "ISOLATION":
+                isolated = True
+                continue
+            argument, words = _argument(word, words, last=word.rstrip(",").endswith(name) or "(" in word)
+            if name == "TIMEOUT":
+                if argument is None or not argument.isdigit() or int(argument) < 1:
+                    raise ListError(path, number, f"TIMEOUT wants minutes in parentheses, got {text!r}")
+                timeout = int(argument)
+            else:
+                if name in markers:
+                    raise ListError(path, number, f"{name} stands twice in {text!r}")
+                markers[name] = argument or ""
+        # ``TIMEOUT (90),ISOLATION``: what follows the argument directly.
+        if words and words[0].startswith(","):
+            rest = words.pop(0).lstrip(",")
+            if rest:
+                words.insert(0, rest)
+    return TestLine(target, expressions.get("-k"), expressions.get("-m"), timeout, isolated, prefix, markers, number)
+
+
+def _argument(word: str, words: list[str], *, last: bool) -> tuple[str | None, list[str]]:
+    """The parenthesised argument that follows a marker, possibly over several words; and the words after it."""
+    text = ""
+    rest = list(words)
+    if "(" in word:
+        text = word[word.index("(") :]
+    elif last and rest and rest[0].startswith("("):
+        text = rest.pop(0)
+    else:
+        return None, words
+    while text.count("(") > text.count(")") and rest:
+        text += " " + rest.pop(0)
+    end = text.rindex(")") if ")" in text else len(text)
+    tail = text[end + 1 :]
+    if tail:
+        rest.insert(0, tail)
+    return text[1:end].strip(), rest

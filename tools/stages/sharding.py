@@ -1,0 +1,58 @@
+"""Shards that take about equally long, and stay the same whatever order the list has.
+
+Longest first, each to the shard with the least time so far; ties go to the line that sorts first and to the lowest shard.
+A line without a known duration is given the median of the known ones.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .errors import StageError
+from .lists import TestLine
+
+#: Seconds of a line when nothing at all is known.
+UNKNOWN_S = 10.0
+
+
+def read_durations(path: Path) -> dict[str, float]:
+    """Seconds by line identity.
+
+    Raises:
+        StageError: The file is not a JSON object of numbers.
+    """
+    if not path.exists():
+        return {}
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise StageError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(data, dict) or not all(isinstance(v, (int, float)) and v >= 0 for v in data.values()):
+        raise StageError(f"{path}: want an object of test line → seconds")
+    return {str(k): float(v) for k, v in data.items()}
+
+
+def shard(lines: Sequence[TestLine], shards: int, durations: Mapping[str, float]) -> tuple[tuple[TestLine, ...], ...]:
+    """Split lines over shards; within a shard they keep the order given.
+
+    Returns:
+        ``shards`` tuples, disjoint, together all lines. With fewer lines than shards some are empty.
+
+    Raises:
+        StageError: ``shards`` is below 1.
+    """
+    if shards < 1:
+        raise StageError(f"shards: want at least 1, got {shards}")
+    known = [durations[line.identity] for line in lines if line.identity in durations]
+    default = statistics.median(known) if known else UNKNOWN_S
+    seconds = {line.identity: durations.get(line.identity, default) for line in lines}
+    totals = [0.0] * shards
+    home: dict[str, int] = {}
+    for identity in sorted(seconds, key=lambda i: (-seconds[i], i)):
+        index = min(range(shards), key=lambda i: (totals[i], i))
+        totals[index] += seconds[identity]
+        home[identity] = index
+    return tuple(tuple(line for line in lines if home[line.identity] == index) for index in range(shards))

@@ -1,0 +1,155 @@
+"""The stage table: one family per entry, its shards are the stages.
+
+    families:
+      - name: A10-PyTorch
+        hardware: a10
+        list: l0_a10.yml
+        shards: 3
+
+A stage's name is ``<family>-<shard>``, shards counted from 1. Names keep the field's grammar, because people type them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import _yaml
+from .errors import ListError, StageError, nearest
+
+#: Hardware kinds: the word people type → what a GPU's name must match (None: no GPU needed).
+HARDWARE: dict[str, str | None] = {
+    "cpu": None,
+    "mpi": None,
+    "a10": r"\bA10\b",
+    "a100x": r"\bA100X?\b",
+    "h100": r"\bH100\b",
+    "gb200": r"\bGB200\b",
+}
+_NAME = re.compile(r"[-+\w\[\]]+")
+_FAMILY_KEYS = ("name", "hardware", "list", "shards", "gpus", "nodes", "ranks", "on_demand")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        family: Name without the shard.
+        hardware: Kind, a key of ``HARDWARE``.
+        gpus: GPUs per node (count).
+        nodes: Nodes (count).
+        ranks: MPI ranks that its tests need on one machine (count).
+        shard: This shard, 1-based; ``shards``: of how many.
+        on_demand: Runs only when it is named.
+    """
+
+    family: str
+    hardware: str
+    list_file: str
+    shard: int
+    shards: int
+    gpus: int = 0
+    nodes: int = 1
+    ranks: int = 1
+    on_demand: bool = False
+
+    @property
+    def name(self) -> str:
+        """As people type it."""
+        return f"{self.family}-{self.shard}"
+
+    @property
+    def gpu_type(self) -> str:
+        """The first word of the name: A10, DGX_H100, CPU."""
+        return self.family.split("-")[0]
+
+    @property
+    def post_merge(self) -> bool:
+        """Whether it runs after a merge only."""
+        return "-Post-Merge" in self.family
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that the name says, or None: any."""
+        for word, backend in _BACKENDS.items():
+            if f"-{word}-" in f"{self.family}-":
+                return backend
+        return None
+
+
+_BACKENDS = {
+    "PyTorch": "pytorch",
+    "CPP": "cpp",
+    "Triton": "triton",
+    "FMHA": "fmha",
+    "Generic": "generic",
+    "Agreement": "agreement",
+}
+
+
+def read_table(path: Path) -> tuple[Stage, ...]:
+    """All stages, in the table's order.
+
+    Raises:
+        ListError: Names file, line and what is wrong.
+    """
+    top = _yaml.mapping(path, _yaml.load(path), "stage table", ("version", "families"))
+    families = top.get("families")
+    if families is None or not isinstance(families.value, list) or not families.value:
+        raise ListError(path, 1, "want a list of families")
+    stages: list[Stage] = []
+    for item in families.value:
+        entry = _yaml.mapping(path, item, "family", _FAMILY_KEYS)
+        for key in ("name", "hardware", "list"):
+            if key not in entry:
+                raise ListError(path, item.line, f"family: {key} is missing")
+        name, hardware = str(entry["name"].value), str(entry["hardware"].value)
+        if not _NAME.fullmatch(name):
+            raise ListError(path, entry["name"].line, f"name {name!r}: letters, digits, - + _ [ ] only")
+        if hardware not in HARDWARE:
+            raise ListError(path, entry["hardware"].line, f"hardware {hardware!r}{nearest(hardware, HARDWARE)}")
+        if any(stage.family == name for stage in stages):
+            raise ListError(path, entry["name"].line, f"family {name!r} stands twice")
+        counts = {}
+        gpus = 0 if HARDWARE[hardware] is None else 1
+        for key, default, least in (("shards", 1, 1), ("gpus", gpus, 0), ("nodes", 1, 1), ("ranks", 1, 1)):
+            value = entry[key].value if key in entry else default
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ListError(path, entry[key].line, f"{key}: want a whole number of at least {least}, got {value!r}")
+            counts[key] = value
+        on_demand = entry["on_demand"].value if "on_demand" in entry else False
+        if not isinstance(on_demand, bool):
+            raise ListError(path, entry["on_demand"].line, f"on_demand: want true or false, got {on_demand!r}")
+        stages += [
+            Stage(
+                family=name, hardware=hardware, list_file=str(entry["list"].value), shard=shard, shards=counts["shards"],
+                gpus=counts["gpus"], nodes=counts["nodes"], ranks=counts["ranks"], on_demand=on_demand,
+            )
+            for shard in range(1, counts["shards"] + 1)
+        ]  # fmt: skip
+    return tuple(stages)
+
+
+def select_by_name(stages: tuple[Stage, ...], wanted: str) -> tuple[Stage, ...]:
+    """Stages that a comma list names, in the table's order; ``*`` stands for any run of characters, nothing else does.
+
+    Raises:
+        StageError: A name matches no stage (every such name, with the nearest), or the list is empty.
+    """
+    names = [name.strip() for name in wanted.split(",") if name.strip()]
+    if not names:
+        raise StageError(f"stage list {wanted!r} names no stage")
+    chosen: set[str] = set()
+    problems = []
+    for name in names:
+        pattern = "*".join(re.sub(r"([\[?])", r"[\1]", part) for part in name.split("*"))
+        found = {stage.name for stage in stages if fnmatch.fnmatchcase(stage.name, pattern)}
+        if not found:
+            problems.append(f"unknown stage {name!r}{nearest(name, [s.name for s in stages])}")
+        chosen |= found
+    if problems:
+        raise StageError("; ".join(problems) + f"\nstages: {', '.join(s.name for s in stages)}")
+    return tuple(stage for stage in stages if stage.name in chosen)
