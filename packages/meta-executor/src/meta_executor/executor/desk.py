@@ -1,0 +1,413 @@
+"""Rank 0's desk: where requests come in from other threads, wait for admission, and where answers go out.
+
+``submit``, ``abort`` and ``drain`` may be called from any thread; they only append to an inbox and wake the loop. Everything
+else belongs to the loop. The desk keeps one record per request from submission to its last answer.
+
+Admission decides what enters the authoritative broadcast, and in which order: each admitted request gets the next
+incarnation. Context, generation-first: only requests whose destination rank 0 holds, and only so many as the metadata-only
+window takes; the others stay queued here, none is lost (two instances with opposite orders and a small window would
+otherwise wait for each other for ever). Generation: every request is routed to an attention-DP rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meta_executor import wire
+from meta_executor.executor.messages import Admit, Answer, Peer, Stop, WorkItem
+from meta_executor.executor.ownership import Outcome, Role, ScheduleStyle
+
+
+class DeskError(Exception):
+    """A submission was refused before anything was touched. ``code`` is one of :mod:`meta_executor.wire`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as the API server hands it over. ``token_ids``: int32, shape (tokens,), not changed afterwards."""
+
+    request_id: int
+    token_ids: npt.NDArray[np.int32]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    schedule_style: ScheduleStyle = "context_first"
+    first_token: int | None = None
+    #: Generation: "instance_id/generation" of the context instance.
+    peer: str = ""
+    conversation_id: str | None = None
+    #: Monotonic time by which it must be answered (s); None: no deadline.
+    deadline_s: float | None = None
+
+
+@dataclass(slots=True)
+class Client:
+    """What rank 0 knows of one request until its last answer."""
+
+    submission: Submission
+    submitted_s: float
+    target_rank: int = -1
+    incarnation: int = 0
+    admitted: bool = False
+    answered_count: int = 0
+    stopping: bool = False
+
+
+class Admission(Protocol):
+    """Role-specific: may this one enter now, and where to."""
+
+    def admits(self, submission: Submission) -> bool:
+        """Whether it may enter the broadcast now."""
+        ...
+
+    def place(self, submissions: list[Submission]) -> list[int]:
+        """Target rank of each; -1 for all ranks."""
+        ...
+
+    def left(self, client: Client) -> None:
+        """A request has had its last answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeskStatistics:
+    """Counts since construction."""
+
+    submitted: int
+    admitted: int
+    waiting: int
+    waiting_peak: int
+    live: int
+    completed: int
+    failed: int
+    cancelled: int
+    refused: int
+    tokens_returned: int
+
+
+@dataclass(slots=True)
+class _Counts:
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    tokens: int = 0
+    waiting_peak: int = 0
+
+
+@dataclass(slots=True)
+class _Inbox:
+    submissions: deque[Submission] = field(default_factory=deque)
+    aborts: deque[tuple[int, str]] = field(default_factory=deque)
+    peers: deque[Peer] = field(default_factory=deque)
+
+
+class Desk:
+    """See the module.
+
+    Args:
+        role: What the instance does.
+        admission: The role's rule.
+        requests_max: Requests at once, waiting ones included (count).
+        deliver: Gets each batch of answers, once per hand-over, from the loop's thread.
+        wake: Wakes the loop, from any thread.
+        clock: Monotonic time (s).
+    """
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        admission: Admission,
+        requests_max: int,
+        deliver: Callable[[list[Answer]], None],
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._role = role
+        self._admission = admission
+        self._requests_max = requests_max
+        self._deliver = deliver
+        self._wake = wake
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._inbox = _Inbox()
+        self._live_count = 0
+        self._drain_deadline_s: float | None = None
+        self._clients: dict[int, Client] = {}
+        self._unadmitted: dict[int, Client] = {}
+        self._answers: list[Answer] = []
+        self._last_incarnation = 0
+        self._rescan = False
+        self._next_deadline_s = float("inf")
+        self._counts = _Counts()
+        #: Latest counters of each rank, as JSON.
+        self.rank_statistics: dict[int, bytes] = {}
+
+    # -- any thread ---------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission) -> None:
+        """Take a request in.
+
+        Raises:
+            DeskError: BACKPRESSURE or DRAINING. Nothing was taken.
+        """
+        with self._lock:
+            if self._drain_deadline_s is not None:
+                self._counts.refused += 1
+                raise DeskError(wire.DRAINING, "this instance is draining")
+            if self._live_count >= self._requests_max:
+                self._counts.refused += 1
+                raise DeskError(
+                    wire.BACKPRESSURE, f"{self._live_count} requests are here, at most {self._requests_max}"
+                )
+            self._live_count += 1
+            self._counts.submitted += 1
+            self._inbox.submissions.append(submission)
+        self._wake()
+
+    def abort(self, request_id: int, reason: str) -> None:
+        """Stop a request, if it is still here."""
+        with self._lock:
+            self._inbox.aborts.append((request_id, reason))
+        self._wake()
+
+    def announce_peer(self, peer: Peer) -> None:
+        """Tell every rank of a peer instance; before requests that name it."""
+        with self._lock:
+            self._inbox.peers.append(peer)
+        self._wake()
+
+    def drain(self, deadline_s: float) -> int:
+        """Refuse new requests from now on; what is here must end by then (monotonic, s). Returns requests here now."""
+        with self._lock:
+            if self._drain_deadline_s is None:
+                self._drain_deadline_s = deadline_s
+            count = self._live_count
+        self._wake()
+        return count
+
+    @property
+    def live_count(self) -> int:
+        """Requests between submission and last answer (count)."""
+        return self._live_count
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """A drain was asked for."""
+        return self._drain_deadline_s is not None
+
+    @property
+    def drain_deadline_s(self) -> float:
+        """When the drain must have ended (monotonic, s); infinite without one."""
+        return float("inf") if self._drain_deadline_s is None else self._drain_deadline_s
+
+    @property
+    def last_incarnation(self) -> int:
+        """The last one given out; 0 before the first."""
+        return self._last_incarnation
+
+    def client(self, request_id: int) -> Client | None:
+        """The record, while it is here."""
+        return self._clients.get(request_id)
+
+    def admission_may_have_changed(self) -> None:
+        """A destination has arrived, or a place in the window is free: look at the waiting ones again."""
+        self._rescan = True
+
+    def collect(self, now_s: float) -> tuple[list[WorkItem], list[tuple[int, Outcome, str, str]]]:
+        """What enters the broadcast now.
+
+        Returns:
+            Items (peers, then admitted requests), and stops that the loop must author for admitted requests as
+            (request_id, outcome, reason, error code).
+        """
+        if self._inbox.submissions or self._inbox.aborts or self._inbox.peers:
+            with self._lock:
+                inbox, self._inbox = self._inbox, _Inbox()
+        else:
+            inbox = None
+        items: list[WorkItem] = []
+        stops: list[tuple[int, Outcome, str, str]] = []
+        if inbox is not None:
+            items.extend(inbox.peers)
+            for submission in inbox.submissions:
+                self._enter(submission, now_s)
+            for request_id, reason in inbox.aborts:
+                self._stop(request_id, Outcome.CANCELLED, reason, wire.CANCELLED, stops)
+        if now_s >= self._next_deadline_s:
+            self._expire(now_s, stops)
+        if self.draining:
+            for request_id in list(self._unadmitted):
+                self._stop(request_id, Outcome.FAILED, "this instance is draining", wire.DRAINING, stops)
+        if self._rescan and self._unadmitted:
+            items.extend(self._admit())
+        return items, stops
+
+    def answer(self, answers: Iterable[Answer]) -> None:
+        """Queue answers for the next hand-over; the one with a finish reason ends its request."""
+        for answer in answers:
+            client = self._clients.get(answer.request_id)
+            if client is None:
+                continue
+            self._answers.append(answer)
+            client.answered_count += len(answer.tokens)
+            self._counts.tokens += len(answer.tokens)
+            if answer.finish_reason or self._role == "context":
+                self._finish(client, answer)
+
+    def take_statistics(self, rank: int, statistics: bytes) -> None:
+        """A rank's latest counters."""
+        self.rank_statistics[rank] = statistics
+
+    def hand_out(self) -> bool:
+        """Deliver what was queued, in one call. Returns whether there was any."""
+        if not self._answers:
+            return False
+        answers, self._answers = self._answers, []
+        self._deliver(answers)
+        return True
+
+    def statistics(self) -> DeskStatistics:
+        """Counters."""
+        counts = self._counts
+        return DeskStatistics(
+            submitted=counts.submitted,
+            admitted=self._last_incarnation,
+            waiting=len(self._unadmitted),
+            waiting_peak=counts.waiting_peak,
+            live=self._live_count,
+            completed=counts.completed,
+            failed=counts.failed,
+            cancelled=counts.cancelled,
+            refused=counts.refused,
+            tokens_returned=counts.tokens,
+        )
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, submission: Submission, now_s: float) -> None:
+        request_id = submission.request_id
+        if request_id in self._clients:
+            # The one that is here goes on; this second owner of the id is told, and nothing of the first is touched.
+            self._answers.append(
+                Answer(request_id, (), "error", wire.DUPLICATE_REQUEST, f"request {request_id} is here already")
+            )
+            with self._lock:
+                self._live_count -= 1
+            return
+        client = Client(submission, now_s)
+        self._clients[request_id] = client
+        self._unadmitted[request_id] = client
+        self._counts.waiting_peak = max(self._counts.waiting_peak, len(self._unadmitted))
+        if submission.deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, submission.deadline_s)
+        self._rescan = True
+
+    def _admit(self) -> list[WorkItem]:
+        self._rescan = False
+        entering: list[Client] = []
+        for client in list(self._unadmitted.values()):
+            if not self._admission.admits(client.submission):
+                continue
+            del self._unadmitted[client.submission.request_id]
+            entering.append(client)
+        targets = self._admission.place([client.submission for client in entering]) if entering else []
+        items: list[WorkItem] = []
+        for client, target in zip(entering, targets):
+            self._last_incarnation += 1
+            client.admitted = True
+            client.incarnation = self._last_incarnation
+            client.target_rank = target
+            items.append(_admit_item(client))
+        return items
+
+    def _stop(
+        self,
+        request_id: int,
+        outcome: Outcome,
+        reason: str,
+        code: str,
+        stops: list[tuple[int, Outcome, str, str]],
+    ) -> None:
+        client = self._clients.get(request_id)
+        if client is None:
+            # Answered already: a context request lives on between the ranks until its KV was fetched.
+            stops.append((request_id, outcome, reason, code))
+            return
+        if client.stopping:
+            return
+        client.stopping = True
+        if client.admitted:
+            stops.append((request_id, outcome, reason, code))
+            return
+        self._unadmitted.pop(request_id, None)
+        finish = "cancelled" if outcome is Outcome.CANCELLED else "error"
+        self.answer([Answer(request_id, (), finish, code, reason)])
+
+    def _expire(self, now_s: float, stops: list[tuple[int, Outcome, str, str]]) -> None:
+        self._next_deadline_s = float("inf")
+        for client in list(self._clients.values()):
+            deadline_s = client.submission.deadline_s
+            if deadline_s is None or client.stopping:
+                continue
+            if now_s >= deadline_s:
+                self._stop(
+                    client.submission.request_id, Outcome.CANCELLED, "its deadline has passed", wire.DEADLINE, stops
+                )
+            else:
+                self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+
+    def _finish(self, client: Client, answer: Answer) -> None:
+        del self._clients[client.submission.request_id]
+        self._unadmitted.pop(client.submission.request_id, None)
+        if answer.finish_reason == "error":
+            self._counts.failed += 1
+        elif answer.finish_reason == "cancelled":
+            self._counts.cancelled += 1
+        else:
+            self._counts.completed += 1
+        if client.admitted:
+            self._admission.left(client)
+        with self._lock:
+            self._live_count -= 1
+        self._rescan = True
+
+
+def _admit_item(client: Client) -> Admit:
+    submission = client.submission
+    return Admit(
+        request_id=submission.request_id,
+        incarnation=client.incarnation,
+        generation_first=submission.schedule_style == "generation_first",
+        token_ids=np.ascontiguousarray(submission.token_ids, dtype="<i4").tobytes(),
+        max_tokens=submission.max_tokens,
+        temperature=submission.temperature,
+        top_p=submission.top_p,
+        seed=submission.seed,
+        stop_token_ids=submission.stop_token_ids,
+        first_token=submission.first_token,
+        peer=submission.peer,
+        target_rank=client.target_rank,
+    )
+
+
+def stop_item(request_id: int, outcome: Outcome, reason: str, code: str, last_step_id: int) -> Stop:
+    """The item that ends a request on every rank."""
+    return Stop(request_id, outcome.value, reason, code, last_step_id)

@@ -1,0 +1,351 @@
+"""The receiving transceiver: one per attention-DP rank of a generation instance.
+
+It owns blocks from the moment it allocates them for a request until the transfer is proven: a destination is published with
+the blocks already owned, and they go on to compute (success) or back (failure) only with the receiver's proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kv_bounce_planner import (
+    ExpectedOperation,
+    FatalDiagnosis,
+    InstanceLayout,
+    KVLayout,
+    KVTransferError,
+    MemoryQuarantined,
+    MemoryReleased,
+    PeerId,
+    RequestBlocks,
+    Tier,
+    TokenRange,
+    TransferCancelled,
+    TransferIdentity,
+    TransferSucceeded,
+    decode_instance,
+    encode_blocks,
+    encode_layout,
+    plan_destination,
+)
+from kv_bounce_planner import TransferFailed as SessionFailed
+from meta_executor.executor.aux_slots import AuxSlots
+from meta_executor.executor.memory import PlannedBlocks
+from meta_executor.executor.messages import Peer
+from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence, State
+from meta_executor.executor.tiers import TierPolicy
+from meta_executor.executor.transceiver import (
+    AUX_BYTES,
+    Arrived,
+    Ended,
+    Fault,
+    ReceivePayload,
+    TransceiverEvent,
+    TransferCounters,
+    TransferFailed,
+    encode_payload,
+)
+
+
+class GenerationTransceiver:
+    """See the module.
+
+    Args:
+        self_id: This rank's process; ``generation`` is the instance's endpoint generation.
+        registry: The rank's requests.
+        blocks: The rank's KV blocks.
+        receiver: ``kv_bounce_planner.Receiver`` (or a fake of the same interface).
+        connect: Opens the control channel to a peer rank: (peer, address).
+        layout: How this rank lays its KV out.
+        aux: Slots for first tokens.
+        tiers: Chooses direct or bounce.
+        open_transfers_max: Transfers at once (count); more requests wait without owning anything.
+        transfer_timeout_s: A transfer older than this is failed (logically; its memory follows by proof).
+    """
+
+    def __init__(
+        self,
+        *,
+        self_id: PeerId,
+        registry: Registry,
+        blocks: PlannedBlocks,
+        receiver: Any,
+        connect: Any,
+        layout: KVLayout,
+        aux: AuxSlots,
+        tiers: TierPolicy,
+        open_transfers_max: int = 256,
+        transfer_timeout_s: float = 60.0,
+    ) -> None:
+        self._self_id = self_id
+        self._registry = registry
+        self._blocks = blocks
+        self._receiver = receiver
+        self._connect = connect
+        self._layout = layout
+        self._layout_bytes = encode_layout(layout)
+        self._aux = aux
+        self._tiers = tiers
+        self._open_transfers_max = open_transfers_max
+        self._transfer_timeout_s = transfer_timeout_s
+        self._peers: dict[str, InstanceLayout] = {}
+        self._waiting: list[Sequence] = []
+        self._open: dict[TransferIdentity, Sequence] = {}
+        #: Ended without any transfer, or with the last proof: reported by the next poll.
+        self._ended: list[TransceiverEvent] = []
+        self._released: list[Sequence] = []
+        self.counters = TransferCounters()
+
+    # -- the loop's calls ---------------------------------------------------------------------------------------------
+
+    def register_peer(self, peer: Peer) -> None:
+        """Connect to every rank of a context instance. A peer that is known already is left as it is."""
+        if peer.name in self._peers:
+            return
+        layout = decode_instance(peer.layout)
+        instance_id, generation = peer.name.split("/", 1)
+        for rank, address in enumerate(peer.control_addresses):
+            self._connect(PeerId(instance_id, generation, rank), address)
+        self._peers[peer.name] = layout
+
+    def retire_peer(self, name: str) -> None:
+        """A context instance is gone for good: its operations fail, and what the transport class proves is proven."""
+        if self._peers.pop(name, None) is not None:
+            instance_id, generation = name.split("/", 1)
+            self._receiver.retire_peer(instance_id, generation)
+
+    def admit(self, sequence: Sequence, now_s: float) -> None:
+        """Queue for blocks. Idempotent."""
+        if sequence.state is State.WAITING and sequence not in self._waiting:
+            self._waiting.append(sequence)
+
+    def update_readiness(self, now_s: float) -> bool:
+        """Publish destinations for waiting requests, in order, while blocks last."""
+        moved = False
+        while self._waiting and len(self._open) < self._open_transfers_max:
+            sequence = self._waiting[0]
+            if sequence.state is not State.WAITING or sequence.ended_early:
+                self._waiting.pop(0)
+                continue
+            if not self._publish(sequence, now_s):
+                break
+            self._waiting.pop(0)
+            moved = True
+        return moved
+
+    def candidates(self) -> Iterable[Sequence]:
+        """Nothing is activated by a propagated schedule here: arrival activates."""
+        return ()
+
+    def activate(self, sequences: Iterable[Sequence]) -> None:
+        """See :meth:`candidates`."""
+
+    def prompt_computed(self, sequence: Sequence, first_token: int | None) -> None:
+        """Prompts are computed elsewhere."""
+
+    def stop(self, sequence: Sequence) -> None:
+        """End early (or after the last token): what is not exposed goes back at once, the rest follows by proof."""
+        state = sequence.state
+        if state is State.WAITING:
+            self._registry.apply(sequence, Event.ABORTED)
+            self._release(sequence)
+        elif state is State.TRANSFERRING:
+            self._registry.apply(sequence, Event.STOPPED)
+            self._receiver.cancel(self._identity(sequence), sequence.reason or "cancelled")
+        elif state in (State.ACTIVATED, State.COMPUTING):
+            self._registry.apply(sequence, Event.STOPPED)
+        self._settle(sequence)
+
+    def compute_ended(self, sequence: Sequence) -> None:
+        """Compute's leg of an ending sequence has ended: give back what nobody else touches."""
+        self._settle(sequence)
+
+    def progress(self, now_s: float) -> bool:
+        """Move transfers."""
+        events = self._receiver.poll()
+        for event in events:
+            self._take(event)
+        for sequence in list(self._open.values()):
+            if sequence.state is State.TRANSFERRING and now_s - sequence.transfer_since_s > self._transfer_timeout_s:
+                self._fail(sequence, f"the transfer did not end within {self._transfer_timeout_s:g} s")
+                self._receiver.cancel(self._identity(sequence), "timeout")
+        return bool(events)
+
+    def vote_terminal(self, now_s: float) -> bool:
+        """No other rank holds this request: there is nothing to agree on."""
+        return False
+
+    def poll(self, now_s: float) -> list[TransceiverEvent]:
+        """What has happened."""
+        events, self._ended = self._ended, []
+        return events
+
+    @property
+    def busy(self) -> bool:
+        """Transfers are open, or waiting ones want blocks."""
+        return bool(self._open or self._waiting)
+
+    def start_drain(self, last_incarnation: int) -> None:
+        """Nothing to agree on: see :attr:`drained`."""
+
+    @property
+    def drained(self) -> bool:
+        """No transfer's memory is in anybody's hands but ours."""
+        return not self._open and not self._waiting
+
+    @property
+    def open_count(self) -> int:
+        """Transfers whose memory is not proven yet (count)."""
+        return len(self._open)
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    def _identity(self, sequence: Sequence) -> TransferIdentity:
+        return TransferIdentity(sequence.request_id, 0, self._self_id.generation, self._self_id.rank)
+
+    def _publish(self, sequence: Sequence, now_s: float) -> bool:
+        """Own blocks and tell every writer. False: no room now, nothing changed."""
+        request = sequence.request
+        source = self._peers.get(request.peer)
+        if source is None:
+            # The item that names the peer comes before the request in the same broadcast.
+            raise KVTransferError(f"{request.describe()}: peer {request.peer} was never announced")
+        if self._aux.free_count == 0:
+            return False
+        # The last token's own KV is never needed.
+        if not self._blocks.acquire(sequence, max(request.prompt_count, request.prompt_count + request.max_tokens - 1)):
+            return False
+        self._registry.open_leg(sequence, Leg.TRANSCEIVER)
+        self._registry.apply(sequence, Event.PUBLISHED)
+        sequence.transfer_since_s = now_s
+        sequence.launched = sequence.retired = request.prompt_count
+        try:
+            operations = self._operations(sequence, source)
+            identity = self._identity(sequence)
+            self._receiver.open(identity, operations, sequence)
+        except KVTransferError as error:
+            # Nothing has left this process: the blocks are ours alone.
+            self._fail(sequence, f"no plan: {error}")
+            self._registry.end_leg(sequence, Leg.TRANSCEIVER)
+            self._aux.release(sequence.request_id)
+            self._settle(sequence)
+            return True
+        self._open[identity] = sequence
+        self.counters.opened += 1
+        return True
+
+    def _operations(self, sequence: Sequence, source: InstanceLayout) -> list[ExpectedOperation]:
+        request = sequence.request
+        tables = RequestBlocks.single(sequence.block_ids)
+        tokens = TokenRange(sequence.cached_count, request.prompt_count)
+        plan = plan_destination(source, self._layout, tables, tokens)
+        instance_id, generation = request.peer.split("/", 1)
+        blocks = encode_blocks(tables, tokens)
+        payload = encode_payload(ReceivePayload(self._layout_bytes, blocks))
+        operations = []
+        for rank, writer in plan.writers.items():
+            tier, reason = self._tiers.choose(writer)
+            if tier is not Tier.BOUNCE:
+                # An offered bounce is settled by the writer when its prefill ends; the session says why then.
+                self.counters.count_reason(reason)
+            operations.append(
+                ExpectedOperation(
+                    peer=PeerId(instance_id, generation, rank),
+                    byte_count=writer.total_bytes,
+                    payload=payload,
+                    plan=writer,
+                    tier="bounce" if tier is Tier.BOUNCE else "direct",
+                )
+            )
+        if request.schedule_style == "generation_first":
+            address = self._aux.take(request.request_id)
+            last_rank = len(source.ranks) - 1
+            operations.append(
+                ExpectedOperation(
+                    peer=PeerId(instance_id, generation, last_rank),
+                    byte_count=AUX_BYTES,
+                    payload=encode_payload(ReceivePayload(b"", b"", address)),
+                    role="AUX",
+                )
+            )
+        return operations
+
+    def _take(self, event: Any) -> None:
+        if isinstance(event, FatalDiagnosis):
+            self._ended.append(Fault(f"{event.reason}: {event.story}"))
+            return
+        sequence = self._open.get(event.identity)
+        if sequence is None:
+            return
+        if isinstance(event, TransferSucceeded):
+            self.counters.succeeded += 1
+            self._count_tiers(event)
+            if sequence.ended_early or sequence.state is not State.TRANSFERRING:
+                return
+            sequence.arrived = True
+        elif isinstance(event, SessionFailed):
+            self.counters.failed += 1
+            self._fail(sequence, event.reason)
+        elif isinstance(event, TransferCancelled):
+            self.counters.cancelled += 1
+            self._fail(sequence, event.reason, Outcome.CANCELLED)
+        elif isinstance(event, MemoryReleased):
+            del self._open[event.identity]
+            self._registry.end_leg(sequence, Leg.TRANSCEIVER)
+            self._memory_proven(sequence)
+        elif isinstance(event, MemoryQuarantined):
+            del self._open[event.identity]
+            self.counters.quarantined += 1
+            sequence.quarantined = True
+            self._aux.quarantine(sequence.request_id)
+            self._registry.end_leg(sequence, Leg.TRANSCEIVER)
+            self._fail(sequence, event.reason)
+            self._settle(sequence)
+
+    def _count_tiers(self, event: TransferSucceeded) -> None:
+        self.counters.bytes_moved += event.byte_count
+        bounced = [reason for _, tier, reason in event.tiers if tier == "bounce"]
+        if bounced:
+            self.counters.coalesced += 1
+        else:
+            self.counters.direct += 1
+        for reason in bounced:
+            self.counters.count_reason(reason)
+
+    def _memory_proven(self, sequence: Sequence) -> None:
+        if not sequence.arrived or sequence.ended_early or sequence.state is not State.TRANSFERRING:
+            self._aux.release(sequence.request_id)
+            self._settle(sequence)
+            return
+        first_token = sequence.request.first_token
+        if sequence.request.schedule_style == "generation_first":
+            first_token = self._aux.read(sequence.request_id)
+            if first_token is None:
+                self._aux.release(sequence.request_id)
+                self._fail(sequence, "the first token did not arrive with the KV")
+                self._settle(sequence)
+                return
+        self._aux.release(sequence.request_id)
+        self._registry.apply(sequence, Event.ARRIVED)
+        self._ended.append(Arrived(sequence.request_id, first_token))
+
+    def _fail(self, sequence: Sequence, reason: str, outcome: Outcome = Outcome.FAILED) -> None:
+        if self._registry.end(sequence, outcome, reason, "TRANSFER_FAILED"):
+            self._ended.append(TransferFailed(sequence.request_id, reason))
+        if sequence.state is State.TRANSFERRING:
+            self._registry.apply(sequence, Event.STOPPED)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Make an ending sequence terminal when no leg is open."""
+        if sequence.state is State.ENDING and not sequence.legs:
+            self._registry.apply(sequence, Event.QUIESCED)
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.quarantined:
+            self._blocks.quarantine(sequence, sequence.reason)
+        else:
+            self._blocks.release(sequence)
+        self._registry.apply(sequence, Event.COMMITTED)
+        self._ended.append(Ended(sequence.request_id, sequence.outcome or Outcome.COMPLETED, sequence.quarantined))
