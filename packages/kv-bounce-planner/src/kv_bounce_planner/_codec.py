@@ -143,9 +143,12 @@ class _Reader:
 
 def _open(data: Buffer, magic: bytes, size_max: int) -> _Reader:
     """Check length, checksum, magic and version; the reader stands behind the version."""
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    if len(view) > size_max:
-        raise CodecError(f"{len(view)} B exceed {size_max}", reason=Reason.TOO_LARGE)
+    view = memoryview(data)
+    if view.nbytes > size_max:
+        raise CodecError(f"{view.nbytes} B exceed {size_max}", reason=Reason.TOO_LARGE)
+    if not view.contiguous:
+        raise CodecError("not contiguous bytes", reason=Reason.BAD_FIELD)
+    view = view.cast("B") if view.nbytes else memoryview(b"")
     if len(view) < 8 + _CRC.size:
         raise CodecError(f"{len(view)} B are no message", reason=Reason.TRUNCATED)
     if bytes(view[:4]) != magic:

@@ -549,7 +549,7 @@ def _pieces_outer(bases: Int64Array, target: LayerGroup) -> bool:
 
 def _check_count(share: _Share, count: int) -> None:
     if count > FRAGMENTS_MAX:
-        raise PlanRefused(Reason.TOO_LARGE, f"writer {share.rank}: {count} fragments exceed {FRAGMENTS_MAX}")
+        raise PlanRefused(Reason.TOO_MANY_FRAGMENTS, f"writer {share.rank}: {count} fragments exceed {FRAGMENTS_MAX}")
 
 
 def _target_ranges(share: _Share, pieces: _Pieces) -> tuple[Int64Array, Int64Array]:

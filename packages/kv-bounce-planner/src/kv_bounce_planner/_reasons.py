@@ -40,6 +40,7 @@ class Reason(StrEnum):
     NOT_EXACT_COVER = "not_exact_cover"
     NOT_CANONICAL = "not_canonical"
     OUTSIDE_SLOTS = "outside_slots"
+    TOO_MANY_FRAGMENTS = "too_many_fragments"
     PLAN_COUNT = "plan_count"
     PLAN_BYTES = "plan_bytes"
     KEY_LIVE = "key_live"
@@ -103,6 +104,7 @@ REASONS: dict[Reason, ReasonText] = {
     Reason.NOT_EXACT_COVER: ReasonText("fail_open", "the writers together do not cover exactly the request's slots"),
     Reason.NOT_CANONICAL: ReasonText("fail_open", "fragments are not in ascending target order, or have no bytes"),
     Reason.OUTSIDE_SLOTS: ReasonText("fail_open", "a fragment lies outside the request's slots"),
+    Reason.TOO_MANY_FRAGMENTS: ReasonText("fail_open", "more fragments than the planner's bound"),
     Reason.PLAN_COUNT: ReasonText("fail_open", "the number of plans differs from the number of writers"),
     Reason.PLAN_BYTES: ReasonText("fail_open", "a plan's bytes differ from those reserved"),
     Reason.KEY_LIVE: ReasonText("fail_open", "this request already holds a reservation"),

@@ -1,0 +1,136 @@
+"""Plans, choices and refusals in words and as a picture; the marker lines."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_bounce_planner import (
+    DEFAULT_MODELS,
+    REASONS,
+    InstanceLayout,
+    KVLayout,
+    LayoutError,
+    Reason,
+    Refusal,
+    RequestBlocks,
+    TokenRange,
+    TransferPlan,
+    choose_tier,
+    coalesced_marker,
+    draw,
+    explain,
+    in_place_marker,
+    plan_transfer,
+)
+
+
+def rank(number: int, layers: range, base: int) -> KVLayout:
+    return KVLayout.uniform(
+        rank=number, first_layer=layers.start, layer_count=len(layers), head_total=2, head_dim=64, element_bytes=2,
+        block_tokens=16, block_count=64, key_bases=[base + i * 0x100000 for i in range(len(layers))],
+        value_bases=[base + 0x80000 + i * 0x100000 for i in range(len(layers))], order="HND",
+    )  # fmt: skip
+
+
+def plan() -> TransferPlan:
+    source = InstanceLayout("s", (rank(0, range(3), 0x1000_0000), rank(1, range(3, 4), 0x2000_0000)), pp_size=2)
+    return plan_transfer(
+        source,
+        rank(0, range(4), 0x9000_0000),
+        tokens=TokenRange(4, 60),
+        target_blocks=RequestBlocks.single([9, 3, 4, 30]),
+        source_blocks={r: RequestBlocks.single([1, 5, 6, 0]) for r in (0, 1)},
+    )
+
+
+def test_markers_are_exact() -> None:
+    """Services' tests look for these words; a silent fallback cannot produce the first."""
+    assert (
+        coalesced_marker(67, 64 << 20, 4)
+        == "[kv-bounce] coalesced 67 blocks / 64MiB into one region across 4 writer(s)"
+    )
+    assert (
+        coalesced_marker(2, 3 << 19, 1) == "[kv-bounce] coalesced 2 blocks / 1.5MiB into one region across 1 writer(s)"
+    )
+    assert in_place_marker(Reason.MIN_BYTES) == "[kv-bounce] in-place: min_bytes"
+
+
+def test_text_says_who_writes_what_where() -> None:
+    """Numbers in the text are the plan's own."""
+    text = explain(plan())
+    assert text.splitlines()[0].startswith("target rank 0 (DRAM): ")
+    for number, writer in plan().writers.items():
+        assert f"writer {number}: " in text and writer.digest.hex()[:8] in text
+    first = plan().transfers[0]
+    assert f"{int(first.source_addresses[0]):#x} -> {int(first.target_addresses[0]):#x} +{int(first.sizes[0])}" in text
+    assert re.search(r"… \d+ more", text)
+    assert not re.search(r"… \d+ more", explain(plan(), ranges_max=10_000))
+
+
+def test_json_carries_the_same_numbers() -> None:
+    """One object, stable keys, exact integers."""
+    found = json.loads(explain(plan(), "json"))
+    assert found["kind"] == "plan" and found["total_bytes"] == plan().total_bytes
+    assert [w["rank"] for w in found["writers"]] == [0, 1]
+    assert sum(w["total_bytes"] for w in found["writers"]) == found["total_bytes"]
+    assert found["digest"] == plan().digest.hex()
+
+
+def test_choice_and_refusal_in_words() -> None:
+    """The code and its sentence, both."""
+    choice = choose_tier(plan(), DEFAULT_MODELS["cma"])
+    assert choice.reason.value in explain(choice) and choice.reason.text in explain(choice)
+    assert json.loads(explain(choice, "json"))["tier"] == choice.tier.value
+    refusal = Refusal(Reason.RANK_METADATA_MISSING, "rank 3")
+    assert explain(refusal) == "refused: rank_metadata_missing: a source rank's layout is not known here (rank 3)"
+    assert json.loads(explain(refusal, "json"))["reason"] == "rank_metadata_missing"
+    with pytest.raises(LayoutError):
+        explain(plan(), "yaml")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError):
+        explain(3)  # type: ignore[arg-type]
+
+
+def test_every_reason_has_a_text_and_values_are_stable() -> None:
+    """Codes are an interface: the list is spelled out so that a change shows as a diff."""
+    assert set(REASONS) == set(Reason)
+    assert all(reason.text and reason.when in ("choice", "fail_open", "fail_closed") for reason in Reason)
+    assert " ".join(sorted(reason.value for reason in Reason)) == (
+        "bad_checksum bad_field bad_magic bad_version block_out_of_range block_table_missing block_table_short "
+        "bytes_missing closing disabled duplicate faster_bounce faster_direct faster_merged key_live layout_mismatch "
+        "min_blocks min_bytes no_report no_space not_canonical not_exact_cover nothing_to_transfer ok outside_plan "
+        "outside_slots overlap oversize plan_bytes plan_count rank_metadata_missing recurrent_state_split "
+        "source_block_missing too_large too_many_fragments truncated writer_cohort_unknown wrong_base wrong_bytes "
+        "wrong_operation wrong_plan wrong_rank"
+    )
+
+
+def test_drawing_is_well_formed_and_to_scale(tmp_path: Path) -> None:
+    """SVG parses, is deterministic, names every writer with its tier, and a box's height is the writer's share."""
+    choices = {r: choose_tier(w, DEFAULT_MODELS["cma"]) for r, w in plan().writers.items()}
+    data = draw(plan(), tmp_path / "plan.svg", choices=choices)
+    assert data == (tmp_path / "plan.svg").read_bytes() == draw(plan(), choices=choices)
+    root = ElementTree.fromstring(data)
+    words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"writer 0", "writer 1", "rank 0"} <= set(words)
+    assert sum(word.endswith(choices[0].reason.value) for word in words) == 2
+    boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if e.get("x") == "40"]
+    heights = np.array([float(e.get("height", "0")) + 2 for e in boxes])
+    shares = np.array([w.total_bytes for w in plan().writers.values()])
+    assert np.allclose(heights / heights.sum(), shares / shares.sum(), atol=1e-3)
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}path"))) >= 2
+
+
+def test_png_and_formats(tmp_path: Path) -> None:
+    """PNG by matplotlib; the ending picks the format; others are refused."""
+    pytest.importorskip("matplotlib")
+    data = draw(plan(), tmp_path / "plan.png")
+    assert data.startswith(b"\x89PNG") and len(data) > 5000
+    with pytest.raises(LayoutError):
+        draw(plan(), tmp_path / "plan.gif")
+    assert draw(TransferPlan(0, {}, 0)).startswith(b"<svg")
