@@ -8,6 +8,7 @@ its record, and none can interrupt a release.
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
@@ -222,8 +223,12 @@ class AsyncEndpointDirectory:
                     await asyncio.sleep(retry_in_s)
         except TimeoutError:
             self._perform(self.core.flight_expired(flight, self._now_s()))
-        finally:
-            self._tasks.pop(flight, None)
+
+    def _flight_ended(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(flight, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            raise error  # a defect of ours: the loop's exception handler shows it
 
     async def _attempt(self, flight: Flight) -> float | None:
         async with self._fetch_slots:
@@ -256,7 +261,10 @@ class AsyncEndpointDirectory:
         for ticket, error in effects.failed:
             _settle(ticket, None, error)
         for flight in effects.start:
-            self._tasks[flight] = self._spawn(self._drive(flight), f"refresh {flight.server}")
+            task = self._spawn(self._drive(flight), f"refresh {flight.server}")
+            self._tasks[flight] = task
+            # Not a finally in _drive: a task that is cancelled before its first step never runs one.
+            task.add_done_callback(functools.partial(self._flight_ended, flight))
         for role in effects.roles:
             for waiter in self._role_waiters.get(role, ()):
                 if not waiter.done():

@@ -20,8 +20,9 @@ Rules, each checked by a test of that name:
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -368,7 +369,7 @@ class EndpointDirectory:
             self._n["results_dropped"] += 1
             slot.note(self._next(), "result dropped", f"{record.generation}: the slot changed during the fetch")
             # What changed it is newer than this answer; whoever it satisfies need not wait for another fetch.
-            self._settle(flight, slot.record, self._sequence, now_s, effects)
+            self._settle(flight, slot.record, -1, now_s, effects)
             return effects
         proof = slot.stale.get(record.generation) if record.generation is not None else None
         if proof is not None and proof >= flight._began:
@@ -592,18 +593,16 @@ class EndpointDirectory:
         if type(weight) is not int or weight < 0:
             raise LocalProtocolError(f"weight is {weight!r}, must be an integer >= 0")
         reservations = self._reservations
-        pool = self._pools.get(role)
-        slot: Slot | None
-        if pool is None:
-            slot = None
-        elif self._policy is None:
-            slot = pool.least(exclude)
-        else:
-            slot = self._pick(pool, PickRequest(role, request_id, weight, affinity), exclude)
-        if slot is None:
-            raise NoServer(role, self._why_none(role, exclude))
         key = (role, request_id)
         replaced = reservations.get(key)
+        if replaced is not None:
+            # The choice is made as though the old claim were gone, which stays whole if there is nothing to choose.
+            with self._discounted(replaced):
+                slot = self._select(role, request_id, weight, exclude, affinity)
+        else:
+            slot = self._select(role, request_id, weight, exclude, affinity)
+        if slot is None:
+            raise NoServer(role, self._why_none(role, exclude))
         if replaced is not None:
             self._replaced += 1
             self._take_off(replaced, ReservationState.RELEASED, "replaced")
@@ -617,10 +616,34 @@ class EndpointDirectory:
         counter = slot.load
         counter.count += 1
         counter.weight += weight
-        pool_of_slot = slot.pool
-        pool_of_slot.changed(slot)
+        slot.pool.changed(slot)
         self._made += 1
         return reservation
+
+    def _select(self, role: str, request_id: int, weight: int, exclude: Collection[str], affinity: Any) -> Slot | None:
+        pool = self._pools.get(role)
+        if pool is None:
+            return None
+        if self._policy is None:
+            return pool.least(exclude)
+        return self._pick(pool, PickRequest(role, request_id, weight, affinity), exclude)
+
+    @contextlib.contextmanager
+    def _discounted(self, reservation: Reservation) -> Iterator[None]:
+        counter = reservation._counter
+        holder = self._slots.get(counter.server)
+        slot = holder if holder is not None and holder.load is counter and holder.entry is not None else None
+        counter.count -= 1
+        counter.weight -= reservation.weight
+        if slot is not None:
+            slot.pool.changed(slot)
+        try:
+            yield
+        finally:
+            counter.count += 1
+            counter.weight += reservation.weight
+            if slot is not None:
+                slot.pool.changed(slot)
 
     def _pick(self, pool: Pool, request: PickRequest, exclude: Collection[str]) -> Slot | None:
         candidates = pool.candidates(exclude)

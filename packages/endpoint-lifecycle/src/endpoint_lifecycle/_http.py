@@ -39,7 +39,7 @@ def server_info_body(owner: EndpointOwner) -> dict[str, Any]:
     state, record = owner.snapshot()
     body = describe_owner(owner) | {"state": state.value, "ready": False}
     if record is not None:
-        body |= msgspec.to_builtins(record)
+        body |= msgspec.json.decode(record.encode())
         body["ready"] = record.state == "published"
     return body
 
@@ -69,7 +69,7 @@ def cluster_info_body(directory: _Audited | DirectoryAudit) -> dict[str, Any]:
 def reservations_body(directory: _Audited | DirectoryAudit) -> dict[str, Any]:
     """The audit, whole. ``consistent`` is false when any counter disagrees with the reservations; ``faults`` say where."""
     audit = directory if isinstance(directory, DirectoryAudit) else directory.audit()
-    body: dict[str, Any] = msgspec.to_builtins(audit)
+    body: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(audit))
     body["consistent"] = not audit.faults
     return body
 

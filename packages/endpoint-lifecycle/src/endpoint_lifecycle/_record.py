@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 1
 #: Longest generation, owner id, instance id, role.
 ID_CHARS_MAX = 128
 ADDRESSES_MAX = 4096
-_PRINTABLE = re.compile(r"^[\x21-\x7e]+$")
+_PRINTABLE = re.compile(r"[\x21-\x7e]+")
 _WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]", "0", "[::0]", "::0", "0:0:0:0:0:0:0:0"})  # noqa: S104
 
 PUBLISHED: Literal["published"] = "published"
@@ -214,7 +214,7 @@ def check_id(field: str, value: object, *, server: str = "") -> None:
         raise RecordInvalid(field, f"is {value!r}, not a non-empty string", server=server)
     if len(value) > ID_CHARS_MAX:
         raise RecordInvalid(field, f"has {len(value)} characters, at most {ID_CHARS_MAX}", server=server)
-    if not _PRINTABLE.match(value):
+    if not _PRINTABLE.fullmatch(value):
         raise RecordInvalid(field, f"{value!r} has characters that are not printable ASCII", server=server)
 
 
@@ -270,7 +270,7 @@ def address_fault(address: object) -> str | None:
         return f"is {address!r}, not an address"
     if len(address) > 512:
         return "is longer than 512 characters"
-    if not _PRINTABLE.match(address):
+    if not _PRINTABLE.fullmatch(address):
         return f"{address!r} has characters that are not printable ASCII"
     scheme, separator, rest = address.partition("://")
     if not separator:
