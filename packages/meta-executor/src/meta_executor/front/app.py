@@ -118,6 +118,8 @@ class FrontService:
         self._ids = RequestIdGenerator(node_id=0)
         self._idle = asyncio.Event()
         self._idle.set()
+        self._runs: set[asyncio.Task[None]] = set()
+        self._cutting = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +134,14 @@ class FrontService:
         """Wait until no request runs and every abort has been sent."""
         await self._idle.wait()
         await self.dispatch.settle()
+
+    def cut(self) -> int:
+        """Stop what runs; its clients are told. Returns how many requests that were."""
+        self.start_draining()
+        self._cutting = True
+        for run in self._runs:
+            run.cancel()
+        return len(self._runs)
 
     def can_serve(self) -> bool:
         """Whether a request that came now would find both its legs."""
@@ -401,6 +411,8 @@ class _Answer(Response):
         metrics = self._service.metrics
         run = asyncio.create_task(self._run(send), name=f"request {self._call.job.request_id}")
         watch = asyncio.create_task(_client_left(receive))
+        self._service._runs.add(run)
+        run.add_done_callback(self._service._runs.discard)
         try:
             await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
             if not run.done():
@@ -432,7 +444,13 @@ class _Answer(Response):
             except TimeoutError as error:
                 limit_s = service.config.request_timeout_s
                 raise ApiError(504, f"no complete answer within {limit_s:g} s", code="deadline_exceeded") from error
-            except (asyncio.CancelledError, OSError):
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not service._cutting or task is None:
+                    raise
+                task.uncancel()
+                raise ApiError(503, "the service was stopped", code="stopped") from None
+            except OSError:
                 raise
             except Exception as error:
                 service.metrics.internal_errors.inc()

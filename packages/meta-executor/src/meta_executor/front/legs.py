@@ -5,6 +5,7 @@ Every failure becomes one :class:`LegError` that says whether the leg may have b
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,8 @@ from meta_executor import wire
 _ANSWER_BYTES_MAX = 1 << 20
 _CONNECT_S = 5.0
 _ABORT_S = 2.0
+#: After a stream's last line its end follows at once; waiting longer than this is not worth a connection (s).
+_END_OF_BODY_S = 0.05
 
 
 class LegError(Exception):
@@ -154,8 +157,9 @@ class LegClient:
 
 async def _chunks(server: str, response: httpx.Response) -> AsyncIterator[wire.GenerationChunk]:
     rest = b""
+    body = response.aiter_raw()
     try:
-        async for data in response.aiter_raw():
+        async for data in body:
             rest += data
             if b"\n" not in data:
                 if len(rest) > _ANSWER_BYTES_MAX:
@@ -165,20 +169,31 @@ async def _chunks(server: str, response: httpx.Response) -> AsyncIterator[wire.G
             for line in lines:
                 if not line:
                     continue
-                try:
-                    chunk = wire.decode_chunk(line)
-                except msgspec.DecodeError as error:
-                    raise LegError("generation", server, MALFORMED, str(error), received=True) from error
-                if chunk.error is not None or chunk.finish_reason in ("error", "cancelled"):
-                    code = chunk.error.error if chunk.error else str(chunk.finish_reason).upper()
-                    message = chunk.error.message if chunk.error else f"ended with {chunk.finish_reason}"
-                    raise LegError("generation", server, code, message, status=200, received=True)
-                yield chunk
+                chunk = _chunk(server, line)
                 if chunk.finish_reason is not None:
+                    # Read to the end of the body, which is at hand, so that the connection can serve the next leg.
+                    with contextlib.suppress(TimeoutError, httpx.HTTPError):
+                        async with asyncio.timeout(_END_OF_BODY_S):
+                            async for _ in body:
+                                pass
+                    yield chunk
                     return
+                yield chunk
     except httpx.HTTPError as error:
         raise LegError("generation", server, CUT, _words(error), received=True) from error
     raise LegError("generation", server, CUT, "the stream ended without a finish reason", received=True)
+
+
+def _chunk(server: str, line: bytes) -> wire.GenerationChunk:
+    try:
+        chunk = wire.decode_chunk(line)
+    except msgspec.DecodeError as error:
+        raise LegError("generation", server, MALFORMED, str(error), received=True) from error
+    if chunk.error is not None or chunk.finish_reason in ("error", "cancelled"):
+        code = chunk.error.error if chunk.error else str(chunk.finish_reason).upper()
+        message = chunk.error.message if chunk.error else f"ended with {chunk.finish_reason}"
+        raise LegError("generation", server, code, message, status=200, received=True)
+    return chunk
 
 
 def _refusal(role: str, server: str, status: int, body: bytes) -> LegError:

@@ -98,7 +98,9 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         reporter.send("ready", url=f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")  # noqa: S104
         await _first(drain.wait(), _ended(serving))
         if not await _first(service.wait_idle(), cut.wait(), _ended(serving)):
-            _LOG.error("cut %d running requests", service.running)
+            _LOG.error("cut %d running requests", service.cut())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(service.wait_idle(), _CLOSE_S)
             return 1
     return 0
 

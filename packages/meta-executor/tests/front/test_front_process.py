@@ -1,0 +1,126 @@
+"""The front as a process of its own: ready message, service, drain, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from meta_executor import wire
+from meta_executor.config import EngineConfig, InstanceSpec, RunSpec, ServiceConfig, SyntheticConfig
+from meta_executor.instance.report import Listener, Message
+
+pytestmark = pytest.mark.asyncio
+
+
+async def start(cluster: Any, tmp_path: Path) -> tuple[asyncio.subprocess.Process, Listener]:
+    service = ServiceConfig(
+        port=0,
+        engine=EngineConfig(kind="synthetic", synthetic=SyntheticConfig(vocab_size=512)),
+        served_model_name="tiny",
+    )
+    roles = {"ctx-0": "context", "gen-0": "generation"}
+    run = RunSpec(
+        run_id="test",
+        run_dir=str(tmp_path),
+        launcher_pid=os.getpid(),
+        service=service,
+        instances=tuple(
+            InstanceSpec(owner_id=owner, role=role, index=0, config=service.instance(role), port=0)  # type: ignore[arg-type]
+            for owner, role in roles.items()
+        ),
+    )
+    run.save()
+    (tmp_path / "key").write_text("ab" * 32)
+    listener = Listener(tmp_path)
+    servers = [f"--server={i.owner_id}={i.url}" for i in cluster.instances]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "meta_executor.front",
+        "--run-dir",
+        str(tmp_path),
+        *servers,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    return process, listener
+
+
+async def message(listener: Listener, event: str) -> Message:
+    async with asyncio.timeout(30):
+        while True:
+            for found in listener.receive():
+                if found.event == event:
+                    return found
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["post", "sigterm"])
+async def test_serves_drains_and_leaves(make_cluster: Any, tmp_path: Path, how: str) -> None:
+    """Ready only when both instances are; a running stream ends whole after the drain began; exit code 0, nothing on stderr."""
+    async with make_cluster() as cluster:
+        cluster.generation.ready = False
+        process, listener = await start(cluster, tmp_path)
+        await until_seen(cluster)
+        assert not [found for found in listener.receive() if found.event == "ready"]
+        cluster.generation.ready = True
+        url = (await message(listener, "ready")).fields["url"]
+        cluster.generation.line_gate = asyncio.Event()
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(f"{url}/health")).status_code == 200
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "stream": True}
+            async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
+                pieces = stream.aiter_text()
+                text = await anext(pieces)
+                if how == "post":
+                    answer = await client.post(f"{url}/internal/drain", headers={wire.KEY_HEADER: "ab" * 32})
+                    assert answer.json()["active"] == 1
+                else:
+                    process.send_signal(signal.SIGTERM)
+                    async with asyncio.timeout(10):
+                        while (await client.get(f"{url}/health")).status_code != 503:
+                            await asyncio.sleep(0.02)
+                assert (await client.post(f"{url}/v1/completions", json=body)).status_code == 503
+                cluster.generation.line_gate.set()
+                async for piece in pieces:
+                    text += piece
+                assert text.endswith("data: [DONE]\n\n")
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert (process.returncode, errors) == (0, b"")
+        listener.close()
+
+
+async def until_seen(cluster: Any) -> None:
+    async with asyncio.timeout(30):
+        while cluster.generation.info_calls < 3:
+            await asyncio.sleep(0.02)
+
+
+async def test_second_signal_cuts(make_cluster: Any, tmp_path: Path) -> None:
+    """A second signal does not wait for a request that never ends; the exit code says that something was cut."""
+    async with make_cluster() as cluster:
+        process, listener = await start(cluster, tmp_path)
+        url = (await message(listener, "ready")).fields["url"]
+        cluster.context.gate = asyncio.Event()
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 40}
+            task = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+            await cluster.context.started.wait()
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):
+                while (await client.get(f"{url}/health")).status_code != 503:
+                    await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            _, errors = await asyncio.wait_for(process.communicate(), 20)
+            assert process.returncode == 1
+            assert b"cut 1 running requests" in errors
+            assert b"Traceback" not in errors
+            assert (await task).status_code == 503
+        cluster.context.gate.set()
+        listener.close()
