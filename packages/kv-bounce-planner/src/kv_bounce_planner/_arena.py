@@ -231,16 +231,16 @@ class BounceArena:
             A reservation, or why not: OVERSIZE (permanent), NO_SPACE (also while others wait: no barging),
             KEY_LIVE, CLOSING, PLAN_BYTES (a size that is not one). Nothing is held by a refusal.
         """
-        if self._waiting and key not in self._waiting:
-            refusal = self._check(key, parts)
-            self._refused += 1
-            return refusal or Refusal(Reason.NO_SPACE, f"{len(self._waiting)} reservations wait")
-        refusal = self._check(key, parts)
-        found = None if refusal else self._place(key, dict(parts))
-        if found is None:
-            self._refused += 1
-            return refusal or Refusal(Reason.NO_SPACE, "no hole is large enough")
-        return found
+        refusal = self._check(key, parts)  # a Refusal is false in a condition: compared with None throughout
+        if refusal is None and self._waiting:
+            refusal = Refusal(Reason.NO_SPACE, f"{len(self._waiting)} reservations wait")
+        if refusal is None:
+            found = self._place(key, dict(parts))
+            if found is not None:
+                return found
+            refusal = Refusal(Reason.NO_SPACE, "no hole is large enough")
+        self._refused += 1
+        return refusal
 
     def enqueue(self, key: Hashable, parts: Mapping[int, int]) -> Refusal | None:
         """Wait for a region; ``pump()`` returns it. Only permanent obstacles refuse here."""

@@ -16,6 +16,7 @@ import numpy as np
 from kv_bounce_planner import (
     BounceArena,
     ExpectedOperation,
+    ExposureLedger,
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -54,6 +55,7 @@ class Peer:
         self.freed: list[Any] = []
         self.operations: dict[int, Any] = {}
         self.raw: list[Any] = []
+        self.ledger = ExposureLedger()
 
     # -- set-up
 
@@ -77,7 +79,8 @@ class Peer:
     def session(self, role: str, config: dict[str, Any]) -> None:
         arena = BounceArena(self.bounce.ctypes.data, self.bounce.nbytes) if self.bounce is not None else None
         kind = Receiver if role == "receiver" else Sender
-        self.shell = kind(self.peer, self.transport, self.channel, arena=arena, config=SessionConfig(**config))
+        extra: dict[str, Any] = {"ledger": self.ledger} if kind is Receiver else {}
+        self.shell = kind(self.peer, self.transport, self.channel, arena=arena, config=SessionConfig(**config), **extra)
 
     def introduce(self, peer: list[Any]) -> None:
         self.shell.introduce([PeerId(*peer)])
@@ -101,6 +104,31 @@ class Peer:
         opened = self.shell.open(identity, expected, claim=request)
         self.operations.update({each.operation: each for each in opened})
         return [each.operation for each in opened]
+
+    def _one(self, peer: PeerId, size: int) -> ExpectedOperation:
+        payload = json.dumps([1, size, 1, self.memory.ctypes.data, size]).encode()
+        return ExpectedOperation(peer, size, payload)
+
+    def open_in_ledger(self, request: int, writers: list[Any], size: int, blocks: list[str]) -> None:
+        identity = TransferIdentity(request, 0, self.peer.generation, self.peer.rank)
+        self.shell.open(identity, [self._one(PeerId(*writer), size) for writer in writers], request, blocks=blocks)
+
+    def open_stale(self, request: int, peer: list[Any], generation: str, size: int) -> None:
+        """Ask the live peer with the generation that it had in an earlier life."""
+        from kv_bounce_planner import _session
+
+        live, stale = PeerId(*peer), PeerId(peer[0], generation, peer[2])
+        identity = TransferIdentity(request, 0, self.peer.generation, self.peer.rank)
+        original = _session.ReceiveRequest
+
+        def aged(operation: Any, sender_generation: str, *rest: Any) -> Any:
+            return original(operation, stale.generation, *rest)
+
+        _session.ReceiveRequest = aged  # type: ignore[assignment, misc]
+        try:
+            self.shell.open(identity, [self._one(live, size)], request)
+        finally:
+            _session.ReceiveRequest = original  # type: ignore[misc]
 
     def _resolve(self, request: Any) -> WriterTransfer:
         count, size, seed, base, room = json.loads(request.payload)
@@ -226,6 +254,10 @@ class Peer:
 
     def raw_post(self, peer: list[Any], target: int, nbytes: int) -> str:
         """Post one write of our whole memory without any session; keeps the library's handle."""
+        self.raw_prepare(peer, target, nbytes)
+        return self.raw_transfer()
+
+    def raw_prepare(self, peer: list[Any], target: int, nbytes: int) -> None:
         agent = self.transport._agents[PeerId(*peer).instance]
         nixl = agent.nixl
         source = np.array([[self.memory.ctypes.data, nbytes, 0]], np.uint64)
@@ -238,8 +270,11 @@ class Peer:
             b"careless",
         )
         self.raw.append(handle)
+        self.raw_nixl = nixl
+
+    def raw_transfer(self) -> str:
         try:
-            return str(nixl.transfer(handle, b"careless"))
+            return str(self.raw_nixl.transfer(self.raw[-1], b"careless"))
         except Exception as error:
             return f"raised {type(error).__name__}"
 
@@ -277,6 +312,7 @@ class Peer:
         self.transport = NixlTransport(self.peer, config=self.transport.config)
         self.registration = self.transport.register([MemoryRegion(self.memory.ctypes.data, self.memory.nbytes)])
         self.channel = ZmqControlChannel(self.peer, b"a key of the tests", "tcp://127.0.0.1:*")
+        self.session("receiver", {})
         return {"address": self.channel.address}
 
 

@@ -1,0 +1,200 @@
+"""Bytes of control messages and notifications: golden, bounded, whole or refused."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_bounce_planner import OperationIdentity, PeerId, ReceiveRequest, RemoteProtocolError, TransferIdentity
+from kv_bounce_planner._identity import MARKS_MAX, Mark, decode_mark, encode_mark
+from kv_bounce_planner._messages import (
+    FRAME_BYTES_MAX,
+    MESSAGE_TYPES,
+    PAYLOAD_BYTES_MAX,
+    BounceGrant,
+    BounceRefused,
+    BounceWanted,
+    Cancel,
+    Doubt,
+    Drained,
+    Hello,
+    Sealed,
+    WriterResult,
+    decode_message,
+    encode_message,
+)
+
+TRANSFER = TransferIdentity(7, 1, "g1", 2, 3)
+OPERATION = OperationIdentity(TRANSFER, 4, 5)
+SAMPLES = [
+    Hello(1, 1, PeerId("ctx", "c1", 4), "ucx:tcp", "agent", b"nixlSerDes|", False),
+    ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, "KV", "DRAM", 0, b"blocks"),
+    BounceWanted(OPERATION, 4096, b"d" * 16),
+    BounceGrant(OPERATION, 1 << 40, 4096, "VRAM", 1),
+    BounceRefused(OPERATION, "no_space"),
+    WriterResult(OPERATION, 1 << 40, b"report"),
+    Cancel(OPERATION, "cancelled"),
+    Sealed(OPERATION, ""),
+    Drained(OPERATION, 3, 3, "x"),
+    Doubt(OPERATION, "error"),
+]
+GOLDEN = {
+    "Cancel": "4b56530193a663616e63656c93950701a26731020304 05a963616e63656c6c6564",
+    "Sealed": "4b56530193a67365616c656493950701a26731020304 05a0",
+    "Drained": "4b56530195a7647261696e656493950701a26731020304 050303a178",
+}
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_every_message_survives_its_bytes(message):
+    """Decode of encode is the message, and encoding is canonical."""
+    frame = encode_message(message)
+    assert decode_message(frame) == message
+    assert encode_message(decode_message(frame)) == frame
+    assert {type(sample) for sample in SAMPLES} == set(MESSAGE_TYPES)
+
+
+@pytest.mark.parametrize(
+    "message", [sample for sample in SAMPLES if type(sample).__name__ in GOLDEN], ids=lambda m: type(m).__name__
+)
+def test_bytes_on_the_wire_are_the_golden_ones(message):
+    """A change of these bytes is a new protocol version."""
+    assert encode_message(message).hex() == GOLDEN[type(message).__name__].replace(" ", "")
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_truncated_inflated_and_foreign_frames_are_refused(message):
+    """Every prefix, a trailing byte, another magic, another version."""
+    frame = encode_message(message)
+    for end in range(len(frame)):
+        with pytest.raises(RemoteProtocolError):
+            decode_message(frame[:end])
+    for wrong in (frame + b"\0", b"XYZ" + frame[3:], frame[:3] + b"\x02" + frame[4:]):
+        with pytest.raises(RemoteProtocolError):
+            decode_message(wrong)
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+def test_a_changed_byte_is_refused_or_means_another_message(message):
+    """Single-byte changes never decode into the same message and never raise anything else."""
+    frame = encode_message(message)
+    for at in range(len(frame)):
+        for flip in (1, 0x80, 0xFF):
+            changed = bytearray(frame)
+            changed[at] ^= flip
+            try:
+                other = decode_message(bytes(changed))
+            except RemoteProtocolError:
+                continue
+            assert other != message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_without_another_exception(data):
+    for frame in (data, b"KVS\x01" + data):
+        try:
+            decode_message(frame)
+        except RemoteProtocolError:
+            pass
+    with pytest.raises(RemoteProtocolError):
+        decode_mark(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("payload", b"x" * (PAYLOAD_BYTES_MAX + 1)),
+        ("byte_count", -1),
+        ("byte_count", 2**63),
+        ("plan_digest", b"x" * 33),
+        ("sender_generation", ""),
+        ("sender_generation", "x" * 129),
+        ("device_id", 4096),
+        ("byte_count", True),
+        ("role", 5),
+    ],
+)
+def test_fields_outside_their_bounds_are_refused(field, value):
+    """Bounds hold on arrival, whatever the other side's code allowed."""
+    message = msgspec.structs.replace(SAMPLES[1], **{field: value})
+    frame = b"KVS\x01" + msgspec.msgpack.encode(message)
+    with pytest.raises(RemoteProtocolError):
+        decode_message(frame)
+    with pytest.raises(RemoteProtocolError):
+        decode_message(b"KVS\x01" + b"\0" * FRAME_BYTES_MAX)
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        (-1, 0, "g", 0),
+        (2**63, 0, "g", 0),
+        (0, -1, "g", 0),
+        (0, 0, "", 0),
+        (0, 0, "é", 0),
+        (0, 0, "x" * 65, 0),
+        (True, 0, "g", 0),
+        (0, 0, "g", 2**20),
+    ],
+)
+def test_identities_are_checked_when_made_and_when_read(identity):
+    """A bool is no integer, a name is short printable ASCII."""
+    with pytest.raises(ValueError, match="wants"):
+        TransferIdentity(*identity)
+
+
+def test_mark_bytes_are_exact_and_distinct():
+    """Every field is in the bytes: changing any of them changes the notification."""
+    mark = Mark(OPERATION, 2, 9)
+    data = encode_mark(mark)
+    assert decode_mark(data) == mark
+    assert data.hex() == "4b5644010700000000000000010000000200000003000400000005000000000000000200000009000000026731"
+    others = [
+        Mark(OperationIdentity(msgspec.structs.replace(TRANSFER, **{field: value}), 4, 5), 2, 9)
+        for field, value in {
+            "request_id": 8,
+            "incarnation": 2,
+            "endpoint_generation": "g2",
+            "rank": 3,
+            "slice_index": 4,
+        }.items()
+    ]
+    others += [
+        Mark(OperationIdentity(TRANSFER, 5, 5), 2, 9),
+        Mark(OperationIdentity(TRANSFER, 4, 6), 2, 9),
+        Mark(OPERATION, 3, 9),
+        Mark(OPERATION, 2, 10),
+    ]
+    assert len({encode_mark(other) for other in [*others, mark]}) == len(others) + 1
+    for at in range(len(data)):
+        with pytest.raises(RemoteProtocolError):
+            decode_mark(data[:at])
+    with pytest.raises(ValueError, match="outside"):
+        encode_mark(Mark(OPERATION, 0, MARKS_MAX + 1))
+    with pytest.raises(RemoteProtocolError):
+        decode_mark(data[:-6] + b"\xff\xff\xff\xff" + data[-2:])
+
+
+def test_random_operations_survive_and_have_distinct_digests():
+    generator = random.Random(3)
+    digests = set()
+    for _ in range(500):
+        operation = OperationIdentity(
+            TransferIdentity(
+                generator.randrange(2**63),
+                generator.randrange(2**31),
+                "g" * generator.randint(1, 64),
+                generator.randrange(2**20),
+                generator.randrange(2**16),
+            ),
+            generator.randrange(2**20),
+            generator.randrange(2**63),
+        )
+        assert decode_mark(encode_mark(Mark(operation, 0, 1))).operation == operation
+        digests.add(operation.digest())
+    assert len(digests) == 500

@@ -1,0 +1,122 @@
+"""Free without proof is impossible: by type for a checker, and at run time for everybody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kv_bounce_planner import (
+    BlockState,
+    Evidence,
+    LocalProtocolError,
+    OperationIdentity,
+    OwnedMemory,
+    Proof,
+    ProofKind,
+    ProvenMemory,
+    QuarantinedMemory,
+    TransferIdentity,
+    TransportClass,
+    WriteExecutor,
+    free,
+    required_proofs,
+    step_retired,
+)
+from kv_bounce_planner._proof import BLOCK_TRANSITIONS, CLASS_PROOFS
+
+OPERATION = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 2, 3)
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [lambda: Proof(ProofKind.DONE, OPERATION), lambda: ProvenMemory("x", ()), lambda: QuarantinedMemory("x", 1, "y")],
+)
+def test_proofs_and_proven_memory_cannot_be_made_by_hand(maker):
+    """K1: only the machine that observed a proof makes one."""
+    with pytest.raises(LocalProtocolError):
+        maker()
+
+
+def test_memory_is_freed_once_and_only_with_a_proof_per_owner():
+    """Two owners (a write and a compute step) need two proofs; freeing twice is refused."""
+    memory = OwnedMemory("blocks 1,2", ["step 9", "step 10"])
+    with pytest.raises(LocalProtocolError, match="step 10"):
+        memory.prove([step_retired("step 9")])
+    with pytest.raises(LocalProtocolError, match="not a proof"):
+        memory.prove([step_retired("step 9"), "step 10 retired, believe me"])
+    proven = memory.prove([step_retired("step 9"), step_retired("step 10")])
+    assert free(proven) == "blocks 1,2"
+    with pytest.raises(LocalProtocolError, match="before"):
+        free(proven)
+    with pytest.raises(LocalProtocolError, match="already left"):
+        memory.prove([step_retired("step 9"), step_retired("step 10")])
+
+
+def test_owned_and_quarantined_memory_cannot_be_freed():
+    """OWNED → FREE and QUARANTINED → FREE are no edges."""
+    owned = OwnedMemory("x", ["step"])
+    with pytest.raises(LocalProtocolError):
+        free(owned)  # type: ignore[arg-type]
+    quarantined = owned.quarantine("no proof")
+    with pytest.raises(LocalProtocolError):
+        free(quarantined)  # type: ignore[arg-type]
+    with pytest.raises(LocalProtocolError, match="quarantined"):
+        owned.prove([step_retired("step")])
+
+
+def test_a_type_checker_refuses_to_free_owned_memory(tmp_path):
+    """The boundary is a type: mypy rejects free(owned), free(quarantined) and abandon() after advertise()."""
+    source = tmp_path / "user.py"
+    source.write_text(
+        "from kv_bounce_planner import AdvertisedReservation, OwnedMemory, ProvenMemory, Reservation, free\n"
+        "def good(memory: ProvenMemory[int], before: Reservation) -> int:\n"
+        "    before.abandon()\n"
+        "    return free(memory)\n"
+        "def bad(memory: OwnedMemory[int]) -> int:\n"
+        "    return free(memory)\n"
+        "def late(region: AdvertisedReservation) -> None:\n"
+        "    region.abandon()\n"
+    )
+    answer = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--no-error-summary",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            str(source),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line.split(": ", 1)[1] for line in answer.stdout.splitlines() if "user.py" in line]
+    assert len(lines) == 2, answer.stdout + answer.stderr
+    assert 'Argument 1 to "free"' in lines[0]
+    assert '"abandon"' in lines[1]
+
+
+def test_block_states_have_exactly_the_edges_of_the_rule():
+    """K1: OWNED → PROVEN → FREE or OWNED → QUARANTINED; no other edge leaves ownership."""
+    assert BLOCK_TRANSITIONS[BlockState.OWNED] == {BlockState.PROVEN, BlockState.QUARANTINED}
+    assert BLOCK_TRANSITIONS[BlockState.PROVEN] == {BlockState.FREE}
+    assert BLOCK_TRANSITIONS[BlockState.QUARANTINED] == frozenset()
+
+
+def test_class_proofs_are_those_of_the_rule():
+    """K2: by executor; several classes need all of their proofs; unknown ones only this process's own exit."""
+    assert CLASS_PROOFS[WriteExecutor.RECEIVER] == {Evidence.AGENT_DESTROYED}
+    assert CLASS_PROOFS[WriteExecutor.SENDER] == {Evidence.PEER_REAPED}
+    assert CLASS_PROOFS[WriteExecutor.NIC] == {Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE}
+    assert required_proofs(WriteExecutor) >= {Evidence.OWN_EXIT}
+    assert TransportClass.of_ucx(["tcp"]).required == {Evidence.AGENT_DESTROYED}
+    assert TransportClass.of_ucx(["cma"]).required == {Evidence.PEER_REAPED}
+    assert TransportClass.of_ucx(["tcp", "cma"]).required == {Evidence.AGENT_DESTROYED, Evidence.PEER_REAPED}
+    assert TransportClass.of_ucx(["tcp", "a transport of tomorrow"]).required >= {Evidence.OWN_EXIT}
+    assert TransportClass.of_ucx([]).required == {Evidence.OWN_EXIT}
+    with pytest.raises(ValueError, match="names no executor"):
+        TransportClass("x", frozenset())
