@@ -1,5 +1,162 @@
-"""Non-blocking agreement of pipeline ranks on request transitions."""
+"""Ranks agree on every request transition without waiting for one another.
+
+Layout, from the leaves up::
+
+    _errors      the error tree                         _config      Domain, AgreementConfig
+    _events      identities, inputs, effects            _state       states, tables, the round record
+    _machine     AgreementCore.step(event, now_s)       _codec       frames <-> bytes
+    _transport   the interface                          _inprocess, _mpi, _zmq, _lifeline    adapters
+    _agreement   the shell around the core              _allgather   the blocking baseline
+    _negotiate   start-up comparison of flags           _evidence, _verify    what happened, as data; compared
+    testing      simulated networks, explorer, simulator, conformance checks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from pp_agreement.__about__ import __version__
+from pp_agreement._agreement import Agreement, AgreementStatistics, BaseAgreement, DrainReport
+from pp_agreement._allgather import AllgatherAgreement, Exchange, InProcessExchange
+from pp_agreement._config import AgreementConfig, Domain
+from pp_agreement._errors import (
+    AgreementError,
+    AgreementTimeout,
+    ConfigurationError,
+    DomainStopped,
+    LocalProtocolError,
+    NegotiationError,
+    RemoteProtocolError,
+    TransportError,
+    WouldBlock,
+)
+from pp_agreement._events import (
+    Aborted,
+    Advice,
+    AdviceKind,
+    AgreementEvent,
+    Committed,
+    Completed,
+    DeathVerdict,
+    Disposition,
+    DoubtExpired,
+    Drained,
+    DrainStarted,
+    Fault,
+    FaultCode,
+    Finalized,
+    FinalizeMode,
+    Key,
+    Outcome,
+    Prepared,
+    PublishResult,
+    Reason,
+    Released,
+    RevokeResult,
+    SilenceEnded,
+    SilenceVerdict,
+    WithdrawResult,
+)
+from pp_agreement._inprocess import InProcessNetwork, InProcessTransport
+from pp_agreement._lifeline import PidWatch
+from pp_agreement._machine import AgreementCore, CoreStatistics, InvariantViolation
+from pp_agreement._negotiate import AgreementMode, Contribution, contribution, negotiate
+from pp_agreement._state import Phase, ReadyState, RoundState, TerminalState
+from pp_agreement._transport import Sweep, Transport
+from pp_agreement._verify import Difference, verify
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from pp_agreement._allgather_mpi import MpiExchange
+    from pp_agreement._mpi import MpiTransport
+    from pp_agreement._zmq import ZmqTransport
+
+_LAZY = {
+    "MpiTransport": "pp_agreement._mpi",
+    "MpiExchange": "pp_agreement._allgather_mpi",
+    "ZmqTransport": "pp_agreement._zmq",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Adapters of optional libraries are imported when first used."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    # identity and bounds
+    "Domain",
+    "AgreementConfig",
+    "Key",
+    # the agreement
+    "Agreement",
+    "AllgatherAgreement",
+    "BaseAgreement",
+    "AgreementCore",
+    "AgreementStatistics",
+    "CoreStatistics",
+    "DrainReport",
+    "RoundState",
+    "ReadyState",
+    "TerminalState",
+    "Phase",
+    # transports
+    "Transport",
+    "Sweep",
+    "InProcessNetwork",
+    "InProcessTransport",
+    "MpiTransport",
+    "ZmqTransport",
+    "Exchange",
+    "InProcessExchange",
+    "MpiExchange",
+    "PidWatch",
+    # values
+    "Outcome",
+    "Disposition",
+    "Reason",
+    "FinalizeMode",
+    "PublishResult",
+    "WithdrawResult",
+    "RevokeResult",
+    "AdviceKind",
+    "FaultCode",
+    # events
+    "AgreementEvent",
+    "Prepared",
+    "Released",
+    "Completed",
+    "Aborted",
+    "Finalized",
+    "Committed",
+    "Advice",
+    "DoubtExpired",
+    "DrainStarted",
+    "Drained",
+    "SilenceVerdict",
+    "SilenceEnded",
+    "DeathVerdict",
+    "Fault",
+    # start-up and evidence
+    "AgreementMode",
+    "Contribution",
+    "contribution",
+    "negotiate",
+    "Difference",
+    "verify",
+    # errors
+    "AgreementError",
+    "ConfigurationError",
+    "NegotiationError",
+    "LocalProtocolError",
+    "RemoteProtocolError",
+    "DomainStopped",
+    "TransportError",
+    "AgreementTimeout",
+    "InvariantViolation",
+    "WouldBlock",
+    "__version__",
+]

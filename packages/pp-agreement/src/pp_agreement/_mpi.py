@@ -1,0 +1,208 @@
+"""MPI: point to point on a private communicator of the domain's members. The one file that imports mpi4py.
+
+Receives are persistent and posted ahead; sends are persistent synchronous-mode sends, at most ``window`` per peer, so a
+frame that was not received never leaves the sender's count (plain ``Isend`` completes eagerly and fills the receiver's
+unexpected queue without bound). Both rings are walked in posting order, which MPI's matching order makes stream order.
+There is no collective between ``open`` and ``close``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpi4py import MPI
+
+from pp_agreement._codec import frame_length
+from pp_agreement._config import Domain
+from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
+from pp_agreement._transport import Sweep
+
+TAG = 0
+SIZE_CLASSES = (256, 2048)  # persistent sends have a fixed length; most frames carry under nine records
+
+
+class MpiTransport:
+    """One member's streams over MPI; see :class:`pp_agreement.Transport`.
+
+    Args:
+        comm: Parent communicator (``mpi4py.MPI.Intracomm``); ``domain.ranks`` are its ranks. Only members take part in
+            ``open``, which makes the private communicator (collective over the members, once, at start-up).
+        domain: Who decides together.
+        window: Outstanding frames per stream and receives posted per peer, 1..64.
+        watch: Gives (rank, evidence) of dead ranks of the parent communicator, for instance ``PidWatch.dead``.
+
+    Raises:
+        ConfigurationError: This process is no member, or a value is out of range.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self,
+        comm: Any,
+        domain: Domain,
+        *,
+        window: int = 4,
+        watch: Callable[[], Iterable[tuple[int, str]]] | None = None,
+    ) -> None:
+        if not 1 <= window <= 64:
+            raise ConfigurationError("window", f"{window} is no integer in 1..64")
+        if max(domain.ranks) >= comm.Get_size():
+            raise ConfigurationError("ranks", f"{domain.ranks} exceed the communicator of {comm.Get_size()}")
+        self._parent = comm
+        self._domain = domain
+        self._me = domain.index_of(comm.Get_rank())
+        self._window = window
+        self._watch = watch
+        self._comm: Any = None
+        self._streams: dict[int, _Stream] = {}
+        self._order: tuple[int, ...] = ()
+        self._start = 0
+        self._status: Any = None
+
+    def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
+        """See :class:`Transport`. Collective over the domain's members."""
+        group = self._parent.Get_group()
+        members = group.Incl(list(self._domain.ranks))
+        try:
+            self._comm = self._parent.Create_group(members, self._domain.domain_id % 32_768)
+            self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # surfaces as MPI.Exception, mapped below
+        except MPI.Exception as error:
+            raise TransportError(f"no private communicator: {error}") from error
+        finally:
+            members.Free()
+            group.Free()
+        self._status = MPI.Status()
+        self._order = peers
+        for peer in peers:
+            self._streams[peer] = _Stream(self._comm, peer, self._window, frame_bytes_max)
+
+    def outstanding(self, peer: int) -> int:
+        """See :class:`Transport`."""
+        try:
+            return self._streams[peer].outstanding()
+        except MPI.Exception as error:
+            raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
+
+    def can_send(self, peer: int) -> bool:
+        """See :class:`Transport`."""
+        return self.outstanding(peer) < self._window
+
+    def send(self, peer: int, frame: bytes) -> None:
+        """See :class:`Transport`."""
+        if not self.can_send(peer):
+            raise WouldBlock(f"{self._window} frames are outstanding")
+        try:
+            self._streams[peer].send(frame)
+        except MPI.Exception as error:
+            raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
+
+    def receive(self, frames_max: int) -> Sweep:
+        """See :class:`Transport`. Round robin, one frame per peer and turn."""
+        frames: list[tuple[int, bytes]] = []
+        empty = 0
+        count = len(self._order)
+        if not count:
+            return Sweep(frames, empty)
+        start = self._start % count
+        self._start = start + 1
+        live = [*self._order[start:], *self._order[:start]]
+        status = self._status
+        try:
+            while live and len(frames) < frames_max:
+                for peer in tuple(live):
+                    if len(frames) >= frames_max:
+                        break
+                    data = self._streams[peer].receive(status)
+                    if data is None:
+                        empty |= 1 << peer
+                        live.remove(peer)
+                    else:
+                        frames.append((peer, data))
+        except MPI.Exception as error:
+            raise TransportError(str(error)) from error
+        return Sweep(frames, empty)
+
+    def deaths(self) -> tuple[tuple[int, str], ...]:
+        """See :class:`Transport`."""
+        if self._watch is None:
+            return ()
+        ranks = self._domain.ranks
+        return tuple((ranks.index(rank), evidence) for rank, evidence in self._watch() if rank in ranks)
+
+    def close(self, clean: bool) -> None:
+        """Cancel the posted receives; after a clean close also free the requests and the communicator.
+
+        Freeing is collective in MPI's terms, so it is done only when every member has closed. After an unclean close
+        leave the process without ``MPI_Finalize`` (``os._exit``): a synchronous send to a dead rank never completes.
+        """
+        for stream in self._streams.values():
+            stream.close(clean)
+        self._streams.clear()
+        self._order = ()
+        if clean and self._comm is not None:
+            self._comm.Free()
+        self._comm = None
+
+
+class _Stream:
+    """Both directions between two members: rings of persistent requests."""
+
+    def __init__(self, comm: Any, peer: int, window: int, frame_bytes_max: int) -> None:
+        self._window = window
+        self._sizes = (*(s for s in SIZE_CLASSES if s < frame_bytes_max), frame_bytes_max)
+        self._send_buffers = [bytearray(frame_bytes_max) for _ in range(window)]
+        self._sends = [
+            [comm.Ssend_init([memoryview(buffer)[:size], size, MPI.BYTE], dest=peer, tag=TAG) for size in self._sizes]
+            for buffer in self._send_buffers
+        ]
+        self._active: list[Any] = [None] * window
+        self._first = 0  # oldest outstanding send
+        self._count = 0
+        self._buffers = [bytearray(frame_bytes_max) for _ in range(window)]
+        self._receives = [comm.Recv_init([b, len(b), MPI.BYTE], source=peer, tag=TAG) for b in self._buffers]
+        self._head = 0
+        for request in self._receives:
+            request.Start()
+
+    def outstanding(self) -> int:
+        while self._count and self._active[self._first].Test():
+            self._active[self._first] = None
+            self._first = (self._first + 1) % self._window
+            self._count -= 1
+        return self._count
+
+    def send(self, frame: bytes) -> None:
+        slot = (self._first + self._count) % self._window
+        length = len(frame)
+        self._send_buffers[slot][:length] = frame
+        for index, size in enumerate(self._sizes):
+            if length <= size:
+                request = self._sends[slot][index]
+                request.Start()
+                self._active[slot] = request
+                self._count += 1
+                return
+        raise WouldBlock(f"a frame of {length} bytes is longer than {self._sizes[-1]}")
+
+    def receive(self, status: Any) -> bytes | None:
+        request = self._receives[self._head]
+        if not request.Test(status):
+            return None
+        buffer = self._buffers[self._head]
+        arrived = memoryview(buffer)[: status.Get_count(MPI.BYTE)]
+        data = bytes(arrived[: frame_length(arrived)])
+        request.Start()
+        self._head = (self._head + 1) % self._window
+        return data
+
+    def close(self, clean: bool) -> None:
+        for request in self._receives:
+            request.Cancel()
+            request.Wait()  # local: a cancelled or matched receive completes without the peer
+            request.Free()
+        if clean:
+            for slot in self._sends:
+                for request in slot:
+                    request.Free()

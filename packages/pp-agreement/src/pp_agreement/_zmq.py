@@ -1,0 +1,163 @@
+"""ZMQ: one PAIR link between the coordinator and each follower. The one file that imports zmq.
+
+The window is the high-water mark of the link, on both ends; ZMQ does not tell when a peer has taken a frame, so
+``outstanding`` is either 0 or the whole window. Over ``ipc://`` the link is a lifeline as well: its end of file is
+operating-system evidence that the peer's process let go. Over ``tcp://`` it is none, because networks cut links, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from pp_agreement._config import Domain
+from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
+from pp_agreement._transport import Sweep
+
+LINGER_MS = 1000
+
+
+class ZmqTransport:
+    """One member's links over ZMQ; see :class:`pp_agreement.Transport`.
+
+    Args:
+        domain: Who decides together.
+        rank: This rank.
+        addresses: Follower rank to the address of its link with the coordinator, which binds; ``ipc://`` or ``tcp://``.
+        window: High-water mark in frames, 1..64, on each end.
+        key: A shared secret, >= 16 bytes, that encrypts and authenticates the links (CURVE). Needed for ``tcp://``.
+
+    Raises:
+        ConfigurationError: An address is missing or not allowed, or a value is out of range.
+    """
+
+    name = "zmq"
+
+    def __init__(
+        self, domain: Domain, rank: int, addresses: Mapping[int, str], *, window: int = 4, key: bytes | None = None
+    ) -> None:
+        if not 1 <= window <= 64:
+            raise ConfigurationError("window", f"{window} is no integer in 1..64")
+        if key is not None and len(key) < 16:
+            raise ConfigurationError("key", "shorter than 16 bytes")
+        self._domain = domain
+        self._me = domain.index_of(rank)
+        self._coordinator = domain.coordinator_index
+        self._addresses: dict[int, str] = {}
+        for member, name in enumerate(domain.ranks):
+            if member == self._coordinator or (self._me != self._coordinator and member != self._me):
+                continue
+            address = addresses.get(name)
+            if address is None or not address.startswith(("ipc://", "tcp://", "inproc://")):
+                raise ConfigurationError("addresses", f"rank {name}: {address!r}")
+            if address.startswith("tcp://") and key is None:
+                raise ConfigurationError("key", f"rank {name}: {address} needs one")
+            self._addresses[member] = address
+        self._window = window
+        self._key = key
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._start = 0
+
+    def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
+        """See :class:`Transport`. Binds or connects; nobody is waited for."""
+        self._context = zmq.Context()
+        binds = self._me == self._coordinator
+        for peer in peers:
+            address = self._addresses[peer if binds else self._me]
+            link = self._context.socket(zmq.PAIR)
+            link.setsockopt(zmq.SNDHWM, self._window)
+            link.setsockopt(zmq.RCVHWM, self._window)
+            link.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
+            link.setsockopt(zmq.LINGER, 0)
+            if self._key is not None:
+                self._secure(link, binds)
+            monitor = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                if binds:
+                    link.bind(address)
+                else:
+                    link.connect(address)
+            except zmq.ZMQError as error:
+                link.disable_monitor()
+                link.close(0)
+                raise TransportError(f"{address}: {error}", rank=self._domain.ranks[peer]) from error
+            self._sockets[peer] = link
+            if address.startswith("ipc://"):
+                self._monitors[peer] = monitor
+
+    def _secure(self, link: zmq.Socket[bytes], binds: bool) -> None:
+        secret = z85.encode(hashlib.blake2b(self._key or b"", digest_size=32, person=b"pp-agreement").digest())
+        public = zmq.curve_public(secret)
+        link.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        link.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        if binds:
+            link.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            link.setsockopt(zmq.CURVE_SERVERKEY, public)
+
+    def outstanding(self, peer: int) -> int:
+        """See :class:`Transport`: 0 or the window."""
+        return 0 if self.can_send(peer) else self._window
+
+    def can_send(self, peer: int) -> bool:
+        """See :class:`Transport`."""
+        return bool(int(self._sockets[peer].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    def send(self, peer: int, frame: bytes) -> None:
+        """See :class:`Transport`."""
+        try:
+            self._sockets[peer].send(frame, zmq.DONTWAIT)
+        except zmq.Again as error:
+            raise WouldBlock("high-water mark") from error
+        except zmq.ZMQError as error:
+            raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
+
+    def receive(self, frames_max: int) -> Sweep:
+        """See :class:`Transport`."""
+        frames: list[tuple[int, bytes]] = []
+        empty = 0
+        order = list(self._sockets)
+        if not order:
+            return Sweep(frames, empty)
+        start = self._start % len(order)
+        self._start = start + 1
+        live = order[start:] + order[:start]
+        while live and len(frames) < frames_max:
+            for peer in tuple(live):
+                if len(frames) >= frames_max:
+                    break
+                try:
+                    frames.append((peer, self._sockets[peer].recv(zmq.DONTWAIT)))
+                except zmq.Again:
+                    empty |= 1 << peer
+                    live.remove(peer)
+                except zmq.ZMQError as error:
+                    raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
+        return Sweep(frames, empty)
+
+    def deaths(self) -> tuple[tuple[int, str], ...]:
+        """See :class:`Transport`: end of file on an ``ipc://`` link."""
+        found = []
+        for peer, monitor in tuple(self._monitors.items()):
+            if int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                recv_monitor_message(monitor, zmq.DONTWAIT)
+                del self._monitors[peer]
+                found.append((peer, "end of file on its local socket"))
+        return tuple(found)
+
+    def close(self, clean: bool) -> None:
+        """Close the links; after a clean close what was said last still leaves (bounded by a second)."""
+        for link in self._sockets.values():
+            link.disable_monitor()
+            link.close(LINGER_MS if clean else 0)
+        self._sockets.clear()
+        self._monitors.clear()
+        if self._context is not None:
+            self._context.term()
+            self._context = None
