@@ -101,8 +101,8 @@ class Admit(_Frame, frozen=True, array_like=True, tag=1):
 class Stop(_Frame, frozen=True, array_like=True, tag=2):
     """End a request early, or settle that no peer will fetch it.
 
-    ``outcome`` is an :class:`~meta_executor.executor.ownership.Outcome`. ``last_step_id``: the last schedule that names the request;
-    a rank is quiescent only after that step has retired on it. -1: no schedule names it.
+    ``outcome`` is one of :class:`~meta_executor.executor.ownership.Outcome`. ``last_step_id``: the last schedule that names
+    the request; a rank is quiescent only after that step has retired on it. -1: no schedule names it.
     """
 
     request_id: int
@@ -184,7 +184,8 @@ class Result(_Frame, frozen=True, array_like=True):
 class Answer(_Frame, frozen=True, array_like=True):
     """What one request's client gets from one hand-over.
 
-    ``finish_reason``: "" until the last one. ``error_code``: a code of :mod:`meta_executor.wire` when it is "error" or "cancelled".
+    ``finish_reason``: "" until the last one. ``error_code``: a code of :mod:`meta_executor.wire` when that is "error" or
+    "cancelled".
     """
 
     request_id: int

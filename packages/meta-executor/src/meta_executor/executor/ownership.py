@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal
 
 import numpy as np
@@ -42,7 +42,7 @@ Role = Literal["context", "generation"]
 ScheduleStyle = Literal["context_first", "generation_first"]
 
 
-class State(str, Enum):
+class State(StrEnum):
     """Where a request stands on this rank."""
 
     WAITING = "WAITING"
@@ -56,7 +56,7 @@ class State(str, Enum):
     TERMINAL = "TERMINAL"
 
 
-class Event(str, Enum):
+class Event(StrEnum):
     """What can happen to it (past tense)."""
 
     LEASED = "LEASED"  # this rank acknowledged PREPARE: its lease is irrevocable
@@ -73,7 +73,7 @@ class Event(str, Enum):
     COMMITTED = "COMMITTED"  # every rank was quiescent (context); memory is proven (generation)
 
 
-class Leg(str, Enum):
+class Leg(StrEnum):
     """Who may touch the request's memory now."""
 
     COMPUTE = "compute"
@@ -81,7 +81,7 @@ class Leg(str, Enum):
     CONNECTOR = "connector"
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """How a request ended on this rank. The order of severity is the agreement's: CANCELLED over FAILED over COMPLETED."""
 
     COMPLETED = "COMPLETED"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_bounce_planner import (
     CancelReceived,
@@ -405,11 +406,7 @@ class ContextTransceiver:
         payload = decode_payload(wanted.payload)
         if wanted.role == "AUX":
             address = self._aux.take(sequence.request_id)
-            return WriteFragments(
-                np.array([address], np.int64),
-                np.array([payload.aux_address], np.int64),
-                np.array([AUX_BYTES], np.int64),
-            )
+            return _AuxTransfer(_one(address), _one(payload.aux_address), _one(AUX_BYTES))
         target = self._layouts.get(payload.layout)
         if target is None:
             target = decode_layout(payload.layout)

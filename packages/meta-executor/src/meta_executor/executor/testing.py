@@ -1,0 +1,459 @@
+"""Two whole instances in one process, stepped by hand: the real loop, desk, transceivers, sessions and agreement over fake wires.
+
+Nothing here waits or looks at a clock. ``Pair.step`` gives one rank one iteration; a test chooses the order, holds links,
+cancels, kills, and looks at every record. The engine is a real one whose steps are run to their end at launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kv_bounce_planner import (
+    BounceArena,
+    InstanceLayout,
+    KVLayout,
+    PeerId,
+    Receiver,
+    Sender,
+    SessionConfig,
+    encode_layout,
+    from_kv_memory,
+)
+from kv_bounce_planner.testing import FakeNetwork, FakeTransport, FakeWorld
+from meta_executor.config import SyntheticConfig
+from meta_executor.engine.base import Engine, KVMemory, StageSpec, StepHandle, StepInput
+from meta_executor.engine.kv_pool import BlockPool
+from meta_executor.engine.synthetic import SyntheticEngine
+from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
+from meta_executor.executor.aux_slots import AuxSlots
+from meta_executor.executor.desk import Desk, Submission
+from meta_executor.executor.links import LocalWorld
+from meta_executor.executor.loop import RankLoop
+from meta_executor.executor.memory import FollowedBlocks, PlannedBlocks
+from meta_executor.executor.messages import Answer, Peer
+from meta_executor.executor.ownership import Registry, ScheduleStyle
+from meta_executor.executor.scheduler import StepLimits
+from meta_executor.executor.tiers import TierPolicy
+from meta_executor.executor.transceiver_context import ContextTransceiver
+from meta_executor.executor.transceiver_generation import GenerationTransceiver
+from meta_executor.executor.work import ChainWork
+from pp_agreement import Agreement, AgreementConfig, Domain, InProcessNetwork
+
+
+class PromptEngine:
+    """An engine whose steps have ended when ``launch`` returns. ``fail``: step ids that end in an error instead."""
+
+    def __init__(self, engine: SyntheticEngine) -> None:
+        self._engine = engine
+        self.model = engine.model
+        self.stage = engine.stage
+        self.fail: set[int] = set()
+
+    def allocate_kv(self, block_count: int, block_tokens: int) -> KVMemory:
+        """The engine's."""
+        return self._engine.allocate_kv(block_count, block_tokens)
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Run the step now."""
+        if step.step_id in self.fail:
+            step = StepInput(step.step_id, (), step.hidden)
+        handle = self._engine.launch(step)
+        try:
+            handle.result()
+        except Exception:  # noqa: BLE001, S110 - raised again by whoever asks the handle
+            pass
+        return handle
+
+    def close(self) -> None:
+        """End the engine's thread."""
+        self._engine.close()
+
+
+@dataclass
+class FakeRank:
+    """One rank and what it is made of."""
+
+    loop: RankLoop
+    registry: Registry
+    blocks: PlannedBlocks | FollowedBlocks
+    transceiver: Any
+    session: Any
+    engine: PromptEngine
+    memory: KVMemory
+    agreement: Agreement | None = None
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FakeInstance:
+    """One instance."""
+
+    name: str
+    ranks: list[FakeRank]
+    desk: Desk
+    layout: InstanceLayout
+    answers: dict[int, list[Answer]] = field(default_factory=dict)
+
+    def tokens(self, request_id: int) -> list[int]:
+        """All tokens that were handed out for a request."""
+        return [token for answer in self.answers.get(request_id, ()) for token in answer.tokens]
+
+    def finish(self, request_id: int) -> str:
+        """The finish reason of its last answer, "" while there is none."""
+        answers = self.answers.get(request_id, [])
+        return answers[-1].finish_reason if answers else ""
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """Shapes and limits of a pair of instances."""
+
+    stages: int = 4
+    generation_ranks: int = 2
+    context_blocks: int = 64
+    generation_blocks: int = 64
+    block_tokens: int = 4
+    max_batch_size: int = 4
+    max_num_tokens: int = 16
+    pre_active_requests: int | None = None
+    bounce: bool = False
+    reuse: bool = False
+    layer_count: int = 4
+    credits: int = 64
+
+
+class Pair:
+    """A context and a generation instance that can reach each other."""
+
+    def __init__(self, config: PairConfig = PairConfig(), *, world: FakeWorld | None = None) -> None:
+        self.config = config
+        self.now_s = 0.0
+        self.world = world or FakeWorld()
+        self.network = FakeNetwork()
+        self.model = SyntheticConfig(layer_count=config.layer_count, kv_head_count=1, head_dim=2, vocab_size=997)
+        self.domain = Domain(1, tuple(range(config.stages)))
+        self.agreement_network = InProcessNetwork(self.domain)
+        self._arenas: list[np.ndarray[Any, Any]] = []
+        self.context = self._context()
+        self.generation = self._generation()
+        self.context_name = "ctx/g1"
+        self.generation.desk.announce_peer(
+            Peer(
+                self.context_name, encode_layout(self.context.layout), tuple(f"fake:{r}" for r in range(config.stages))
+            )
+        )
+
+    # -- driving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> list[FakeRank]:
+        """All ranks: context, then generation."""
+        return [*self.context.ranks, *self.generation.ranks]
+
+    def step(self, rank: FakeRank) -> bool:
+        """One iteration of one rank."""
+        self.now_s += 0.0001
+        if rank.loop.left:
+            return False
+        return rank.loop.iterate(self.now_s)
+
+    def run(
+        self, until: Callable[[], bool], *, rounds_max: int = 3000, order: Iterable[FakeRank] | None = None
+    ) -> None:
+        """Rounds over all ranks until the condition holds.
+
+        Raises:
+            AssertionError: It does not within ``rounds_max``; tells where every request stands.
+        """
+        ranks = list(order or self.ranks)
+        for _ in range(rounds_max):
+            if until():
+                return
+            for rank in ranks:
+                self.step(rank)
+        raise AssertionError("nothing more happens:\n" + self.story())
+
+    def settle(self, rounds: int = 50) -> None:
+        """So many rounds over all ranks."""
+        for _ in range(rounds):
+            for rank in self.ranks:
+                self.step(rank)
+
+    def story(self) -> str:
+        """Every live request of every rank, with what happened to it."""
+        lines = []
+        for instance in (self.context, self.generation):
+            for index, rank in enumerate(instance.ranks):
+                lines.append(f"{instance.name} rank {index}: faults {rank.faults} {rank.registry.statistics()}")
+                for sequence in rank.registry:
+                    lines.append(f"  {sequence.request_id} {sequence.state.value}: {' > '.join(sequence.story)}")
+        return "\n".join(lines)
+
+    def idle(self) -> bool:
+        """No rank holds a request."""
+        return all(len(rank.registry) == 0 for rank in self.ranks)
+
+    def validate(self) -> None:
+        """Re-prove every rank's books."""
+        for rank in self.ranks:
+            rank.registry.validate()
+            if isinstance(rank.blocks, PlannedBlocks):
+                rank.blocks.pool.validate()
+            if rank.agreement is not None:
+                rank.agreement.validate()
+            assert not rank.faults, rank.faults  # noqa: S101 - a check for tests
+
+    def close(self) -> None:
+        """End the engines' threads."""
+        for rank in self.ranks:
+            rank.engine.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit_context(
+        self, request_id: int, prompt: list[int], *, max_tokens: int = 4, style: ScheduleStyle = "context_first"
+    ) -> None:
+        """The context leg."""
+        self.context.desk.submit(Submission(request_id, np.asarray(prompt, np.int32), max_tokens, schedule_style=style))
+
+    def submit_generation(
+        self,
+        request_id: int,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        first_token: int | None = None,
+        style: ScheduleStyle = "context_first",
+    ) -> None:
+        """The generation leg."""
+        self.generation.desk.submit(
+            Submission(
+                request_id,
+                np.asarray(prompt, np.int32),
+                max_tokens,
+                schedule_style=style,
+                first_token=first_token,
+                peer=self.context_name,
+            )
+        )
+
+    def serve(self, request_id: int, prompt: list[int], *, max_tokens: int = 4) -> list[int]:
+        """One context-first request from end to end. Returns all its tokens."""
+        self.submit_context(request_id, prompt, max_tokens=max_tokens)
+        self.run(lambda: bool(self.context.answers.get(request_id)))
+        first = self.context.tokens(request_id)[0]
+        if not self.context.finish(request_id):
+            self.submit_generation(request_id, prompt, max_tokens=max_tokens, first_token=first)
+            self.run(lambda: bool(self.generation.finish(request_id)))
+        return [first, *self.generation.tokens(request_id)]
+
+    def reference(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """What one engine that holds all layers answers."""
+        engine = SyntheticEngine(self.model, StageSpec(0, 1, 0, self.model.layer_count))
+        try:
+            return reference_tokens(engine, prompt, max_tokens, self.config.block_tokens)
+        finally:
+            engine.close()
+
+    # -- building -----------------------------------------------------------------------------------------------------
+
+    def _engine(self, stage: StageSpec, block_count: int) -> tuple[PromptEngine, KVMemory]:
+        engine = PromptEngine(SyntheticEngine(self.model, stage))
+        memory = engine.allocate_kv(block_count, self.config.block_tokens)
+        self.world.add_buffer(memory.owner)
+        return engine, memory
+
+    def _aux(self, count: int) -> AuxSlots:
+        aux = AuxSlots(count)
+        self.world.add_buffer(aux._slab)
+        return aux
+
+    def _arena(self) -> BounceArena | None:
+        if not self.config.bounce:
+            return None
+        buffer = np.zeros(1 << 20, np.uint8)
+        self._arenas.append(buffer)
+        return BounceArena(self.world.add_buffer(buffer), buffer.nbytes)
+
+    def _layout(self, memory: KVMemory, rank: int, stage: StageSpec) -> KVLayout:
+        return from_kv_memory(
+            memory, rank=rank, layer_ids=tuple(stage.layers), head_total=self.model.kv_head_count, dtype="float32"
+        )
+
+    def _desk(self, role: Any, admission: Any, answers: dict[int, list[Answer]]) -> Desk:
+        def deliver(batch: list[Answer]) -> None:
+            for answer in batch:
+                answers.setdefault(answer.request_id, []).append(answer)
+
+        return Desk(
+            role=role,
+            admission=admission,
+            requests_max=4096,
+            deliver=deliver,
+            wake=lambda: None,
+            clock=lambda: self.now_s,
+        )
+
+    def _limits(self, stage_count: int) -> StepLimits:
+        return StepLimits.for_instance(
+            max_batch_size=self.config.max_batch_size,
+            max_num_tokens=self.config.max_num_tokens,
+            stage_count=stage_count,
+            pre_active_requests=self.config.pre_active_requests,
+        )
+
+    def _context(self) -> FakeInstance:
+        config = self.config
+        stages = StageSpec.split(config.layer_count, config.stages)
+        links = LocalWorld(config.stages)
+        engines = [self._engine(stage, config.context_blocks) for stage in stages]
+        layouts = [self._layout(memory, rank, stages[rank]) for rank, (_, memory) in enumerate(engines)]
+        source = InstanceLayout("ctx", tuple(layouts), pp_size=config.stages)
+        limits = self._limits(config.stages)
+        answers: dict[int, list[Answer]] = {}
+        ranks: list[FakeRank] = []
+        agreements = [
+            Agreement(
+                self.domain,
+                rank,
+                self.agreement_network.transport(rank),
+                AgreementConfig(credits=config.credits),
+                clock=lambda: self.now_s,
+            )
+            for rank in range(config.stages)
+        ]
+        desk: Desk | None = None
+        for rank, (engine, memory) in enumerate(engines):
+            peer = PeerId("ctx", "g1", rank)
+            registry = Registry()
+            blocks: PlannedBlocks | FollowedBlocks
+            if rank == 0:
+                blocks = PlannedBlocks(BlockPool(config.context_blocks, config.block_tokens, enable_reuse=config.reuse))
+            else:
+                blocks = FollowedBlocks(config.context_blocks, config.block_tokens)
+            sender = Sender(
+                peer,
+                FakeTransport(self.world, peer),
+                self.network.channel(peer),
+                arena=self._arena(),
+                clock=lambda: self.now_s,
+            )
+            agreements[rank].open()
+            transceiver = ContextTransceiver(
+                rank=rank,
+                is_last=rank == config.stages - 1,
+                registry=registry,
+                blocks=blocks,
+                sender=sender,
+                agreement=agreements[rank],
+                source=source,
+                aux=self._aux(256),
+            )
+            if rank == 0:
+                admission = ContextAdmission(
+                    peer_is_ready=transceiver.peer_is_ready,
+                    pre_active_count=lambda: ranks[0].transceiver.pre_active_count,
+                    pre_active_max=limits.pre_active_max,
+                    credits=lambda: agreements[0].credits_available,
+                )
+                desk = self._desk("context", admission, answers)
+            link = links.link(rank)
+            faults: list[str] = []
+            loop = RankLoop(
+                role="context",
+                rank=rank,
+                stage_count=config.stages,
+                engine=engine,
+                registry=registry,
+                blocks=blocks,
+                limits=limits,
+                link=link,
+                work=ChainWork(link),
+                transceiver=transceiver,
+                desk=desk if rank == 0 else None,
+                on_fault=faults.append,
+            )
+            ranks.append(
+                FakeRank(loop, registry, blocks, transceiver, sender, engine, memory, agreements[rank], faults)
+            )
+        if desk is None:
+            raise ValueError("a context instance has at least one stage")
+        return FakeInstance("context", ranks, desk, source, answers)
+
+    def _generation(self) -> FakeInstance:
+        config = self.config
+        stage = StageSpec(0, 1, 0, config.layer_count)
+        links = LocalWorld(config.generation_ranks)
+        engines = [self._engine(stage, config.generation_blocks) for _ in range(config.generation_ranks)]
+        layouts = [self._layout(memory, rank, stage) for rank, (_, memory) in enumerate(engines)]
+        layout = InstanceLayout("gen", tuple(layouts), adp_size=config.generation_ranks)
+        answers: dict[int, list[Answer]] = {}
+        admission = GenerationAdmission(rank_count=config.generation_ranks, policy="balanced")
+        desk = self._desk("generation", admission, answers)
+        ranks: list[FakeRank] = []
+        for rank, (engine, memory) in enumerate(engines):
+            peer = PeerId("gen", "h1", rank)
+            registry = Registry()
+            blocks = PlannedBlocks(BlockPool(config.generation_blocks, config.block_tokens, enable_reuse=config.reuse))
+            receiver = Receiver(
+                peer,
+                FakeTransport(self.world, peer),
+                self.network.channel(peer),
+                config=SessionConfig(drain_deadline_s=1e9),
+                arena=self._arena(),
+                clock=lambda: self.now_s,
+            )
+            transceiver = GenerationTransceiver(
+                self_id=peer,
+                registry=registry,
+                blocks=blocks,
+                receiver=receiver,
+                connect=lambda peer, address: None,
+                layout=layouts[rank],
+                aux=self._aux(256),
+                tiers=TierPolicy.configured(
+                    enable_bounce=config.bounce, bounce_bytes_min=0, arena_bytes=1 << 20, transport_key="tcp"
+                ),
+            )
+            link = links.link(rank)
+            faults: list[str] = []
+            loop = RankLoop(
+                role="generation",
+                rank=rank,
+                stage_count=1,
+                engine=engine,
+                registry=registry,
+                blocks=blocks,
+                limits=self._limits(1),
+                link=link,
+                work=ChainWork(link),
+                transceiver=transceiver,
+                desk=desk if rank == 0 else None,
+                on_fault=faults.append,
+            )
+            ranks.append(FakeRank(loop, registry, blocks, transceiver, receiver, engine, memory, None, faults))
+        return FakeInstance("generation", ranks, desk, layout, answers)
+
+
+def reference_tokens(engine: Engine, prompt: list[int], max_tokens: int, block_tokens: int) -> list[int]:
+    """Greedy tokens of one request on one engine that holds all layers, one chunk and then one token at a time."""
+    from meta_executor.engine.base import SamplingParams, SequenceStep
+
+    total = len(prompt) + max_tokens
+    engine.allocate_kv(-(-total // block_tokens), block_tokens)
+    blocks = np.arange(-(-total // block_tokens), dtype=np.int64)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    pending, start, made = np.asarray(prompt, np.int32), 0, []
+    for step_id in range(max_tokens):
+        step = StepInput(step_id, (SequenceStep(1, pending, start, blocks, sampling),))
+        output = engine.launch(step).result()
+        if output.token_ids is None:
+            raise ValueError("the engine is not a whole model")
+        start += len(pending)
+        made.append(int(output.token_ids[0]))
+        pending = output.token_ids[:1]
+    return made

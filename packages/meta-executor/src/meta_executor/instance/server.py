@@ -1,0 +1,468 @@
+"""The API of an instance, on rank 0: the paths of :mod:`meta_executor.wire`, over the proxy.
+
+Every request is checked before anything is touched: key, body (400 names the field), generation (409), limits. The generation
+stream hands over one line per step; a reader that goes away aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+import numpy as np
+import uvicorn
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from kv_bounce_planner import InstanceLayout
+from meta_executor import wire
+from meta_executor.executor.service import SubmitRequest
+from meta_executor.instance.endpoint import Endpoint, Refused
+from meta_executor.instance.proxy import Proxy, ProxyError
+
+_Body = TypeVar("_Body")
+#: Largest body of a request (bytes).
+_BODY_BYTES_MAX = 16 * 1024 * 1024
+#: A context instance must say who it is within this time (s).
+_PEER_TIMEOUT_S = 5.0
+
+_CONTEXT = msgspec.json.Decoder(wire.ContextRequest)
+_GENERATION = msgspec.json.Decoder(wire.GenerationRequest)
+_ABORT = msgspec.json.Decoder(wire.AbortRequest)
+_DRAIN = msgspec.json.Decoder(wire.DrainRequest)
+_INFO = msgspec.json.Decoder(wire.ServerInfo)
+_STATISTICS = msgspec.json.Decoder(wire.InstanceStatistics)
+
+
+class ApiServer:
+    """See the module.
+
+    Args:
+        proxy: Reaches the worker; started and closed here.
+        endpoint: Whether requests may come in.
+        key: The run's key, hex.
+        routing: What ``/debug/routing`` shows.
+        fault: The worker's first diagnosis, "" while it is well.
+        drain_timeout_s: Longest drain when the request names none.
+    """
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        endpoint: Endpoint,
+        key: str,
+        *,
+        routing: Callable[[], Any] = list,
+        fault: Callable[[], str] = lambda: "",
+        drain_timeout_s: float = 60.0,
+    ) -> None:
+        self._proxy = proxy
+        self._endpoint = endpoint
+        self._key = key
+        self._routing = routing
+        self._fault = fault
+        self._drain_timeout_s = drain_timeout_s
+        self._http: httpx.AsyncClient | None = None
+        self._peers: dict[str, asyncio.Task[None]] = {}
+        self._started_s = time.monotonic()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/internal/context", self._guarded(self._context), methods=["POST"]),
+                Route("/internal/generation", self._guarded(self._generation), methods=["POST"]),
+                Route("/internal/abort", self._guarded(self._abort), methods=["POST"]),
+                Route("/internal/drain", self._guarded(self._drain), methods=["POST"]),
+                Route("/internal/statistics", self._guarded(self._statistics)),
+                Route("/server_info", self._server_info),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/debug/routing", self._guarded(self._debug_routing)),
+            ]
+        )
+
+    async def start(self) -> None:
+        """Connect to the worker."""
+        self._http = httpx.AsyncClient(timeout=_PEER_TIMEOUT_S, trust_env=False)
+        await self._proxy.start()
+
+    async def close(self) -> None:
+        """Leave the worker."""
+        await self._proxy.close()
+        if self._http is not None:
+            await self._http.aclose()
+
+    # -- serving requests ---------------------------------------------------------------------------------------------
+
+    async def _context(self, request: Request) -> Response:
+        body = await _decoded(request, _CONTEXT)
+        with self._endpoint.admit(body.endpoint_generation):
+            info = self._endpoint.info()
+            self._check(body.token_ids, body.sampling, info, keeps=len(body.token_ids))
+            answers = self._submitted(_submit_request(body, body.sampling, info), single=True)
+            answer = await _first(answers, request)
+            if answer.finish_reason in ("error", "cancelled"):
+                raise Refused(
+                    wire.ErrorBody(
+                        error=answer.error_code or wire.INTERNAL, message=answer.message, request_id=body.request_id
+                    )
+                )
+            return _json(
+                wire.ContextResponse(
+                    request_id=body.request_id,
+                    first_token=answer.tokens[0],
+                    finish_reason=answer.finish_reason or None,
+                    prompt_tokens=len(body.token_ids),
+                    cached_tokens=answer.cached_tokens,
+                    endpoint_generation=body.endpoint_generation,
+                )
+            )
+
+    async def _generation(self, request: Request) -> Response:
+        body = await _decoded(request, _GENERATION)
+        if body.schedule_style == "context_first" and body.first_token is None:
+            raise _invalid("first_token", "is required in the context_first schedule")
+        if body.schedule_style == "generation_first" and body.first_token is not None:
+            raise _invalid("first_token", "must be null in the generation_first schedule")
+        admission = self._endpoint.admit(body.endpoint_generation)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(admission)
+            info = self._endpoint.info()
+            keeps = len(body.token_ids) + body.sampling.max_tokens - 1
+            self._check(body.token_ids, body.sampling, info, keeps=keeps)
+            peer = await self._known_peer(body.context)
+            submit = msgspec.structs.replace(
+                _submit_request(body, body.sampling, info), first_token=body.first_token, peer=peer
+            )
+            answers = self._submitted(submit)
+            held = stack.pop_all()
+        return _Stream(self._lines(answers, held, body.request_id), media_type="application/x-ndjson")
+
+    async def _lines(
+        self, answers: AsyncIterator[Any], held: contextlib.ExitStack, request_id: int
+    ) -> AsyncIterator[bytes]:
+        first = True
+        with held:
+            try:
+                async for answer in answers:
+                    failed = answer.finish_reason in ("error", "cancelled")
+                    chunk = wire.GenerationChunk(
+                        tokens=list(answer.tokens),
+                        finish_reason=answer.finish_reason or None,
+                        error=wire.ErrorBody(
+                            error=answer.error_code or wire.INTERNAL, message=answer.message, request_id=request_id
+                        )
+                        if failed
+                        else None,
+                        rank=answer.rank if first else None,
+                    )
+                    first = False
+                    yield wire.encode_json(chunk) + b"\n"
+            except ProxyError as error:
+                body = wire.ErrorBody(error=error.code, message=str(error), request_id=request_id)
+                yield wire.encode_json(wire.GenerationChunk(finish_reason="error", error=body)) + b"\n"
+            finally:
+                await answers.aclose()  # type: ignore[attr-defined]
+
+    def _submitted(self, submit: SubmitRequest, *, single: bool = False) -> AsyncIterator[Any]:
+        try:
+            return self._proxy.answers(self._proxy.submit(submit), single=single)
+        except ProxyError as error:
+            raise Refused(wire.ErrorBody(error=error.code, message=str(error), request_id=submit.request_id)) from error
+
+    def _check(self, token_ids: list[int], sampling: wire.Sampling, info: wire.ServerInfo, *, keeps: int) -> None:
+        limits = info.limits
+        if info.vocab_size and max(token_ids) >= info.vocab_size:
+            raise _invalid("token_ids", f"has a token outside 0..{info.vocab_size - 1}")
+        if limits is None:
+            return
+        total = len(token_ids) + sampling.max_tokens
+        if total > limits.max_seq_len:
+            raise _invalid(
+                "sampling.max_tokens", f"prompt and answer have {total} tokens, at most {limits.max_seq_len} fit"
+            )
+        if keeps > limits.kv_tokens:
+            raise _invalid("token_ids", f"needs KV for {keeps} tokens, one rank holds {limits.kv_tokens}")
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    async def _known_peer(self, context: wire.PeerContext) -> str:
+        """Make a context instance known to the ranks, once per generation; callers of one peer share the work."""
+        name = f"{context.instance_id}/{context.endpoint_generation}"
+        task = self._peers.get(name)
+        if task is None:
+            task = asyncio.create_task(self._announce(name, context))
+            self._peers[name] = task
+        try:
+            await asyncio.shield(task)
+        except Refused:
+            self._peers.pop(name, None)
+            raise
+        return name
+
+    async def _announce(self, name: str, context: wire.PeerContext) -> None:
+        if self._http is None:
+            raise Refused(wire.ErrorBody(error=wire.INTERNAL, message="the server is not started"))
+        try:
+            response = await self._http.get(f"{context.url}/server_info")
+            info = _INFO.decode(response.content)
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError) as error:
+            raise Refused(
+                wire.ErrorBody(
+                    error=wire.TRANSFER_FAILED,
+                    message=f"context instance {context.url}: {type(error).__name__}: {error}",
+                    field="context.url",
+                )
+            ) from error
+        if info.generation != context.endpoint_generation or info.instance_id != context.instance_id:
+            raise Refused(
+                wire.ErrorBody(
+                    error=wire.STALE_GENERATION,
+                    message=f"context generation {context.endpoint_generation!r} is not the live one of {context.url}",
+                    field="context.endpoint_generation",
+                    endpoint_generation=info.generation,
+                )
+            )
+        if info.profile != self._endpoint.info().profile or info.layout is None:
+            raise Refused(
+                wire.ErrorBody(
+                    error=wire.INVALID_REQUEST,
+                    message=f"context instance {context.url} has another KV profile",
+                    field="context",
+                )
+            )
+        layout = msgspec.json.encode(info.layout)
+        InstanceLayout.from_json(layout)  # refuse a layout that is none before the ranks see it
+        await self._proxy.announce_peer(name, layout, tuple(info.control_addresses))
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    async def _abort(self, request: Request) -> Response:
+        body = await _decoded(request, _ABORT)
+        known = self._proxy.knows(body.request_id)
+        self._proxy.abort(body.request_id, body.reason)
+        return _json(wire.AbortResponse(request_id=body.request_id, known=known))
+
+    async def _drain(self, request: Request) -> Response:
+        body = await _decoded(request, _DRAIN, empty=wire.DrainRequest())
+        self._endpoint.start_draining()
+        active = await self._proxy.drain(body.deadline_s or self._drain_timeout_s)
+        return _json(wire.DrainResponse(draining=True, active=active))
+
+    async def _statistics(self, request: Request) -> Response:
+        return _json(await self.statistics())
+
+    async def statistics(self) -> wire.InstanceStatistics:
+        """The worker's counters with the proxy's."""
+        counters = _STATISTICS.decode(await self._proxy.worker_counters())
+        proxy = self._proxy.statistics()
+        return msgspec.structs.replace(
+            counters,
+            uptime_s=time.monotonic() - self._started_s,
+            local_submits=proxy.local_submits,
+            rpc_submits=proxy.rpc_submits,
+            submit_calls=proxy.batches,
+        )
+
+    async def _server_info(self, request: Request) -> Response:
+        return _json(self._endpoint.info())
+
+    async def _health(self, request: Request) -> Response:
+        info = self._endpoint.info()
+        fault = self._fault() or ("the worker is gone" if self._proxy.lost else "")
+        status = "failed" if fault else "draining" if info.state == "DRAINING" else "ok" if info.ready else "starting"
+        health = wire.Health(status=status, role=info.role, endpoint_generation=info.generation, detail=fault or None)  # type: ignore[arg-type]
+        return _json(health, 200 if status == "ok" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        statistics = await self.statistics()
+        registry = CollectorRegistry()
+        for name, value in msgspec.to_builtins(statistics).items():
+            if isinstance(value, int | float):
+                Gauge(f"meta_executor_{name}", f"{name} of this instance", registry=registry).set(value)
+        gauges: dict[str, Gauge] = {}
+        for rank in statistics.ranks:
+            for name, value in msgspec.to_builtins(rank).items():
+                if isinstance(value, int | float) and name != "rank":
+                    gauge = gauges.get(name)
+                    if gauge is None:
+                        gauge = Gauge(f"meta_executor_rank_{name}", f"{name} of one rank", ["rank"], registry=registry)
+                        gauges[name] = gauge
+                    gauge.labels(rank=str(rank.rank)).set(value)
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+    async def _debug_routing(self, request: Request) -> Response:
+        return _json(self._routing())
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get(wire.KEY_HEADER, "")
+            if not hmac.compare_digest(given.encode(), self._key.encode()):
+                return _error(wire.ErrorBody(error=wire.UNAUTHORIZED, message=f"header {wire.KEY_HEADER} is wrong"))
+            try:
+                return await handler(request)
+            except Refused as refused:
+                return _error(refused.body)
+            except ProxyError as error:
+                return _error(wire.ErrorBody(error=error.code, message=str(error)))
+
+        return guarded
+
+
+class _Stream(StreamingResponse):
+    """A stream whose iterator is closed even when it was never started (a client that left before the first byte)."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+def _submit_request(
+    body: wire.ContextRequest | wire.GenerationRequest, sampling: wire.Sampling, info: wire.ServerInfo
+) -> SubmitRequest:
+    """End tokens are resolved here, once: behind this point a request stops at its stop tokens and nothing else."""
+    stops = tuple(sampling.stop_token_ids) + (() if sampling.ignore_eos else tuple(info.eos_token_ids))
+    return SubmitRequest(
+        request_id=body.request_id,
+        token_ids=np.asarray(body.token_ids, dtype=np.int32),
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        stop_token_ids=tuple(dict.fromkeys(stops)),
+        generation_first=body.schedule_style == "generation_first",
+        conversation_id=body.conversation_id,
+        deadline_s=body.deadline_s,
+    )
+
+
+async def _first(answers: AsyncIterator[Any], request: Request) -> Any:
+    """The first answer, unless the client leaves before: then the request is aborted."""
+    waiting = asyncio.ensure_future(anext(aiter(answers)))
+    leaving = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            raise Refused(wire.ErrorBody(error=wire.CANCELLED, message="the client has gone"))
+        return waiting.result()
+    finally:
+        for task in (waiting, leaving):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, empty: _Body | None = None) -> _Body:
+    data = await request.body()
+    if len(data) > _BODY_BYTES_MAX:
+        raise _invalid("", f"body of {len(data)} bytes, at most {_BODY_BYTES_MAX}")
+    if not data and empty is not None:
+        return empty
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        raise _invalid(path.strip("`.") or _missing(what), what) from error
+    except msgspec.DecodeError as error:
+        raise _invalid("", f"not JSON: {error}") from error
+
+
+def _missing(what: str) -> str:
+    """The field that a message about a missing one names."""
+    return what.rsplit("`", 2)[1] if what.count("`") >= 2 else ""
+
+
+def _invalid(field: str, message: str) -> Refused:
+    told = f"{field}: {message}" if field else message
+    return Refused(wire.ErrorBody(error=wire.INVALID_REQUEST, message=told, field=field or None))
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(wire.encode_json(body), status, media_type="application/json")
+
+
+def _error(body: wire.ErrorBody) -> Response:
+    return _json(body, wire.STATUS_OF[body.error])
+
+
+class ServerThread:
+    """Uvicorn in a thread with a loop of its own.
+
+    Args:
+        server: What to serve.
+        hostname, port: Where; port 0 takes any.
+    """
+
+    def __init__(self, server: ApiServer, hostname: str, port: int) -> None:
+        self._server = server
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((hostname, port))
+        self.port: int = self._socket.getsockname()[1]
+        self.url = f"http://{hostname}:{self.port}"
+        self._uvicorn: uvicorn.Server | None = None
+        self._ready = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="api-server", daemon=True)
+
+    def start(self, timeout_s: float = 30.0) -> None:
+        """Serve. Returns when requests are accepted.
+
+        Raises:
+            RuntimeError: It did not start in time, or failed.
+        """
+        self._thread.start()
+        if not self._ready.wait(timeout_s) or self._error is not None:
+            raise RuntimeError(f"the API server did not start: {self._error or 'timeout'}")
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Answer what is running, then end. Idempotent."""
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._socket.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self.serve())
+        except BaseException as error:  # noqa: BLE001 - handed to start()
+            self._error = error
+        finally:
+            self._ready.set()
+
+    async def serve(self) -> None:
+        """Serve until stopped."""
+        await self._server.start()
+        config = uvicorn.Config(
+            self._server.app(), log_level="error", lifespan="off", access_log=False, timeout_graceful_shutdown=3
+        )
+        self._uvicorn = uvicorn.Server(config)
+        try:
+            serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
+            while not self._uvicorn.started and not serving.done():
+                await asyncio.sleep(0.005)
+            self._ready.set()
+            await serving
+        finally:
+            await self._server.close()
