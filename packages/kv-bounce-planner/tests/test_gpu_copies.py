@@ -24,10 +24,10 @@ from kv_bounce_planner._triton import launch_tiles, tile_tables
 
 rng = np.random.default_rng(0)
 words = set()
-for case in range(60):
+for case in range(30):
     count = int(rng.integers(1, 40))
     align = int(rng.choice([1, 2, 4, 8, 16]))
-    sizes = (rng.integers(1, 700, count) * (align if rng.random() < 0.7 else 1)).astype(np.int64)
+    sizes = (rng.integers(1, 300, count) * (align if rng.random() < 0.7 else 1)).astype(np.int64)
     capacity = int(sizes.sum()) * 2 + 100 * count + 64
     source, target = rng.integers(0, 256, capacity, dtype=np.uint8), np.zeros(capacity, np.uint8)
 
@@ -43,14 +43,14 @@ for case in range(60):
     want = target.copy()
     for s, t, n in zip(source_at, target_at, sizes):
         want[t : t + n] = source[s : s + n]
-    shape = KernelShape(int(rng.choice([16, 64, 128, 1024])), int(rng.choice([1, 2, 8])), 4)
+    shape = KernelShape(int(rng.choice([64, 128, 1024])), int(rng.choice([1, 2, 8])), 4)
     parts = tile_tables(source_at + source.ctypes.data, target_at + target.ctypes.data, sizes, shape, "cpu")
     for part in parts:
         words.add(part.word_bytes)
         launch_tiles(part, shape)
     assert (target == want).all(), case
 assert words == {1, 2, 4, 8, 16}, words
-print("interpreted 60 lists")
+print("interpreted 30 lists")
 """
 
 
@@ -67,7 +67,7 @@ def test_kernel_logic_in_the_interpreter() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "interpreted 60 lists" in done.stdout
+    assert "interpreted 30 lists" in done.stdout
 
 
 def cuda_torch() -> Any:

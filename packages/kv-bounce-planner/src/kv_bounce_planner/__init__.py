@@ -7,6 +7,7 @@ Layout, planning half (pure; depends on numpy and msgspec):
     _layout.py    pools, instances, block tables, token ranges; constructors for the field's engines
     _plan.py      exact transfer plans, derivable by either side alone
     _tier.py      cost model, calibration, choice of tier
+    _calibration.py  measures a link with its own transport, channel and copiers
     _report.py    a writer's report and its validation
     _codec.py     bytes of reports, plans and block tables
     _explain.py   plans and choices in words
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 from kv_bounce_planner.__about__ import __version__
 from kv_bounce_planner._arena import AdvertisedReservation, ArenaStatistics, BounceArena, BoundRegion, Reservation
+from kv_bounce_planner._calibration import CalibrationTarget, LinkCalibration
 from kv_bounce_planner._codec import (
     BLOCKS_BYTES_MAX,
     PLAN_BYTES_MAX,
@@ -232,6 +234,8 @@ __all__ = [
     "CalibrationTransport",
     "Phases",
     "calibrate",
+    "LinkCalibration",
+    "CalibrationTarget",
     "choose_tier",
     # reports and bytes
     "WriterReport",
@@ -265,9 +269,6 @@ __all__ = [
     "explain",
     "describe",
     "draw",
-    # adapters of torch and Triton
-    "TorchCopier",
-    "TritonCopier",
     "KernelShape",
     # identities
     "PeerId",
@@ -328,9 +329,6 @@ __all__ = [
     "WriteProgress",
     "ArrivedMark",
     "TransportProgress",
-    "NixlTransport",
-    "NixlConfig",
-    "ZmqControlChannel",
     # errors of sessions
     "WouldBlock",
     "ChannelError",
@@ -343,7 +341,8 @@ __all__ = [
 ]
 
 
-#: Adapters of optional libraries: imported when first asked for.
+#: Adapters of optional libraries: imported when first asked for. Public, but not in ``__all__``: a star import must work
+#: where the library is absent.
 _ADAPTERS = {
     "NixlConfig": "kv_bounce_planner._nixl",
     "NixlTransport": "kv_bounce_planner._nixl",
@@ -360,3 +359,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ADAPTERS})

@@ -246,11 +246,15 @@ class TransferPlan:
         Raises:
             PlanRefused: ``NOT_CANONICAL`` or ``OVERLAP``.
         """
+        self._disjoint_ranges()
+
+    def _disjoint_ranges(self) -> tuple[Int64Array, Int64Array]:
         for rank, writer in self.writers.items():
             _check_canonical(rank, writer)
         addresses, sizes = self._all_ranges()
         if overlaps(addresses, sizes):
             raise PlanRefused(Reason.OVERLAP, "two writers would write the same byte")
+        return addresses, sizes
 
     def validate_cover(self, addresses: Int64Array, sizes: Int64Array) -> None:
         """Prove that the writers cover exactly the given ranges (ascending, joined): no byte less, none more.
@@ -258,8 +262,7 @@ class TransferPlan:
         Raises:
             PlanRefused: ``NOT_EXACT_COVER``, or what :meth:`validate` raises.
         """
-        self.validate()
-        have, have_sizes = self.ranges()
+        have, have_sizes = join_ranges(*self._disjoint_ranges())
         if not (np.array_equal(have, addresses) and np.array_equal(have_sizes, sizes)):
             raise PlanRefused(
                 Reason.NOT_EXACT_COVER,
@@ -392,7 +395,8 @@ class _Pieces:
 
     @property
     def block_count(self) -> int:
-        return len(np.unique(self.block_ids))
+        """Blocks, while no piece is cut: a table that names one block twice is refused as an overlap."""
+        return len(self.block_ids)
 
 
 def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
