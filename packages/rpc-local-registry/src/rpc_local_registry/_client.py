@@ -243,24 +243,19 @@ class Call:
             # Written out rather than shared: this is the path that must cost next to nothing.
             entry = _registry.entries.get(core.address)
             if entry is not None and (timeout_s is None or timeout_s > 0) and not _nvtx.enabled:
-                spec = entry.specs.get(method.name)
-                worker = entry.reference()
+                function = entry.direct.get(method.name)
                 engine = core.engine
-                if (
-                    spec is not None
-                    and worker is not None
-                    and spec.non_blocking
-                    and spec.kind is SYNC
-                    and (engine is None or not engine.busy or engine.failure is not None)
-                ):
-                    next(core.local_calls)
-                    try:
-                        result = spec.function(worker, *self.args, **self.keywords)
-                    except Exception as error:
-                        raise core.local_error(spec, self, error) from error
-                    if entry.closed:
-                        raise RpcServerStopped(f"{core.address} stopped")
-                    return result
+                if function is not None and (engine is None or not engine.busy or engine.failure is not None):
+                    worker = entry.reference()
+                    if worker is not None:
+                        next(core.local_calls)
+                        try:
+                            result = function(worker, *self.args, **self.keywords)
+                        except Exception as error:
+                            raise core.local_error(entry.specs[method.name], self, error) from error
+                        if entry.closed:
+                            raise RpcServerStopped(f"{core.address} stopped")
+                        return result
             target = core.local_target(method.name, (SYNC,))
             if target is not None:
                 return self._run_local(target, timeout_s)

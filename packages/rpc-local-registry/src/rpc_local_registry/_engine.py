@@ -40,11 +40,11 @@ from rpc_local_registry._errors import (
 )
 from rpc_local_registry._session import ClientHandshake, Session
 from rpc_local_registry._streams import Inbox
-from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, Link
+from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, MONITORED, READABLE, Link
 
 _error_decode: Final = msgspec.msgpack.Decoder(ErrorBody).decode
-#: Messages handled between two looks at the outgoing queue: bounds how long one direction can keep the other waiting.
-_RECEIVE_BATCH: Final = 64
+#: Answers collected for one event loop before it is woken, while more are readable.
+_RESOLUTIONS_MAX: Final = 64
 
 
 class Pending:
@@ -384,21 +384,22 @@ class Engine:
                 raise RpcAuthenticationError(
                     f"{self.address} gave no authentic answer {within}: another key, or not an rpc_local_registry server"
                 )
-            self._poll(link, left_s)
-            for event in link.events():
+            ready = self._poll(link, left_s)
+            for event in link.events() if ready & MONITORED else ():
                 if event == CONNECTED:
                     connected = True
                 elif event == DISCONNECTED:
                     # What was sent into that connection is lost; a fresh attempt waits for the next one.
                     attempt = begin()
-            while link.readable():
+            if ready & READABLE:
                 try:
                     return attempt.answer(link.receive(1))
                 except wire.Refused as refusal:
                     self._count_refusal(refusal.reason)
             self._expire()
+            self._flush_resolutions()
 
-    def _poll(self, link: Link, timeout_s: float | None) -> bool:
+    def _poll(self, link: Link, timeout_s: float | None) -> int:
         while self._new_deadlines:
             heapq.heappush(self._deadlines, self._new_deadlines.popleft())
         if self._deadlines:
@@ -421,7 +422,6 @@ class Engine:
                 # Most belong to calls that were answered long ago.
                 self._deadlines = [entry for entry in deadlines if entry[1] in self.pending]
                 heapq.heapify(self._deadlines)
-        self._flush_resolutions()
 
     def _send_outbox(self, link: Link, session: Session) -> None:
         outbox = self._outbox
@@ -511,47 +511,53 @@ class Engine:
             return RpcProtocolError(f"unreadable error: {error}")
 
     def _receive(self, link: Link, session: Session) -> None:
-        frames_max = self.config.buffers_max + 1
-        for _ in range(_RECEIVE_BATCH):
-            if not link.readable():
-                break
-            frames = link.receive(frames_max)
-            try:
-                message = session.opener.open(frames)
-            except wire.Refused as refusal:
-                self._count_refusal(refusal.reason)
-                if refusal.authentic and refusal.reason != "replayed":
-                    raise RpcProtocolError(f"{self.address}: {refusal}") from refusal
-                continue
-            self.bytes_received += message.size_bytes
-            self._on_message(link, session, message)
-        self._flush_resolutions()
+        """One message."""
+        frames = link.receive(self.config.buffers_max + 1)
+        try:
+            message = session.opener.open(frames)
+        except wire.Refused as refusal:
+            self._count_refusal(refusal.reason)
+            if refusal.authentic and refusal.reason != "replayed":
+                raise RpcProtocolError(f"{self.address}: {refusal}") from refusal
+            return
+        self.bytes_received += message.size_bytes
+        self._on_message(link, session, message)
 
     def _serve(self, link: Link, session: Session) -> None:
         """The open session, until it ends with an exception or by ``close``."""
         link.send(session.sealer.seal(wire.PING))
         close_by_s: float | None = None
-        said_bye = False
+        collected = 0
         while True:
             if self._outbox:
                 self._send_outbox(link, session)
+            timeout_s: float | None = None
             if self._closing:
                 now_s = time.monotonic()
                 if close_by_s is None:
                     close_by_s = now_s + self.config.drain_s
-                if not said_bye and self.oneway_done == self.oneway_sent:
-                    said_bye = True
+                    # Answered by GOODBYE once everything before it was taken in.
                     link.send(session.sealer.seal(wire.BYE))
                 if now_s >= close_by_s:
                     raise RpcClosed(f"client of {self.address} was closed")
-            timeout_s = None if close_by_s is None else max(0.0, close_by_s - time.monotonic())
-            if not link.readable() and self._poll(link, timeout_s) and DISCONNECTED in link.events():
+                timeout_s = close_by_s - now_s
+            if self._resolutions:
+                ready = self._poll(link, 0.0)
+                collected += 1
+                if not ready & READABLE or collected >= _RESOLUTIONS_MAX:
+                    self._flush_resolutions()
+                    collected = 0
+            else:
+                ready = self._poll(link, timeout_s)
+            if ready & READABLE:
+                self._receive(link, session)
+            if ready & MONITORED and DISCONNECTED in link.events():
                 # Answers that had already arrived come first: a server that stopped says so before it leaves.
-                while link.readable():
+                while self._poll(link, 0.0) & READABLE:
                     self._receive(link, session)
                 raise RpcPeerDead(f"{self.address}: the connection broke")
-            self._receive(link, session)
-            self._expire()
+            if self._deadlines:
+                self._expire()
 
 
 def again(error: RpcError) -> RpcError:

@@ -14,19 +14,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from rpc_local_registry._errors import RpcAddressInUse, RpcConfigError
-from rpc_local_registry._methods import MethodSpec, methods_of
+from rpc_local_registry._methods import SYNC, MethodSpec, methods_of
 
 
 class Entry:
     """One registered worker. ``closed`` becomes True when it leaves the registry and never False again."""
 
-    __slots__ = ("_streams", "address", "closed", "pid", "reference", "specs")
+    __slots__ = ("_streams", "address", "closed", "direct", "reference", "specs")
 
     def __init__(self, address: str, worker: object, specs: Mapping[str, MethodSpec]) -> None:
         self.address = address
         self.specs = specs
         self.closed = False
-        self.pid = os.getpid()
+        #: Plain methods that may be called directly, by name.
+        self.direct = {name: spec.function for name, spec in specs.items() if spec.non_blocking and spec.kind == SYNC}
         self._streams: weakref.WeakSet[Any] = weakref.WeakSet()
         try:
             self.reference: weakref.ref[object] = weakref.ref(worker, lambda _: _forget(self))

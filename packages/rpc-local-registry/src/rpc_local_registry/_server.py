@@ -44,15 +44,16 @@ from rpc_local_registry._errors import (
     describe,
 )
 from rpc_local_registry._lanes import Lane, Lanes, LoopThread
-from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, MethodSpec, methods_of
+from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, SYNC, MethodSpec, methods_of
 from rpc_local_registry._session import ServerHandshake, Session
 from rpc_local_registry._streams import _EMPTY, StreamSource
-from rpc_local_registry._zmq import DISCONNECTED, Link, check_address
+from rpc_local_registry._zmq import DISCONNECTED, MONITORED, READABLE, Link, check_address
 
 _logger = logging.getLogger("rpc_local_registry")
 _encode_error: Final = msgspec.msgpack.Encoder().encode
-#: Messages handled between two looks at finished handlers.
-_RECEIVE_BATCH: Final = 64
+#: One-way calls are acknowledged together: this long after the first of them ended, or when so many have.
+_ACKNOWLEDGE_S: Final = 0.005
+_ACKNOWLEDGE_COUNT: Final = 256
 #: A session that never sent its first message is dropped after the handshake's time; this many may be waiting.
 _HALF_OPEN_MAX: Final = 1024
 #: After a disconnection the dead peer's route disappears with a delay: look again after these, seconds.
@@ -182,6 +183,7 @@ class RpcServer:
         self._ties = itertools.count()
         self._sweeps: list[float] = []
         self._dirty_oneways: set[_Peer] = set()
+        self._acknowledge_by_s: float | None = None
         self._lanes = Lanes("rpc-lane")
         self._lane_of: dict[str, Lane] = {}
         self._loop = LoopThread("rpc-loop")
@@ -299,9 +301,7 @@ class RpcServer:
     def _run(self, link: Link) -> None:
         try:
             while not self._stopping:
-                if not link.readable() and not self._posted:
-                    self._wait(link, self._next_due_s())
-                self._turn(link)
+                self._turn(link, self._next_due_s())
             self._say_goodbye(link)
         except BaseException:  # a fault of ours: say so, stop serving, and let clients see a broken connection
             _logger.exception("server at %s failed", self._address)
@@ -314,31 +314,31 @@ class RpcServer:
                 self._end_peer(peer, "server stopped")
             link.close()
 
-    def _wait(self, link: Link, due_s: float | None) -> None:
-        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
-        if link.poll(timeout_s) and DISCONNECTED in link.events():
-            now_s = time.monotonic()
-            self._sweeps = sorted(now_s + delay_s for delay_s in _SWEEPS_S)
-
     def _next_due_s(self) -> float | None:
         due_s = self._deadlines[0][0] if self._deadlines else None
         if self._sweeps and (due_s is None or self._sweeps[0] < due_s):
             due_s = self._sweeps[0]
+        if self._acknowledge_by_s is not None and (due_s is None or self._acknowledge_by_s < due_s):
+            due_s = self._acknowledge_by_s
         return due_s
 
-    def _turn(self, link: Link) -> None:
-        """One bounded round: messages, finished handlers, timers, acknowledgements."""
-        frames_max = self._config.buffers_max + 2
-        for _ in range(_RECEIVE_BATCH):
-            if not link.readable():
-                break
-            self._on_frames(link, link.receive(frames_max))
+    def _turn(self, link: Link, due_s: float | None) -> None:
+        """Wait, then one bounded round: a message, finished handlers, connection events, timers."""
+        timeout_s: float | None = None
+        if self._posted:
+            timeout_s = 0.0
+        elif due_s is not None:
+            timeout_s = max(0.0, due_s - time.monotonic())
+        ready = link.poll(timeout_s)
+        if ready & READABLE:
+            self._on_frames(link, link.receive(self._config.buffers_max + 2))
         for _ in range(len(self._posted)):
             self._posted.popleft()()
-        if self._deadlines or self._sweeps:
+        if ready & MONITORED and DISCONNECTED in link.events():
+            now_s = time.monotonic()
+            self._sweeps = [now_s + delay_s for delay_s in _SWEEPS_S]
+        if self._deadlines or self._sweeps or self._acknowledge_by_s is not None:
             self._on_time(time.monotonic())
-        if self._dirty_oneways:
-            self._acknowledge()
 
     def _on_time(self, now_s: float) -> None:
         deadlines = self._deadlines
@@ -356,6 +356,8 @@ class RpcServer:
                 self._sweeps.pop(0)
             for peer in list(self._peers.values()):
                 self._send(peer, wire.PONG)
+        if self._acknowledge_by_s is not None and self._acknowledge_by_s <= now_s:
+            self._acknowledge()
 
     def _say_goodbye(self, link: Link) -> None:
         """Answer everything, tell everybody, wait until they have heard it, at most ``drain_s``."""
@@ -364,14 +366,11 @@ class RpcServer:
                 self._settle(call, wire.ERROR, *_error_frames(RpcServerStopped(f"{self._address} stopped")))
                 self._abort(call)
             self._send(peer, wire.GOODBYE)
-        until_s = time.monotonic() + self._config.drain_s
-        while self._peers:
-            due_s = min(until_s, self._next_due_s() or until_s)
-            if not link.readable():
-                self._wait(link, due_s)
-            self._turn(link)
-            if time.monotonic() >= until_s:
-                break
+        now_s = time.monotonic()
+        until_s = now_s + self._config.drain_s
+        while self._peers and now_s < until_s:
+            self._turn(link, min(until_s, self._next_due_s() or until_s))
+            now_s = time.monotonic()
 
     # ---- the I/O thread: messages
 
@@ -491,6 +490,13 @@ class RpcServer:
                 body, buffers = _error_frames(error or RpcError())
                 self._send(peer, wire.ERROR, message.call_id, 0, body, buffers)
             return
+        if kind == wire.CALL and spec.non_blocking and spec.kind == SYNC:
+            # Done before anything else can happen to it, so it needs no record.
+            self._calls += 1
+            answer, body, buffers = self._outcome(peer, message, spec)
+            self._failed += answer == wire.ERROR
+            self._send(peer, answer, message.call_id, 0, body, buffers)
+            return
         call = _Call(peer, message, spec, self._config.stream_credit)
         if message.argument:
             call.deadline_s = time.monotonic() + message.argument / 1e6
@@ -518,7 +524,7 @@ class RpcServer:
             if not self._loop.call(functools.partial(self._start_task, call)):
                 self._settle(call, wire.ERROR, *_error_frames(RpcServerStopped(f"{self._address} stopped")))
         elif spec.non_blocking:
-            self._settle(call, *self._outcome(call))
+            self._settle(call, *self._outcome(call.peer, call.message, spec))
         else:
             self._lanes.submit(self._lane(spec), functools.partial(self._run_on_lane, call))
 
@@ -528,34 +534,38 @@ class RpcServer:
             lane = self._lane_of[spec.name] = Lane(spec.concurrency_max or self._config.lane_threads)
         return lane
 
-    def _outcome(self, call: _Call) -> tuple[int, bytes, Sequence[memoryview]]:
+    def _outcome(self, peer: _Peer, message: wire.Message, spec: MethodSpec) -> tuple[int, bytes, Sequence[memoryview]]:
         """Run a plain method here; (kind, body, buffers) of the answer."""
         try:
-            args, keywords = call.spec.decode_arguments(call.message)
-            value = call.spec.function(self._worker, *args, **keywords)
+            args, keywords = spec.decode_arguments(message)
+            value = spec.function(self._worker, *args, **keywords)
         except BaseException as error:  # noqa: BLE001 - a handler's SystemExit must not end the server's thread either
             return wire.ERROR, *_error_frames(error)
-        if call.message.kind == wire.ONEWAY:
+        if message.kind == wire.ONEWAY:
             return wire.RESULT, b"", ()
-        return self._encode_result(call, wire.RESULT, value)
+        return self._encode_result(peer, spec, wire.RESULT, value)
 
-    def _encode_result(self, call: _Call, kind: int, value: Any) -> tuple[int, bytes, Sequence[memoryview]]:
-        peer = call.peer.session
+    def _encode_result(
+        self, peer: _Peer, spec: MethodSpec, kind: int, value: Any
+    ) -> tuple[int, bytes, Sequence[memoryview]]:
         try:
             body, buffers = encode(value)
         except RpcArgumentError as error:
-            return wire.ERROR, *_error_frames(RpcEncodeError(f"result of {call.spec.name}: {error}"))
-        size = len(body) + sum(map(len, buffers)) + wire.HEADER_BYTES + 16 * len(buffers)
-        if size > peer.peer_message_bytes_max or len(buffers) > peer.peer_buffers_max:
+            return wire.ERROR, *_error_frames(RpcEncodeError(f"result of {spec.name}: {error}"))
+        size = len(body) + wire.HEADER_BYTES
+        if buffers:
+            size += sum(map(len, buffers)) + 16 * len(buffers)
+        session = peer.session
+        if size > session.peer_message_bytes_max or len(buffers) > session.peer_buffers_max:
             return wire.ERROR, *_error_frames(
-                RpcEncodeError(f"result of {call.spec.name}: {size} bytes; at most {peer.peer_message_bytes_max} fit")
+                RpcEncodeError(f"result of {spec.name}: {size} bytes; at most {session.peer_message_bytes_max} fit")
             )
         return kind, body, buffers
 
     def _run_on_lane(self, call: _Call) -> None:
         if call.over:
             return
-        kind, body, buffers = self._outcome(call)
+        kind, body, buffers = self._outcome(call.peer, call.message, call.spec)
         self._post(lambda: self._settle(call, kind, body, buffers))
 
     def _start_task(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
@@ -569,7 +579,7 @@ class RpcServer:
         try:
             args, keywords = call.spec.decode_arguments(call.message)
             value = await call.spec.function(self._worker, *args, **keywords)
-            kind, body, buffers = self._encode_result(call, wire.RESULT, value)
+            kind, body, buffers = self._encode_result(call.peer, call.spec, wire.RESULT, value)
         except asyncio.CancelledError:
             kind, (body, buffers) = wire.ERROR, _error_frames(RpcCancelled(f"{call.spec.name}: cancelled"))
         except BaseException as error:  # noqa: BLE001 - see _outcome
@@ -635,14 +645,19 @@ class RpcServer:
             self._oneway_failed += 1
             _registry.log_oneway_failure(self._address, name, error)
         self._dirty_oneways.add(peer)
+        if peer.finished_oneways - peer.reported_oneways >= _ACKNOWLEDGE_COUNT:
+            self._acknowledge()
+        elif self._acknowledge_by_s is None:
+            self._acknowledge_by_s = time.monotonic() + _ACKNOWLEDGE_S
 
     def _acknowledge(self) -> None:
-        """One acknowledgement per round and client, however many one-way calls ended."""
+        """One acknowledgement per client, however many one-way calls ended."""
         for peer in list(self._dirty_oneways):
             if peer.finished_oneways != peer.reported_oneways:
                 peer.reported_oneways = peer.finished_oneways
                 self._send(peer, wire.DONE, peer.failed_oneways, peer.finished_oneways)
         self._dirty_oneways.clear()
+        self._acknowledge_by_s = None
 
     # ---- streams
 
@@ -688,7 +703,7 @@ class RpcServer:
                 item = inbox.take_nowait()
                 if item is _EMPTY:
                     break
-                kind, body, buffers = self._encode_result(call, wire.ITEM, item)
+                kind, body, buffers = self._encode_result(call.peer, call.spec, wire.ITEM, item)
                 if kind == wire.ERROR:
                     self._settle(call, kind, body, buffers)
                     self._abort(call)
@@ -754,7 +769,7 @@ class RpcServer:
             buffers: Sequence[memoryview]
             try:
                 item = next(generator)
-                kind, body, buffers = self._encode_result(call, wire.ITEM, item)
+                kind, body, buffers = self._encode_result(call.peer, call.spec, wire.ITEM, item)
             except StopIteration:
                 kind, body, buffers = wire.END, b"", ()
             except BaseException as error:  # noqa: BLE001 - see _outcome
@@ -791,7 +806,7 @@ class RpcServer:
             generator = call.spec.function(self._worker, *args, **keywords)
             kind, body, buffers = wire.END, b"", ()
             async for item in generator:
-                kind, body, buffers = self._encode_result(call, wire.ITEM, item)
+                kind, body, buffers = self._encode_result(call.peer, call.spec, wire.ITEM, item)
                 if kind == wire.ERROR:
                     break
                 while call.credit <= 0:
