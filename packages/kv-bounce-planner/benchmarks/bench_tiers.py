@@ -30,7 +30,7 @@ from kv_bounce_planner import (
     calibrate,
     choose_tier,
 )
-from kv_bounce_planner._calibration import scratch_bytes
+from kv_bounce_planner._calibration import scratch_bytes, trial_offsets
 
 KEY = b"a key for one benchmark run"
 SENDER, TARGET = PeerId("bench-source", "g1", 0), PeerId("bench-target", "g2", 0)
@@ -39,7 +39,22 @@ SCRATCH = max(scratch_bytes(total, count) for total in SIZES for count in COUNTS
 IDLE_EXIT_S = 60.0
 
 
-def serve(address: str, tls: str | None, stop: Any) -> None:
+def source_memory() -> np.ndarray:
+    """What the sender's scratch holds; the target makes it as well, to compare."""
+    pattern = np.random.default_rng(0).integers(0, 256, (1 << 16) + 24, dtype=np.uint8)
+    return np.resize(pattern, SCRATCH)
+
+
+def check_trial(wanted: np.ndarray, memory: np.ndarray, trial: tuple[int, int, int], errors: Any) -> None:
+    """Every byte of every fragment of a trial."""
+    number, count, size = trial
+    for source, target in zip(*trial_offsets(number, count, size), strict=True):
+        if not np.array_equal(wanted[source : source + size], memory[target : target + size]):
+            errors.put(f"trial {trial}: bytes differ")
+            return
+
+
+def serve(address: str, tls: str | None, stop: Any, errors: Any) -> None:
     """The receiving process."""
     memory = np.zeros(SCRATCH, np.uint8)
     memory[:] = 1
@@ -51,9 +66,13 @@ def serve(address: str, tls: str | None, stop: Any) -> None:
     target = CalibrationTarget(transport, channel, region, clock=time.perf_counter)
     target.announce(SENDER)
     begin = time.monotonic()
+    wanted = source_memory()
     while not stop.is_set() and time.monotonic() - begin < 3 * IDLE_EXIT_S:
         for _ in range(64):
+            before = target.trials
             target.poll()
+            if target.trials != before and target.last_trial is not None:
+                check_trial(wanted, memory, target.last_trial, errors)
     transport.deregister(registration)
     channel.close()
     transport.close()
@@ -75,16 +94,13 @@ def measure(tls: str | None, repeats: int = 3) -> list[dict[str, object]]:
     """One link: calibrate, then the grid."""
     name = tls or "cma"
     context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    memory = np.zeros(SCRATCH, np.uint8)
-    memory[:] = (
-        np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8).repeat(SCRATCH // (1 << 16) + 1)[:SCRATCH]
-    )
+    stop, errors = context.Event(), context.Queue()
+    memory = source_memory()
     region = MemoryRegion(memory.ctypes.data, memory.nbytes)
     transport = NixlTransport(SENDER, config=NixlConfig(tls=tls))
     registration = transport.register([region])
     channel = ZmqControlChannel(SENDER, KEY, "tcp://127.0.0.1:*")
-    child = context.Process(target=serve, args=(channel.address, tls, stop))
+    child = context.Process(target=serve, args=(channel.address, tls, stop, errors))
     child.start()
     results: list[dict[str, object]] = []
     try:
@@ -129,6 +145,8 @@ def measure(tls: str | None, repeats: int = 3) -> list[dict[str, object]]:
         if child.is_alive():
             child.kill()
             child.join()
+        if not errors.empty():
+            raise AssertionError(errors.get())
     transport.deregister(registration)
     channel.close()
     transport.close()

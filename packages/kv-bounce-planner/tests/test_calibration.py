@@ -15,7 +15,7 @@ from kv_bounce_planner import (
     TransferTimeout,
     calibrate,
 )
-from kv_bounce_planner._calibration import CalibrationTarget, _offsets, scratch_bytes
+from kv_bounce_planner._calibration import CalibrationTarget, scratch_bytes, trial_offsets
 from kv_bounce_planner.testing import FakeNetwork, FakeWorld
 
 SENDER, TARGET = PeerId("ctx", "g1", 0), PeerId("gen", "g2", 0)
@@ -61,9 +61,9 @@ def test_trials_move_the_bytes_they_say() -> None:
         phases = link.link.measure(tier, 1 << 16, 64)
         assert phases.wire_s > 0
         assert (phases.gather_s > 0 and phases.scatter_s > 0) == (tier is Tier.BOUNCE)
-        number, size = link.link._number, 1024
-        sources = _offsets(64, size, 2 * number + 1, shuffled=True)
-        targets = _offsets(64, size, 2 * number, shuffled=False)
+        assert link.target.last_trial == (link.link._number, 64, 1024)
+        number, count, size = link.target.last_trial
+        sources, targets = trial_offsets(number, count, size)
         for source, target in zip(sources, targets):
             assert np.array_equal(link.memory[1][target : target + size], link.memory[0][source : source + size])
     assert link.target.trials == 2 + 2 * 3

@@ -76,6 +76,11 @@ def _offsets(count: int, size: int, seed: int, *, shuffled: bool) -> Int64Array:
     return offsets[rng.permutation(count)] if shuffled else offsets
 
 
+def trial_offsets(number: int, count: int, size: int) -> tuple[Int64Array, Int64Array]:
+    """(source, target) offsets of a trial's fragments within the two scratch regions, pair by pair."""
+    return _offsets(count, size, 2 * number + 1, shuffled=True), _offsets(count, size, 2 * number, shuffled=False)
+
+
 def _staging(region: MemoryRegion, count: int, size: int) -> int:
     """The staging region is the end of the scratch."""
     return (region.address + region.byte_count - count * size) // GRAIN_BYTES * GRAIN_BYTES
@@ -106,6 +111,15 @@ class CalibrationTarget:
         self._trial: tuple[PeerId, _Trial] | None = None
         self._landed: dict[int, set[int]] = {}
         self._trials = 0
+        self._last: tuple[int, int, int] | None = None
+
+    @property
+    def last_trial(self) -> tuple[int, int, int] | None:
+        """(number, fragments, bytes of each) of the last trial that landed; with :func:`trial_offsets`, what to compare.
+
+        Until the next ``poll`` nothing overwrites it: a trial begins only with this side's answer.
+        """
+        return self._last
 
     @property
     def trials(self) -> int:
@@ -153,11 +167,12 @@ class CalibrationTarget:
             begin = self._clock()
             at = _staging(self._scratch, trial.count, trial.size)
             staged = at + trial.size * np.arange(trial.count, dtype=np.int64)
-            targets = self._scratch.address + _offsets(trial.count, trial.size, 2 * trial.number, shuffled=False)
+            targets = self._scratch.address + trial_offsets(trial.number, trial.count, trial.size)[1]
             sizes = np.full(trial.count, trial.size, np.int64)
             self._copier.submit(self._copier.prepare(staged, targets, sizes)).wait()
             took = self._clock() - begin
         self._trials += 1
+        self._last = (trial.number, trial.count, trial.size)
         self._send(peer, _Done(trial.number, took))
 
     def _send(self, peer: PeerId, message: _Message) -> None:
@@ -248,8 +263,8 @@ class LinkCalibration:
         if not isinstance(answer, _Ready) or answer.number != number:
             self._unexpected(answer)
         overhead_s = self._clock() - begin
-        sources = self._scratch.address + _offsets(count, size, 2 * number + 1, shuffled=True)
-        targets = remote.address + _offsets(count, size, 2 * number, shuffled=False)
+        source_offsets, target_offsets = trial_offsets(number, count, size)
+        sources, targets = self._scratch.address + source_offsets, remote.address + target_offsets
         sizes = np.full(count, size, np.int64)
         gather_s = 0.0
         begin = self._clock()
