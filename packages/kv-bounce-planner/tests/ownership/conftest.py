@@ -9,7 +9,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from kv_bounce_planner import (
+    BounceArena,
+    ExpectedOperation,
+    OperationIdentity,
+    PeerId,
+    Receiver,
+    RequestKey,
+    Sender,
+    SessionConfig,
+    TransferIdentity,
+    WriteExecutor,
+    WriterPlan,
+    WriterTransfer,
+)
+from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
 PROGRAM = Path(__file__).with_name("nixl_peer.py")
 #: The two transports whose classes were measured: name of the class, NixlConfig.tls.
@@ -129,3 +146,152 @@ def session_pair(
         return receiver, sender
 
     return make
+
+
+class Lab:
+    """One receiver and some senders over fakes, in one process and one thread, with a clock that stands still.
+
+    The destination of writer w is the w-th share of ``target``; every writer's source holds its own byte value pattern.
+    """
+
+    SHARE = 4096
+
+    def __init__(
+        self,
+        writers: int = 1,
+        *,
+        executor: WriteExecutor = WriteExecutor.RECEIVER,
+        arena: int = 1 << 15,
+        send_arena: int = 1 << 15,
+        config: SessionConfig | None = None,
+        parts_max: int = 2,
+        landing: Any = None,
+        **receiver_options: Any,
+    ) -> None:
+        self.clock = FakeClock()
+        self.network = FakeNetwork()
+        self.world = FakeWorld(executor=executor, parts_max=parts_max, landing=landing)
+        self.config = config or SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2)
+        self.target = np.zeros(self.SHARE * max(writers, 1), np.uint8)
+        self.target_at = self.world.add_buffer(self.target)
+        self.bounce = np.zeros(max(arena, 1), np.uint8)
+        self.bounce_at = self.world.add_buffer(self.bounce)
+        self.peer = PeerId("gen", "g1", 0)
+        self.arena = BounceArena(self.bounce_at, arena, alignment=64) if arena else None
+        self.receiver = Receiver(
+            self.peer,
+            self.world.transport(self.peer),
+            self.network.channel(self.peer),
+            config=self.config,
+            arena=self.arena,
+            clock=self.clock,
+            **receiver_options,
+        )
+        self.senders: list[Sender] = []
+        self.sources: list[Any] = []
+        self.slots: list[Any] = []
+        for rank in range(writers):
+            peer = PeerId("ctx", "c1", rank)
+            source = ((np.arange(self.SHARE) * 7 + rank * 31 + 1) % 251 + 1).astype(np.uint8)
+            slot = np.zeros(max(send_arena, 1), np.uint8)
+            self.world.add_buffer(source)
+            self.sources.append(source)
+            self.slots.append(slot)
+            self.senders.append(
+                Sender(
+                    peer,
+                    self.world.transport(peer),
+                    self.network.channel(peer),
+                    config=self.config,
+                    arena=BounceArena(self.world.add_buffer(slot), send_arena, alignment=64) if send_arena else None,
+                    clock=self.clock,
+                )
+            )
+        self.events: list[Any] = []
+        self.sent: list[list[Any]] = [[] for _ in self.senders]
+        self.dead: set[int] = set()
+
+    def plan(self, rank: int, count: int = 8, size: int = 64) -> WriterTransfer:
+        step = self.SHARE // count
+        targets = self.target_at + rank * self.SHARE + np.arange(count, dtype=np.int64) * step
+        source_at = int(self.sources[rank].__array_interface__["data"][0])
+        sources = source_at + np.arange(count, dtype=np.int64)[::-1] * step
+        sizes = np.full(count, size, np.int64)
+        plan = WriterPlan(rank, targets, sizes, count, count)
+        return WriterTransfer(plan, sources, targets, sizes, count)
+
+    def identity(self, request: int = 1, incarnation: int = 0) -> TransferIdentity:
+        return TransferIdentity(request, incarnation, "g1", 0)
+
+    def open(
+        self, request: int = 1, *, tier: str = "direct", incarnation: int = 0, count: int = 8, **more: Any
+    ) -> tuple[OperationIdentity, ...]:
+        expected = []
+        for sender in self.senders:
+            plan = self.plan(sender.self_id.rank, count).writer
+            expected.append(ExpectedOperation(sender.self_id, plan.total_bytes, b"", plan, tier))  # type: ignore[arg-type]
+        return self.receiver.open(self.identity(request, incarnation), expected, claim=f"blocks of {request}", **more)
+
+    def ready(self, request: int = 1, *, ranks: Any = None, incarnation: int = 0, count: int = 8) -> None:
+        for rank, sender in enumerate(self.senders):
+            if ranks is None or rank in ranks:
+                key = RequestKey(request, incarnation)
+                sender.expect(key, 1)
+                sender.ready(key, lambda _request, rank=rank: self.plan(rank, count), claim=f"source of {request}")
+
+    def run(self, turns: int = 20, *, receiver: bool = True, senders: Any = None) -> list[str]:
+        """Poll everybody; returns the names of the receiver's new events."""
+        new: list[str] = []
+        for _ in range(turns):
+            for rank, sender in enumerate(self.senders):
+                if rank not in self.dead and (senders is None or rank in senders):
+                    self.sent[rank].extend(sender.poll())
+            if receiver:
+                events = self.receiver.poll()
+                self.events.extend(events)
+                new.extend(type(event).__name__ for event in events)
+        return new
+
+    def kill(self, rank: int) -> None:
+        self.dead.add(rank)
+        self.world.kill(self.senders[rank].self_id)
+
+    def names(self) -> list[str]:
+        return [type(event).__name__ for event in self.events]
+
+    def sent_names(self, rank: int = 0) -> list[str]:
+        return [type(event).__name__ for event in self.sent[rank]]
+
+    def in_place(self, count: int = 8) -> bool:
+        """Whether every writer's fragments are in place and no other byte of the target was touched."""
+        expected = np.zeros_like(self.target)
+        step, size = self.SHARE // count, 64
+        for rank, source in enumerate(self.sources):
+            for index in range(count):
+                at = rank * self.SHARE + index * step
+                origin = (count - 1 - index) * step
+                expected[at : at + size] = source[origin : origin + size]
+        return bool((expected == self.target).all())
+
+    def state(self, operation: OperationIdentity) -> str:
+        return self.receiver.state_of(operation)
+
+    def validate(self) -> None:
+        if self.arena is not None:
+            self.arena.validate()
+        for sender in self.senders:
+            if sender._arena is not None:
+                sender._arena.validate()
+
+
+@pytest.fixture
+def make_lab() -> Iterator[Callable[..., Lab]]:
+    made: list[Lab] = []
+
+    def make(*arguments: Any, **named: Any) -> Lab:
+        made.append(Lab(*arguments, **named))
+        return made[-1]
+
+    yield make
+    for lab in made:
+        lab.validate()

@@ -207,7 +207,7 @@ def test_withdrawn_waiters_leave_nothing_behind():
 
 @pytest.mark.parametrize("arguments", [{"alignment": 3}, {"alignment": 0}, {"base_address": 0}, {"capacity_bytes": 0}])
 def test_constructor_refuses_what_is_no_range(arguments):
-    with pytest.raises(ValueError, match="wants|holds no"):
+    with pytest.raises(ValueError, match=r"wants|holds no"):
         BounceArena(**{"base_address": BASE, "capacity_bytes": 1024, **arguments})
 
 

@@ -1,0 +1,236 @@
+"""Control channels: the conformance suite on every one shipped, and what the ZeroMQ one refuses."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from kv_bounce_planner import ChannelError, PeerId, WouldBlock, ZmqControlChannel
+from kv_bounce_planner._zmq import QUEUE_FRAMES_MAX
+from kv_bounce_planner.testing import FakeNetwork, check_control_channel
+
+KEY = b"sixteen bytes ok"
+LEFT, RIGHT = PeerId("left", "l1", 0), PeerId("right", "r1", 1)
+
+
+def pause():
+    time.sleep(0.001)
+
+
+def test_fake_channel_conforms():
+    network = FakeNetwork()
+    check_control_channel(lambda left, right: (network.channel(left), network.channel(right)))
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_zmq_channel_conforms(scheme, tmp_path):
+    """Over tcp and over a local socket; the binding side answers on the link that it was dialled by."""
+    bind = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/c"
+
+    def make(left, right):
+        listener = ZmqControlChannel(right, KEY, bind)
+        dialler = ZmqControlChannel(left, KEY)
+        dialler.connect(right, listener.address)
+        return dialler, listener
+
+    check_control_channel(make, settle=pause)
+
+
+class Swapping:
+    """Breaks one rule of the contract, to see that the suite notices."""
+
+    def __init__(self, inner, fault):
+        self.inner, self.fault, self.count = inner, fault, 0
+
+    def send(self, peer, frame):
+        self.count += 1
+        if self.fault == "drops" and self.count == 5:
+            return
+        if self.fault == "changes" and self.count == 5:
+            frame = frame + b"!"
+        if self.fault == "takes unknown":
+            try:
+                self.inner.send(peer, frame)
+            except ChannelError:
+                pass
+            return
+        self.inner.send(peer, frame)
+        if self.fault == "doubles" and self.count == 5:
+            self.inner.send(peer, frame)
+
+    def poll(self, frames_max):
+        frames = list(self.inner.poll(frames_max if self.fault != "too many" else 1000))
+        return frames[::-1] if self.fault == "reorders" else frames
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.mark.parametrize("fault", ["drops", "changes", "doubles", "reorders", "too many", "takes unknown"])
+def test_the_suite_notices_a_channel_that_breaks_the_contract(fault):
+    network = FakeNetwork()
+    with pytest.raises(AssertionError):
+        check_control_channel(
+            lambda left, right: (
+                Swapping(network.channel(left), fault),
+                Swapping(network.channel(right), fault),
+            ),
+            polls_max=500,
+        )
+
+
+@pytest.fixture
+def pair():
+    listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
+    dialler = ZmqControlChannel(LEFT, KEY)
+    dialler.connect(RIGHT, listener.address)
+    yield dialler, listener
+    dialler.close()
+    listener.close()
+
+
+def receive(channel, count=1, turns=3000):
+    frames = []
+    for _ in range(turns):
+        frames += [bytes(frame) for _, frame in channel.poll(16)]
+        if len(frames) >= count:
+            return frames
+        pause()
+    return frames
+
+
+def wait_refused(channel, why):
+    for _ in range(3000):
+        assert channel.poll(16) == []
+        if channel.refused.get(why):
+            return channel.refused[why]
+        pause()
+    raise AssertionError(f"never refused for {why}: {channel.refused}")
+
+
+def stranger(address, parts):
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    socket.send_multipart(parts)
+    return socket
+
+
+def parts_of(channel, peer, frame):
+    """The parts that ``channel`` would send next."""
+    taken = []
+
+    class Recorder:
+        def send_multipart(self, parts, flags):
+            taken.extend(parts)
+
+    link = channel._links[peer]
+    original, link.socket = link.socket, Recorder()
+    channel.send(peer, frame)
+    link.socket = original
+    link.sent -= 1
+    return taken
+
+
+def test_a_wrong_key_is_refused():
+    listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
+    dialler = ZmqControlChannel(LEFT, b"another key of 16")
+    dialler.connect(RIGHT, listener.address)
+    dialler.send(RIGHT, b"hello")
+    assert wait_refused(listener, "authentication") == 1
+    assert listener._links == {}, "an unauthenticated peer left state behind"
+    dialler.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_changed_part_is_refused(pair, part):
+    """Head, names, content, tag: one flipped bit each."""
+    dialler, listener = pair
+    parts = parts_of(dialler, RIGHT, b"content")
+    parts[part] = parts[part][:-1] + bytes([parts[part][-1] ^ 1])
+    socket = stranger(listener.address, parts)
+    for _ in range(3000):
+        assert listener.poll(4) == []
+        if listener.refused:
+            break
+        pause()
+    assert sum(listener.refused.values()) == 1
+    socket.close()
+
+
+def test_replayed_reflected_and_foreign_frames_are_refused(pair):
+    """The same authentic frame again, from another socket, back to its author, or for somebody else."""
+    dialler, listener = pair
+    parts = parts_of(dialler, RIGHT, b"once")
+    dialler.send(RIGHT, b"once")
+    assert receive(listener) == [b"once"]
+    thief = stranger(listener.address, parts)
+    assert wait_refused(listener, "session") == 1
+    dialler._links[RIGHT].socket.send_multipart(parts)
+    assert wait_refused(listener, "replay") == 1
+    listener._links[LEFT].socket.send_multipart([listener._links[LEFT].route, *parts])
+    assert wait_refused(dialler, "address") == 1
+    other = ZmqControlChannel(PeerId("other", "o1", 0), KEY, "tcp://127.0.0.1:*")
+    second = stranger(other.address, parts)
+    assert wait_refused(other, "address") == 1
+    for socket in (thief, second):
+        socket.close()
+    other.close()
+
+
+def test_a_gap_breaks_the_link_for_good(pair):
+    """A lost frame is an error, never a silent hole in the order."""
+    dialler, listener = pair
+    dialler.send(RIGHT, b"0")
+    assert receive(listener) == [b"0"]
+    dialler._links[RIGHT].sent += 1  # as if the wire had lost one
+    dialler.send(RIGHT, b"2")
+    wait_refused(listener, "gap")
+    with pytest.raises(ChannelError, match="were lost"):
+        listener.send(LEFT, b"answer")
+
+
+def test_unstructured_frames_are_counted_and_dropped(pair):
+    _, listener = pair
+    sockets = [stranger(listener.address, parts) for parts in ([b"x"], [b"x"] * 4, [b""] * 9)]
+    for _ in range(3000):
+        assert listener.poll(4) == []
+        if listener.refused.get("structure", 0) == 3:
+            break
+        pause()
+    assert listener.refused == {"structure": 3}
+    for socket in sockets:
+        socket.close()
+
+
+def test_a_full_link_would_block_and_takes_nothing():
+    """Nobody listens at the other end: after the bound nothing more is taken."""
+    dialler = ZmqControlChannel(LEFT, KEY)
+    dialler.connect(RIGHT, "ipc:///tmp/nobody-listens-here")
+    with pytest.raises(WouldBlock):
+        for _ in range(QUEUE_FRAMES_MAX + 10):
+            dialler.send(RIGHT, b"x")
+    with pytest.raises(ChannelError, match="already"):
+        dialler.connect(RIGHT, "ipc:///tmp/elsewhere")
+    with pytest.raises(ChannelError, match="exceeds"):
+        dialler.send(RIGHT, b"x" * (1 << 25))
+    dialler.close()
+
+
+def test_short_keys_are_refused():
+    with pytest.raises(ValueError, match="16 bytes"):
+        ZmqControlChannel(LEFT, b"short")
+
+
+def test_peer_names_are_part_of_what_is_authenticated(pair):
+    """A peer with the key cannot be impersonated by changing the names in its frame."""
+    dialler, listener = pair
+    parts = parts_of(dialler, RIGHT, b"content")
+    parts[1] = msgspec.msgpack.encode((PeerId("somebody", "else", 0), RIGHT))
+    socket = stranger(listener.address, parts)
+    assert wait_refused(listener, "authentication") == 1
+    socket.close()
