@@ -133,11 +133,15 @@ class RankLoop:
         self.step_count = 0
         self.token_count = 0
         self.taken_count = 0
+        self._now_s = 0.0
+        #: Durations of the last steps on this rank, launch to retirement as this thread saw them (s).
+        self.step_times_s: deque[float] = deque(maxlen=2048)
 
     # -- the list -----------------------------------------------------------------------------------------------------
 
     def iterate(self, now_s: float) -> bool:
         """One round. Returns whether anything moved; if nothing did, the caller may wait a little."""
+        self._now_s = now_s
         moved = self._take_new_work(now_s)
         moved |= self._transceiver.update_readiness(now_s)
         moved |= self._retire()
@@ -323,6 +327,7 @@ class RankLoop:
             self._ready.popleft()
             if not step.failed:
                 step.handle = self._engine.launch(step_input(step, self.registry))
+                step.launched_s = self._now_s
                 self.step_count += 1
                 self.token_count += sum(part.count for part in step.schedule.parts)
             step.activations = None
@@ -335,6 +340,8 @@ class RankLoop:
         moved = False
         while self._launched and self._launched[0].done():
             step = self._launched.popleft()
+            if step.handle is not None:
+                self.step_times_s.append(self._now_s - step.launched_s)
             output = self._output(step)
             self._pass_on(step, output)
             self._retired_step_id = step.schedule.step_id
@@ -555,6 +562,10 @@ class RankLoop:
 
     def _progress_drain(self, now_s: float) -> None:
         quiet = not len(self.registry) and not self._launched and not self._ready and self._transceiver.drained
+        if self._transceiver.lockstep:
+            # Every poll is a collective, so every rank sees the proof in the same one and leaves after it.
+            self.left = self.drained = quiet
+            return
         if self._desk is None:
             if quiet and not self._drain_told:
                 self._drain_told = True

@@ -27,6 +27,7 @@ class Step:
     failed: str = ""
     #: Its sequences are activated on this rank (mirroring ranks).
     activated: bool = False
+    launched_s: float = 0.0
 
     def done(self) -> bool:
         """Whether the engine has ended it. Never blocks."""

@@ -134,6 +134,11 @@ class Transceiver(Protocol):
         ...
 
     @property
+    def lockstep(self) -> bool:
+        """Every poll is a collective of the instance's ranks (the blocking baseline)."""
+        ...
+
+    @property
     def drained(self) -> bool:
         """The proof is complete: every incarnation was heard of and decided on every rank, no transfer is open."""
         ...
@@ -187,6 +192,7 @@ class TransferCounters:
     coalesced: int = 0
     direct: int = 0
     merged: int = 0
+    ready_votes: int = 0
     bytes_moved: int = 0
     reasons: dict[str, int] | None = None
 

@@ -166,6 +166,7 @@ class ContextTransceiver:
                 continue
             # DEFERRED goes out by itself; ABORTING and FINAL are answered by an event that is on its way.
             sequence.voted_ready = True
+            self.counters.ready_votes += 1
             moved |= self._agreement.publish_ready(sequence.key) is PublishResult.PUBLISHED
         return moved
 
@@ -297,6 +298,11 @@ class ContextTransceiver:
     def start_drain(self, last_incarnation: int) -> None:
         """Begin the proof over all ranks."""
         self._agreement.start_drain(last_incarnation)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the agreement is the blocking baseline."""
+        return bool(self._agreement.mode == "allgather")
 
     @property
     def drained(self) -> bool:

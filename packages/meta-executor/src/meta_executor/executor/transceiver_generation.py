@@ -190,6 +190,11 @@ class GenerationTransceiver:
         """Nothing to agree on: see :attr:`drained`."""
 
     @property
+    def lockstep(self) -> bool:
+        """There is no agreement here."""
+        return False
+
+    @property
     def drained(self) -> bool:
         """No transfer's memory is in anybody's hands but ours."""
         return not self._open and not self._waiting

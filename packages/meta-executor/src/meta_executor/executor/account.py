@@ -1,0 +1,121 @@
+"""What a rank did, as data: counters for ``/internal/statistics``, and the evidence that is left behind."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from meta_executor import __about__, wire
+from meta_executor.executor.loop import RankLoop
+from meta_executor.executor.memory import PlannedBlocks
+
+EVIDENCE_FORMAT = "meta-executor evidence"
+EVIDENCE_VERSION = 1
+
+
+def rank_statistics(
+    loop: RankLoop, transceiver: Any, blocks: Any, agreement: Any, block_bytes: int
+) -> wire.RankStatistics:
+    """Counters of one rank now. Called from the loop's thread."""
+    registry = loop.registry.statistics()
+    counters = transceiver.counters
+    core = agreement.statistics().core if agreement is not None else None
+    events = dict(core.events) if core is not None else {}
+    context = loop.role == "context"
+    return wire.RankStatistics(
+        rank=loop.rank,
+        steps=loop.step_count,
+        tokens_computed=loop.token_count,
+        requests_taken=loop.taken_count,
+        requests_finished=registry.completed + registry.failed + registry.cancelled,
+        active_now=registry.live,
+        kv_blocks_used_now=blocks.block_count - blocks.free_count,
+        kv_blocks_total=blocks.block_count,
+        quarantined_bytes_now=blocks.quarantined_count * block_bytes,
+        agreement_opened=core.admitted if core is not None else 0,
+        agreement_decided=core.committed + core.closed if core is not None else 0,
+        ready_votes=counters.ready_votes,
+        ready_prepares=events.get("Prepared", 0),
+        ready_activations=core.activated if core is not None else 0,
+        ready_completions=events.get("Completed", 0),
+        activation_digest=core.activation_digest if core is not None else "",
+        transfers_coalesced=counters.coalesced,
+        transfers_direct=counters.direct,
+        transfers_merged=counters.merged,
+        bytes_sent=counters.bytes_moved if context else 0,
+        bytes_received=0 if context else counters.bytes_moved,
+        tier_reasons=dict(counters.reasons or {}),
+        prefix_hit_tokens=blocks.pool.statistics().prefix_hit_tokens if isinstance(blocks, PlannedBlocks) else 0,
+    )
+
+
+def rank_evidence(
+    loop: RankLoop,
+    statistics: wire.RankStatistics,
+    transceiver: Any,
+    agreement: Any,
+    *,
+    owner_id: str,
+    instance_id: str,
+    generation: str,
+    world_size: int,
+    modes: dict[str, Any],
+) -> dict[str, Any]:
+    """One rank's lifetime, complete enough to compare ranks without having been there (JSON-able)."""
+    registry = loop.registry.statistics()
+    counters = transceiver.counters
+    return {
+        "format": EVIDENCE_FORMAT,
+        "version": EVIDENCE_VERSION,
+        "package_version": __about__.__version__,
+        "role": loop.role,
+        "owner_id": owner_id,
+        "instance_id": instance_id,
+        "generation": generation,
+        "rank": loop.rank,
+        "world_size": world_size,
+        "written_unix_s": time.time(),
+        "modes": modes,
+        "drained": loop.drained,
+        "fault": loop.fault,
+        "last_incarnation": loop.last_incarnation,
+        "requests": {
+            "taken": registry.taken,
+            "completed": registry.completed,
+            "failed": registry.failed,
+            "cancelled": registry.cancelled,
+            "live": registry.live,
+            "live_peak": registry.live_peak,
+            "prepared_again": registry.prepared_again,
+        },
+        "ready": {
+            "votes": statistics.ready_votes,
+            "prepares": statistics.ready_prepares,
+            "activations": statistics.ready_activations,
+            "completions": statistics.ready_completions,
+        },
+        "transfers": {
+            "opened": counters.opened,
+            "succeeded": counters.succeeded,
+            "failed": counters.failed,
+            "cancelled": counters.cancelled,
+            "quarantined": counters.quarantined,
+            "coalesced": counters.coalesced,
+            "direct": counters.direct,
+            "merged": counters.merged,
+            "bytes": counters.bytes_moved,
+            "reasons": dict(counters.reasons or {}),
+        },
+        "kv": {
+            "blocks_total": statistics.kv_blocks_total,
+            "blocks_used": statistics.kv_blocks_used_now,
+            "quarantined_bytes": statistics.quarantined_bytes_now,
+            "prefix_hit_tokens": statistics.prefix_hit_tokens,
+        },
+        "steps": {"count": loop.step_count, "tokens": loop.token_count},
+        "stories": [
+            {"request_id": s.request_id, "state": s.state.value, "story": list(s.story)}
+            for s in list(loop.registry)[:32]
+        ],
+        "agreement": agreement.evidence() if agreement is not None else None,
+    }
