@@ -90,9 +90,9 @@ class AsyncEndpointDirectory:
         self._on_release = on_release
         self._random = random
         self._tasks: dict[Flight, asyncio.Task[None]] = {}
-        self._hook_tasks: set[asyncio.Task[None]] = set()
+        self._hook_tasks: dict[asyncio.Task[None], None] = {}
         self._fetch_slots = asyncio.Semaphore(self.config.concurrent_fetches)
-        self._role_waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._role_waiters: dict[str, dict[asyncio.Future[None], None]] = {}  # dicts: first come, first woken
         self._maintenance: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._expiry: asyncio.TimerHandle | None = None
@@ -317,8 +317,8 @@ class AsyncEndpointDirectory:
             reservation.reason,
         )
         task = self._spawn(self._run_hook(self._on_release, notice), f"release {notice.request_id}")
-        self._hook_tasks.add(task)
-        task.add_done_callback(self._hook_tasks.discard)
+        self._hook_tasks[task] = None
+        task.add_done_callback(self._hook_tasks.pop)
 
     async def _run_hook(self, hook: ReleaseHook, notice: ReleaseNotice) -> None:
         for attempt in range(_RELEASE_ATTEMPTS):
@@ -366,7 +366,7 @@ class AsyncEndpointDirectory:
         """Nothing could be picked: fetch what might become pickable and try again at each change."""
         role, exclude = request._role, request._exclude
         loop = asyncio.get_running_loop()
-        waiters = self._role_waiters.setdefault(role, set())
+        waiters = self._role_waiters.setdefault(role, {})
         if len(waiters) >= self.config.waiters_max:
             raise Overloaded(f"{len(waiters)} callers wait for a {role} server")
         wait_s = self.config.total_timeout_s if request._timeout_s is None else request._timeout_s
@@ -378,13 +378,13 @@ class AsyncEndpointDirectory:
             if not running:
                 raise error
             future: asyncio.Future[None] = loop.create_future()
-            waiters.add(future)
+            waiters[future] = None
             timer = loop.call_at(deadline_s, _expire_waiter, future, f"no {role} server within {wait_s:g} s")
             try:
                 await future
             finally:
                 timer.cancel()
-                waiters.discard(future)
+                del waiters[future]
             try:
                 return self._reserve_now(request)
             except NoServer as again:

@@ -82,7 +82,7 @@ class MemoryLeaseStore:
         self._leases: dict[int, _Lease] = {}
         self._lease_ids = 0
         self._history: deque[StoreEvent] = deque(maxlen=history_max)
-        self._watchers: set[asyncio.Future[None]] = set()
+        self._watchers: dict[asyncio.Future[None], None] = {}
         self._dropped = 0
         self.down = False
 
@@ -191,7 +191,7 @@ class MemoryLeaseStore:
                 yield matching
                 continue
             future: asyncio.Future[None] = loop.create_future()
-            self._watchers.add(future)
+            self._watchers[future] = None
             next_s = min((lease.expires_s for lease in self._leases.values()), default=None)
             timer = None
             if next_s is not None:
@@ -199,7 +199,7 @@ class MemoryLeaseStore:
             try:
                 await future
             finally:
-                self._watchers.discard(future)
+                del self._watchers[future]
                 if timer is not None:
                     timer.cancel()
 

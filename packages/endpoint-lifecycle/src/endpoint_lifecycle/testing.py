@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import inspect
 import itertools
 import sys
 import weakref
@@ -376,24 +377,16 @@ def fire_timer(explorer: Explorer) -> None:
 
 def await_point(task: asyncio.Task[Any]) -> str:
     """Where a suspended task stands: the chain of functions, innermost last; ``(not started)`` before its first step."""
-    names = []
     frame: Any = task.get_coro()
+    if inspect.iscoroutine(frame) and inspect.getcoroutinestate(frame) == inspect.CORO_CREATED:
+        return "(not started)"
+    names = []
     while frame is not None:
         name = getattr(frame, "__qualname__", None)
-        started = (
-            getattr(frame, "cr_frame", None) or getattr(frame, "ag_frame", None) or getattr(frame, "gi_frame", None)
-        )
+        started = next((f for a in ("cr_frame", "ag_frame", "gi_frame") if (f := getattr(frame, a, None))), None)
         if name is not None and started is not None:
             names.append(f"{name}:{started.f_lineno}")
-        following = getattr(frame, "cr_await", None)
-        if following is None:
-            following = getattr(frame, "ag_await", None)
-        if following is None:
-            following = getattr(frame, "gi_yieldfrom", None)
-        frame = following
-    coroutine = task.get_coro()
-    if getattr(coroutine, "cr_frame", None) is not None and coroutine.cr_frame.f_lasti < 0:  # type: ignore[union-attr]
-        return "(not started)"
+        frame = next((f for a in ("cr_await", "ag_await", "gi_yieldfrom") if (f := getattr(frame, a, None))), None)
     return " > ".join(names)
 
 
