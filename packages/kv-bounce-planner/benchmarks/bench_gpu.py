@@ -194,6 +194,7 @@ def serve(address: str, link: Any, stop: Any, errors: Any) -> None:
 
         memory, region = _scratch(torch, 1)
         wanted, _ = _scratch(torch, 0)  # what the sender's memory holds
+        checked: dict[tuple[int, int], int] = {}
         source, target = PeerId("bench-source", "g1", 0), PeerId("bench-target", "g2", 0)
         transport = NixlTransport(target, config=NixlConfig(**link))
         registration = transport.register([region])
@@ -207,7 +208,11 @@ def serve(address: str, link: Any, stop: Any, errors: Any) -> None:
                 before = answering.trials
                 answering.poll()
                 if answering.trials != before and answering.last_trial is not None:
-                    _check_trial(torch, wanted, memory, answering.last_trial)
+                    # The first trials of each kind, one direct and one bounce: the check delays the next trial's begin.
+                    kind = answering.last_trial[1:]
+                    checked[kind] = checked.get(kind, 0) + 1
+                    if checked[kind] <= 2:
+                        _check_trial(torch, wanted, memory, answering.last_trial)
         transport.deregister(registration)
         channel.close()
         transport.close()
@@ -218,7 +223,7 @@ def serve(address: str, link: Any, stop: Any, errors: Any) -> None:
 
 
 def link(torch: Any) -> list[dict[str, object]]:
-    """Direct and bounce of 4,096 fragments, device memory of two processes; the target compares every byte of every trial."""
+    """Direct and bounce of 4,096 fragments between two processes; the target compares every byte of the first trials."""
     from kv_bounce_planner import (
         LinkCalibration,
         NixlConfig,

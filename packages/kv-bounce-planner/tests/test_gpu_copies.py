@@ -144,6 +144,16 @@ def test_two_copies_in_flight_keep_their_tables() -> None:
 
 
 @pytest.mark.gpu
+def test_warm_up_compiles_and_changes_nothing() -> None:
+    """Kernels of every default shape, launched over no tiles."""
+    cuda_torch()
+    pytest.importorskip("triton")
+    from kv_bounce_planner import TritonCopier
+
+    assert TritonCopier("cuda").warm_up() == 14
+
+
+@pytest.mark.gpu
 def test_submit_waits_for_the_event_it_is_given() -> None:
     """The copier's stream is its own: what must come first is passed as an event."""
     torch = cuda_torch()

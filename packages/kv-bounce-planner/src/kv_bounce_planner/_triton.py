@@ -24,7 +24,7 @@ from kv_bounce_planner._tiles import KernelShape, align_classes, cut_tiles, defa
 from kv_bounce_planner._torch import EventHandle
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tiles"])  # type: ignore[untyped-decorator]
 def _copy_tiles(  # type: ignore[no-untyped-def]  # the kernel language takes no annotations but its own
     source_table,
     target_table,
@@ -90,14 +90,17 @@ def tile_tables(
     launches = []
     for word, from_at, to_at, length in align_classes(source, target, sizes):
         from_at, to_at, length = cut_tiles(from_at, to_at, length, shape.tile_bytes)
-        table = torch.from_numpy(np.stack([from_at, to_at, length // min(word, 8)])).to(device)
-        launches.append(TileLaunch(word, len(length), table))
+        # Rows begin at multiples of 128 B, so that one compiled kernel serves lists of every length.
+        rows = np.zeros((3, -(-len(length) // 16) * 16), np.int64)
+        rows[0, : len(length)], rows[1, : len(length)] = from_at, to_at
+        rows[2, : len(length)] = length // min(word, 8)
+        launches.append(TileLaunch(word, len(length), torch.from_numpy(rows).to(device)))
     return tuple(launches)
 
 
 def launch_tiles(part: TileLaunch, shape: KernelShape) -> None:
     """One kernel on the current stream; for timing and for capture into a graph."""
-    grid = (-(-part.tiles // shape.tiles_per_program),)
+    grid = (max(-(-part.tiles // shape.tiles_per_program), 1),)
     _copy_tiles[grid](
         part.table[0],
         part.table[1],
@@ -153,6 +156,17 @@ class TritonCopier:
             event = torch.cuda.Event()
             event.record(self._stream)
         return EventHandle(event, (prepared,))
+
+    def warm_up(self) -> int:
+        """Compile the kernels of the default shapes ahead, so that no transfer waits for a compiler. Returns how many."""
+        shapes = {default_shape(np.array([1 << bit], np.int64)) for bit in range(7, 14)}
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            table = torch.zeros((3, 16), dtype=torch.int64, device=self.device)
+            for shape in shapes:
+                for word in (16, 8):
+                    launch_tiles(TileLaunch(word, 0, table), shape)
+        self._stream.synchronize()
+        return 2 * len(shapes)
 
     def launch(self, prepared: TritonPrepared) -> None:
         """The kernels alone, on the current stream."""
