@@ -214,6 +214,11 @@ class RpcServer:
         """Where to connect; after ``start`` with the real port or path."""
         return self._address
 
+    @property
+    def stopping(self) -> bool:
+        """Whether ``shutdown`` was called or the server failed."""
+        return self._stopping
+
     def start(self) -> RpcServer:
         """Bind and serve.
 
@@ -494,6 +499,9 @@ class RpcServer:
             # Done before anything else can happen to it, so it needs no record.
             self._calls += 1
             answer, body, buffers = self._outcome(peer, message, spec)
+            if self._stopping:
+                # It ran, but its worker left meanwhile: the same answer as on the local path.
+                answer, (body, buffers) = wire.ERROR, _error_frames(RpcServerStopped(f"{self._address} stopped"))
             self._failed += answer == wire.ERROR
             self._send(peer, answer, message.call_id, 0, body, buffers)
             return

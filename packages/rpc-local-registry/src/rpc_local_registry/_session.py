@@ -34,6 +34,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     version_min: int
     version_max: int
     name: str
+    message_bytes_max: int
+    buffers_max: int
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -102,7 +104,8 @@ class ClientHandshake:
 
     def hello(self) -> list[bytes | memoryview]:
         """Frames to send first."""
-        body = _encode(Hello(self._nonce, *self._versions, self._name[:NAME_CHARS_MAX]))
+        name = self._name[:NAME_CHARS_MAX]
+        body = _encode(Hello(self._nonce, *self._versions, name, self._message_bytes_max, self._buffers_max))
         return self._sealer.seal(wire.HELLO, body=body)
 
     def answer(self, frames: Sequence[bytes | memoryview]) -> Session:
@@ -205,7 +208,7 @@ class ServerHandshake:
                 message_bytes_max=self._message_bytes_max,
                 buffers_max=self._buffers_max,
             ),
-            self._message_bytes_max,
-            self._buffers_max,
+            hello.message_bytes_max,
+            hello.buffers_max,
         )
         return self._sealer.seal(wire.WELCOME, body=_encode(welcome)), session

@@ -16,6 +16,7 @@ import shutil
 import socket as stdlib_socket
 import stat
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -116,6 +117,7 @@ class Link:
     def __init__(self, kind: int, config: RpcConfig, *, monitored: bool) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_pending = False
+        self._wake_lock = threading.Lock()
         self._closed = False
         self._folder: Path | None = None
         self._ipc_path: str | None = None
@@ -230,12 +232,12 @@ class Link:
     def wake(self) -> None:
         """Make the owning thread's ``poll`` return; from any thread. Several wake-ups before it looks cost one."""
         if not self._wake_pending:
-            self._wake_pending = True
-            try:
-                os.eventfd_write(self._wake_fd, 1)
-            except OSError:
+            # Against ``close``: a descriptor's number is given to the next that opens one, and a stray write there wakes
+            # (or, if it is a socket's own signal, breaks) a stranger.
+            with self._wake_lock:
                 if not self._closed:
-                    raise
+                    self._wake_pending = True
+                    os.eventfd_write(self._wake_fd, 1)
 
     def poll(self, timeout_s: float | None) -> int:
         """Wait for a message, a wake-up or a connection event; any of ``READABLE``, ``WOKEN``, ``MONITORED``.
@@ -304,12 +306,14 @@ class Link:
         """Release everything at once: sockets, descriptor, socket file, private folder."""
         if self._closed:
             return
-        self._closed = True
+        with self._wake_lock:
+            self._closed = True
+            os.close(self._wake_fd)
         if self._monitor is not None:
             self._socket.disable_monitor()
+            self._monitor.close(linger=0)
             self._monitor = None
         self._socket.close(linger=0)
-        os.close(self._wake_fd)
         if self._ipc_path is not None:
             try:
                 status = os.lstat(self._ipc_path)
