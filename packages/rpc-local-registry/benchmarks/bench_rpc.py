@@ -7,6 +7,7 @@ of the whole process, both ends and ZeroMQ's own threads included: with a co-loc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import hmac
 import json
@@ -140,7 +141,8 @@ class BareEcho:
 class BareFrames:
     """Three frames from one thread to another, nothing else: the floor for a submit's CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, payload: np.ndarray) -> None:
+        self._payload = payload
         self._folder = tempfile.mkdtemp(prefix="bench-")
         address = f"ipc://{self._folder}/s"
         context = zmq.Context.instance()
@@ -166,12 +168,12 @@ class BareFrames:
                     if self._received == self._wanted:
                         self._done.set()
 
-    def burst(self, count: int, pace_s: float, payload: np.ndarray) -> None:
+    def burst(self, count: int, pace_s: float) -> None:
         """Send ``count`` messages and wait until they arrived."""
         self._done.clear()
         self._wanted = self._received + count
         header, body = bytes(88), bytes(32)
-        view = memoryview(payload).cast("B")
+        view = memoryview(self._payload).cast("B")
         paced(count, pace_s, lambda: self._dealer.send_multipart([header, body, view]))
         self._done.wait()
 
@@ -359,10 +361,12 @@ def bench_submit() -> list[dict]:
         old.close()
     return [
         figure(
-            "submit_8192_local_cpu_vs_pickle_path", local_us, "us", old_us, old_us / local_us, ">= 200x less", old_us >= 200 * local_us
+            "submit_8192_local_cpu_vs_pickle_path", local_us, "us", old_us, old_us / local_us, ">= 200x less",
+            old_us >= 200 * local_us,
         ),
         figure(
-            "submit_8192_local_cpu_vs_own_rpc", local_us, "us", remote_us, remote_us / local_us, ">= 10x less", remote_us >= 10 * local_us
+            "submit_8192_local_cpu_vs_own_rpc", local_us, "us", remote_us, remote_us / local_us, ">= 10x less",
+            remote_us >= 10 * local_us,
         ),
         figure("submit_8192_own_rpc_cpu_vs_pickle_path", remote_us, "us", old_us, old_us / remote_us, "printed", True),
     ]  # fmt: skip
@@ -389,13 +393,17 @@ def bench_round_trip() -> list[dict]:
     ]
 
 
+def _burst_cpu_us(burst: Callable[[int, float], None], count: int, pace_s: float) -> float:
+    return cpu_us(lambda: burst(count, pace_s), 1) / count
+
+
 def bench_cpu() -> list[dict]:
     """CPU of a 1,024-token submit, both sides, against a bare three-frame send and receive, at two paces."""
     tokens = np.arange(1024, dtype=np.int32)
     request = Request(1, tokens)
     key = new_key()
     worker = Worker()
-    bare = BareFrames()
+    bare = BareFrames(tokens)
     figures = []
     try:
         with RpcServer(worker, "ipc://", key) as server, RpcClient(server.address, key) as client:
@@ -409,8 +417,8 @@ def bench_cpu() -> list[dict]:
             for label, count, pace_s in (("", 3000, 0.0), ("_at_2000_per_s", 1000, 0.0005)):
                 ours_us, bare_us = in_turn(
                     ROUNDS,
-                    lambda: cpu_us(lambda: ours(count, pace_s), 1) / count,
-                    lambda: cpu_us(lambda: bare.burst(count, pace_s, tokens), 1) / count,
+                    functools.partial(_burst_cpu_us, ours, count, pace_s),
+                    functools.partial(_burst_cpu_us, bare.burst, count, pace_s),
                 )
                 figures.append(
                     figure(
@@ -421,7 +429,7 @@ def bench_cpu() -> list[dict]:
                         ours_us / bare_us,
                         "<= 2.5x bare three frames",
                         ours_us <= 2.5 * bare_us,
-                    )  # fmt: skip
+                    )
                 )
     finally:
         bare.close()
