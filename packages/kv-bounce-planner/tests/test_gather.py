@@ -189,6 +189,28 @@ def test_torch_copier_on_the_host() -> None:
         assert handle.done() and np.array_equal(target, expected)
 
 
+def test_torch_word_indices_copy_the_same_bytes() -> None:
+    """The device adapter's index lists, applied to host tensors: every width, and lists longer than one assignment."""
+    torch = pytest.importorskip("torch")
+    from kv_bounce_planner._torch import index_copies
+
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    widths, longest = set(), 0
+    for seed in range(120):
+        source, target, source_at, target_at, sizes, expected = random_list(seed)
+        parts = list(index_copies(source_at, target_at, sizes, "cpu", words_max=64))
+        longest = max(longest, len(parts))
+        for part in parts:
+            word = part.word_bytes
+            widths.add(word)
+            assert len(part.source_index) < 2 * 64
+            into = torch.from_numpy(target[part.target_base :][: part.target_words * word]).view(kinds[word])
+            out = torch.from_numpy(source[part.source_base :][: part.source_words * word]).view(kinds[word])
+            into.index_copy_(0, part.target_index, out.index_select(0, part.source_index))
+        assert np.array_equal(target, expected), seed
+    assert widths == {1, 2, 4, 8} and longest > 3
+
+
 # --- cutting lists for a device ---------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,11 @@ def _bands(top: float, starts: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]
     return bands
 
 
+def _fitting(writer: _Writer) -> tuple[str, ...]:
+    """The lines that a small box has room for."""
+    return writer.lines[: int((writer.bottom - writer.top - 4) // 15)]
+
+
 def _svg(picture: Scene) -> str:
     left, right = 40.0 + _BOX, _WIDTH - 40.0 - _BOX
     parts = [
@@ -142,7 +147,7 @@ def _svg(picture: Scene) -> str:
             f'<rect x="40" y="{writer.top:.2f}" width="{_BOX:g}" height="{max(writer.bottom - writer.top - 2, 1):.2f}" '
             f'fill="{writer.colour}"/>'
         )
-        for i, line in enumerate(writer.lines):
+        for i, line in enumerate(_fitting(writer)):
             parts.append(f'<text x="48" y="{writer.top + 16 + 15 * i:.2f}" fill="#ffffff">{html.escape(line)}</text>')
     parts.append(
         f'<rect x="{right:g}" y="{_TOP:g}" width="{_BOX:g}" height="{_HEIGHT:g}" fill="none" stroke="#333333"/>'
@@ -190,7 +195,7 @@ def _png(picture: Scene) -> bytes:
         axes.add_patch(
             Rectangle((40, writer.top), _BOX, max(writer.bottom - writer.top - 2, 1), facecolor=writer.colour)
         )
-        for i, line in enumerate(writer.lines):
+        for i, line in enumerate(_fitting(writer)):
             axes.text(48, writer.top + 16 + 15 * i, line, fontsize=9, color="#ffffff")
     axes.add_patch(Rectangle((right, _TOP), _BOX, _HEIGHT, fill=False, edgecolor="#333333"))
     for i, line in enumerate(picture.target_lines):

@@ -1,25 +1,27 @@
 """Gather and scatter on a torch device by pointer, with torch alone.
 
-For devices without Triton, and the reference for it. Fragments are copied by indexed assignment over 8-byte words where
-every address and size allows, else 4, 2 or 1 bytes; never over uint8 when a wider word fits (several times slower).
+For devices without Triton, and the reference for it. Fragments are copied by indexed assignment over the widest word of up to
+8 bytes that each allows; never over uint8 when a wider word fits (several times slower).
 On CUDA the copy runs on a stream of its own and a handle's event says when it is done; the calling stream is not waited
 for: the caller orders its own writes before ``submit`` (``after=``). On CPU the numpy copier is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from kv_bounce_planner._errors import LayoutError, TransportError
 from kv_bounce_planner._gather import CopyHandle, CopyTable, HostCopier, PreparedCopy
 from kv_bounce_planner._layout import Int64Array
-from kv_bounce_planner._tiles import word_bytes_of
+from kv_bounce_planner._tiles import align_classes, cut_tiles
 
-#: Fragments in one indexed assignment are expanded to word indices of at most so many bytes at a time.
-INDEX_BYTES_MAX = 256 << 20
+#: Words after which an indexed assignment ends (it copies less than twice as many): its index tensors take 16 B a word.
+WORDS_MAX = 1 << 24
 
 
 class _DeviceSpan:
@@ -70,10 +72,9 @@ class EventHandle:
 
 
 @dataclass(frozen=True)
-class TorchPrepared:
-    """A list resident on the device: word indices relative to the lowest addresses."""
+class IndexedCopy:
+    """Words of one width: indices relative to the lowest address on each side, resident on the device."""
 
-    total_bytes: int
     word_bytes: int
     source_base: int
     source_words: int
@@ -81,6 +82,48 @@ class TorchPrepared:
     target_words: int
     source_index: Any
     target_index: Any
+
+
+@dataclass(frozen=True)
+class TorchPrepared:
+    """A list resident on the device."""
+
+    total_bytes: int
+    copies: tuple[IndexedCopy, ...]
+
+
+def index_copies(
+    source: Int64Array, target: Int64Array, sizes: Int64Array, device: Any, words_max: int = WORDS_MAX
+) -> Iterator[IndexedCopy]:
+    """Expand a checked list into word indices: one assignment per word width and ``words_max`` words."""
+    for wide, from_at, to_at, length in align_classes(source, target, sizes):
+        word = min(wide, 8)
+        from_at, to_at, length = cut_tiles(from_at, to_at, length, words_max * word)
+        group = (np.cumsum(length) - 1) // (words_max * word)
+        for number in range(int(group[-1]) + 1):
+            part = np.flatnonzero(group == number)
+            if len(part):
+                yield _indexed(word, from_at[part], to_at[part], length[part], device)
+
+
+def _indexed(word: int, source: Int64Array, target: Int64Array, sizes: Int64Array, device: Any) -> IndexedCopy:
+    source_base, target_base = int(source.min()), int(target.min())
+    counts = torch.from_numpy(sizes // word).to(device)
+    within = torch.arange(int(sizes.sum()) // word, device=device)
+    within -= torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
+    indices = [
+        torch.repeat_interleave(torch.from_numpy((addresses - base) // word).to(device), counts) + within
+        for addresses, base in ((source, source_base), (target, target_base))
+    ]
+    return IndexedCopy(
+        word,
+        source_base,
+        (int((source + sizes).max()) - source_base) // word,
+        target_base,
+        (int((target + sizes).max()) - target_base) // word,
+        indices[0],
+        indices[1],
+    )
 
 
 class TorchCopier:
@@ -109,28 +152,10 @@ class TorchCopier:
         table = CopyTable.of(source_addresses, target_addresses, sizes)
         if not self._cuda:
             return table
-        if table.total_bytes > INDEX_BYTES_MAX:
-            raise LayoutError(f"{table.total_bytes} B exceed {INDEX_BYTES_MAX}: split the list")
-        word = min(word_bytes_of(table.source_addresses, table.target_addresses, table.sizes), 8)
-        source_base, target_base = int(table.source_addresses.min()), int(table.target_addresses.min())
-        counts = torch.from_numpy(table.sizes // word).to(self.device)
-        within = torch.arange(table.total_bytes // word, device=self.device)
-        within -= torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
-        indices = []
-        for addresses, base in ((table.source_addresses, source_base), (table.target_addresses, target_base)):
-            first = torch.from_numpy((addresses - base) // word).to(self.device)
-            indices.append(torch.repeat_interleave(first, counts) + within)
-        torch.cuda.current_stream(self.device).synchronize()
-        return TorchPrepared(
-            table.total_bytes,
-            word,
-            source_base,
-            (int((table.source_addresses + table.sizes).max()) - source_base) // word,
-            target_base,
-            (int((table.target_addresses + table.sizes).max()) - target_base) // word,
-            indices[0],
-            indices[1],
-        )
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            copies = tuple(index_copies(table.source_addresses, table.target_addresses, table.sizes, self.device))
+        self._stream.synchronize()
+        return TorchPrepared(table.total_bytes, copies)
 
     def submit(self, prepared: PreparedCopy, *, after: Any = None) -> CopyHandle:
         """Start the copy on the copier's stream, after the event ``after`` where given."""
@@ -141,13 +166,11 @@ class TorchCopier:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             if after is not None:
                 self._stream.wait_event(after)
-            source = device_view(
-                prepared.source_base, prepared.source_words * prepared.word_bytes, self.device, prepared.word_bytes
-            )
-            target = device_view(
-                prepared.target_base, prepared.target_words * prepared.word_bytes, self.device, prepared.word_bytes
-            )
-            target.index_copy_(0, prepared.target_index, source.index_select(0, prepared.source_index))
+            for part in prepared.copies:
+                word = part.word_bytes
+                source = device_view(part.source_base, part.source_words * word, self.device, word)
+                target = device_view(part.target_base, part.target_words * word, self.device, word)
+                target.index_copy_(0, part.target_index, source.index_select(0, part.source_index))
             event = torch.cuda.Event()
             event.record(self._stream)
-        return EventHandle(event, (prepared, source, target))
+        return EventHandle(event, (prepared,))
