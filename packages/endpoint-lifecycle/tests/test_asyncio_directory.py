@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +74,7 @@ def test_fifty_callers_of_one_slow_refresh_make_one_fetch() -> None:
 
 
 def test_hundred_picks_of_b_while_a_hangs_are_not_delayed() -> None:
-    """Measured in real time: the slowest of 100 picks of B stays far under 50 ms while /server_info of A never answers."""
+    """The server_info of A never answers; no pick of B waits at all, on the loop's clock. The benchmark has the real time."""
 
     async def main() -> None:
         directory, workers, _ = cluster(A, B, attempt_timeout_s=0.2, total_timeout_s=0.3, attempts=1)
@@ -86,20 +85,19 @@ def test_hundred_picks_of_b_while_a_hangs_are_not_delayed() -> None:
         directory.add_server(A, "context")
         hung = asyncio.create_task(directory.refresh(A))
         await asyncio.sleep(0.01)
-        slowest_s = 0.0
+        loop = asyncio.get_running_loop()
         for number in range(100):
-            started_s = time.perf_counter()
+            started_s = loop.time()
             async with directory.reserve("context", number) as reservation:
-                slowest_s = max(slowest_s, time.perf_counter() - started_s)
+                assert loop.time() == started_s
                 assert reservation.server == B
             await asyncio.sleep(0)
         assert not hung.done()
-        assert slowest_s < 0.050
         with pytest.raises(RefreshFailed):
             await hung
         await finish(directory)
 
-    asyncio.run(main())
+    run_virtual(main())
 
 
 def test_waiters_of_a_hung_server_fail_at_the_bound_not_later() -> None:
