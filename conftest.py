@@ -112,11 +112,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture(scope="session")
-def world_comm() -> object:
-    """The world communicator; asking for it outside a world is a mistake in the test's marker."""
+@pytest.fixture
+def world_comm(request: pytest.FixtureRequest) -> object:
+    """The world communicator of a test marked ``mpi``; None where the test is only started in a world of its own."""
+    if request.node.get_closest_marker("mpi") is None:
+        pytest.fail("world_comm without a world: mark the test with @pytest.mark.mpi(ranks)", pytrace=False)
     if _world_size() is None:
-        raise RuntimeError("world_comm outside mpiexec: mark the test with @pytest.mark.mpi(ranks)")
+        return None
     from mpi4py import MPI
 
     return MPI.COMM_WORLD

@@ -1,0 +1,95 @@
+"""Frames and blocks: golden bytes, damage, bounds; the package without its optional libraries."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from comm_broadcast import BroadcastConfig, RemoteProtocolError
+from comm_broadcast import _block as block
+from comm_broadcast._codec import BufferSegment
+from comm_broadcast._frame import Frame, Kind, Status, pack_text, unpack_text
+
+
+def packed(frame, size=256):
+    data = bytearray(size)
+    frame.pack_into(memoryview(data))
+    return data
+
+
+def test_golden_bytes():
+    """The header's layout is fixed: a change is a new version."""
+    frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1)
+    wanted = (
+        "4342584d 01 00 01 00 0500000000000000 7011010000000000 0010000000000000"
+        "02000000 01000000 00000000 01000000 5cf94b1b 000000000000000000000000"
+    )
+    assert packed(frame)[:64] == bytes.fromhex(wanted)
+    assert Frame.unpack(memoryview(packed(frame)), 5, 0) == frame
+
+
+def test_every_damaged_byte_of_a_header_is_refused():
+    """The checksum covers the header, itself included."""
+    good = packed(Frame(5, Status.GOOD, Kind.INLINE, 10))
+    for position in range(52):
+        bad = bytearray(good)
+        bad[position] ^= 0x40
+        with pytest.raises(RemoteProtocolError):
+            Frame.unpack(memoryview(bad), 5, 3)
+
+
+def test_another_exchange_is_not_taken_for_this_one():
+    """Calls that do not match are noticed, naming the rank and both numbers."""
+    with pytest.raises(RemoteProtocolError, match="rank 3: exchange 5, this rank is at 6"):
+        Frame.unpack(memoryview(packed(Frame(5))), 6, 3)
+
+
+def test_a_frame_cannot_promise_more_than_it_holds():
+    """Inline payloads and texts are bounded by the frame."""
+    for frame in (Frame(1, block_bytes=10_000), Frame(1, Status.FAILED, text_bytes=10_000)):
+        with pytest.raises(RemoteProtocolError, match="more than it holds"):
+            Frame.unpack(memoryview(packed(frame)), 1, 0)
+
+
+def test_texts_are_cut_from_the_front_of_the_traceback():
+    """The cause and the traceback's end matter most."""
+    target = bytearray(100)
+    length = pack_text(memoryview(target), "ValueError: no", "start " + "x" * 500 + " end")
+    cause, details = unpack_text(memoryview(target)[:length])
+    assert cause == "ValueError: no"
+    assert details.endswith(" end")
+    assert "start" not in details
+
+
+def test_blocks_keep_random_segments():
+    """Random sizes, random thresholds: what is split is what was written."""
+    rng = random.Random(3)
+    for _ in range(300):
+        segments = [rng.randbytes(rng.choice([0, 1, 63, 64, 65, 1000])) for _ in range(rng.randrange(1, 12))]
+        config = BroadcastConfig(gather_bytes_max=rng.choice([0, 64, 2000]), frame_bytes=rng.choice([256, 4096]))
+        wrapped = [BufferSegment(s) for s in segments]
+        size, entries, large = block.plan(wrapped, config)
+        data = memoryview(bytearray(size))
+        block.write(data, wrapped, entries)
+        assert [bytes(s) for s in block.split(data, [memoryview(segments[i]) for i in large])] == segments
+
+
+def test_damaged_blocks_are_refused():
+    """A table that leaves the block, or does not fit in it."""
+    for data in (b"", b"\1\0\0\0", b"\1\0\0\0" + (1000).to_bytes(8, "little")):
+        with pytest.raises(RemoteProtocolError):
+            block.split(memoryview(data), [])
+    with pytest.raises(RemoteProtocolError):
+        block.read_sizes(memoryview(bytes(10)), 2)
+
+
+def test_the_package_imports_without_mpi_and_torch():
+    """Adapters are imported on first use; their names are public all the same."""
+    code = (
+        "import sys\nsys.modules['mpi4py'] = None\nsys.modules['torch'] = None\nimport comm_broadcast\n"
+        "assert 'MpiComm' in comm_broadcast.__all__\n"
+        "try:\n    comm_broadcast.MpiComm\nexcept ImportError:\n    print('ok')\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "ok", done.stderr
