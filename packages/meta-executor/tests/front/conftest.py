@@ -42,7 +42,7 @@ class Servers:
         self._running: dict[str, tuple[_Server, asyncio.Task[None]]] = {}
 
     def start(self, app: Starlette, port: int = 0) -> str:
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(512)
@@ -57,10 +57,18 @@ class Servers:
 
     async def stop(self, *urls: str) -> None:
         chosen = [self._running.pop(url) for url in (urls or tuple(self._running))]
-        for server, _ in chosen:
-            server.should_exit = True
-            server.force_exit = True
-        await asyncio.gather(*(task for _, task in chosen))
+        for server, task in chosen:
+            # As a killed process would: no graceful end, which would cost a fifth of a second per test.
+            for listener in getattr(server, "servers", ()):
+                listener.close()
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            for running in list(server.server_state.tasks):
+                running.cancel()
+            task.cancel()
+        await asyncio.gather(*(task for _, task in chosen), return_exceptions=True)
+        left = [running for server, _ in chosen for running in server.server_state.tasks]
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 class FakeInstance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from meta_executor import wire
 from meta_executor.config import EngineConfig, InstanceSpec, RunSpec, ServiceConfig, SyntheticConfig
+from meta_executor.front.runner import _listen
 from meta_executor.instance.report import Listener, Message
 
 pytestmark = pytest.mark.asyncio
@@ -124,3 +126,11 @@ async def test_second_signal_cuts(make_cluster: Any, tmp_path: Path) -> None:
             assert (await task).status_code == 503
         cluster.context.gate.set()
         listener.close()
+
+
+async def test_answers_do_not_wait_for_acknowledgements() -> None:
+    """asyncio switches Nagle's algorithm off only for sockets that name their protocol; accepted ones inherit it."""
+    listener = _listen("127.0.0.1", 0)
+    assert listener.proto == socket.IPPROTO_TCP
+    assert not listener.getblocking()
+    listener.close()
