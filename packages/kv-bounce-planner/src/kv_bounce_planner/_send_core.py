@@ -467,6 +467,8 @@ class SendTransfer:
 
     def _gathered(self, event: GatherEnded, now_s: float) -> None:
         record = self._records[event.operation]
+        if record.machine.terminal:
+            return  # it came after the drain clock: what was quarantined stays so
         if not event.succeeded and not event.idle_proven:
             # The copy may go on reading the source and writing the slot: both stay owned until quarantine.
             record.machine.fire(_T.GATHER_BROKEN, event.reason)

@@ -517,7 +517,7 @@ def test_success_without_a_report_keeps_the_region(make_lab):
 def test_a_report_by_another_rank_changes_nothing(make_lab):
     """Rank-bound: an authenticated peer cannot report for another one, neither well nor badly."""
     lab = make_lab(2)
-    first, second = lab.open(tier="bounce")
+    first, _ = lab.open(tier="bounce")
     lab.ready(ranks=[0])
     lab.run(2)
     stranger = lab.senders[1].self_id
@@ -808,7 +808,7 @@ def test_notifications_of_a_foreign_agent_are_not_believed(make_lab):
     from kv_bounce_planner._identity import Mark, encode_mark
 
     lab = make_lab(2)
-    first, second = lab.open()
+    first, _ = lab.open()
     lab.run(4)
     agent_of = {peer.rank: name for peer, name in lab.receiver._agents.items()}
     inbox = next(iter(lab.receiver._transport._agents.values())).name
@@ -889,7 +889,7 @@ def test_expected_operations_are_validated():
         {"byte_count": 1, "payload": b"x" * (1 << 21)},
         {"byte_count": 1, "tier": "bounce"},
     ):
-        with pytest.raises(ValueError, match="wants|exceeds|needs"):
+        with pytest.raises(ValueError, match=r"wants|exceeds|needs"):
             ExpectedOperation(peer, **arguments)
     with pytest.raises(ValueError, match=">= 1"):
         SessionConfig(transfers_max=0)

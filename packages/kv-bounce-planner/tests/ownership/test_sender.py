@@ -120,7 +120,7 @@ def test_a_request_that_arrives_after_the_seal_is_answered_sealed(make_lab):
 def test_a_forgotten_request_is_over_for_good(make_lab):
     """After the commit: records go, late requests and cancels are still answered truly."""
     lab = make_lab(1)
-    (operation,) = lab.open()
+    lab.open()
     lab.ready()
     lab.run()
     with pytest.raises(LocalProtocolError, match="still owns"):

@@ -1,0 +1,623 @@
+"""Explore the real cores exhaustively for small scopes: every interleaving of writers, parts, cancel, failure, death, time.
+
+The model is one receiver core, one sender core per writer, a first-in first-out channel per direction, and writes that land
+part by part or end in an error and land later. It knows nothing of the protocol; it only remembers what is physically
+true and checks, after every step of every interleaving:
+
+- no part lands in memory or a region after that memory was released;
+- no part reads a source after it was released;
+- released or quarantined at most once, never both; an outcome never changes;
+- success only with every part landed and, where bounced, scattered once after all of them;
+- a terminal snapshot never changes, and is never COMPLETED with a quarantine;
+- when nothing can happen any more, nothing is left owned.
+
+Run: ``python tools/explore.py [--scope NAME] [--states-max N]``. Exit code 1 with the shortest story on a violation.
+"""
+
+# ruff: noqa: T201, S101 - a command prints; its assertions are about its own model
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from kv_bounce_planner import (
+    Evidence,
+    IllegalTransition,
+    OperationIdentity,
+    PeerId,
+    RequestKey,
+    TransferIdentity,
+    WriteExecutor,
+    required_proofs,
+)
+from kv_bounce_planner import _receive_core as rc
+from kv_bounce_planner import _send_core as sc
+from kv_bounce_planner._messages import (
+    BounceGrant,
+    BounceRefused,
+    Cancel,
+    Drained,
+    ReceiveRequest,
+    WriterResult,
+)
+from kv_bounce_planner._states import Outcome
+from kv_bounce_planner._transport import WriteProgress
+
+DEADLINE_S = 10.0
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What may happen in one exploration; counts and switches."""
+
+    name: str
+    writers: int = 1
+    parts: int = 2
+    bounce: bool = False
+    cancel: bool = True
+    fail: bool = False
+    seal: bool = True
+    kill: bool = False
+    errors: bool = False
+    retire: bool = False
+    time: bool = False
+    lies: bool = False
+    executor: WriteExecutor = WriteExecutor.RECEIVER
+
+
+SCOPES = (
+    Scope("direct, cancel"),
+    Scope("direct, cancel and abort, two writers", writers=2, parts=1, fail=True),
+    Scope("direct, errors and death, receiver-executed", kill=True, errors=True, retire=True),
+    Scope(
+        "direct, errors and death, sender-executed", kill=True, errors=True, retire=True, executor=WriteExecutor.SENDER
+    ),
+    Scope("direct, time", parts=1, errors=True, time=True),
+    Scope("bounce, cancel", bounce=True, parts=1),
+    Scope("bounce, cancel and abort, two parts", bounce=True, fail=True, parts=2),
+    Scope("bounce, two writers", bounce=True, writers=2, parts=1),
+    Scope("bounce, errors and death", bounce=True, parts=1, kill=True, errors=True, retire=True),
+    Scope("bounce, time", bounce=True, parts=1, errors=True, time=True, fail=True),
+    Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
+)
+#: The scopes of the smoke test: the smaller ones.
+SMOKE = ("direct, cancel", "direct, errors and death, sender-executed", "bounce, cancel", "direct, time")
+
+
+@dataclass
+class Write:
+    """One operation's write, physically."""
+
+    bounce: bool
+    posted: int = 0
+    stopped: bool = False
+    error: bool = False
+    flying: set[int] = field(default_factory=set)
+    landed: set[int] = field(default_factory=set)
+    completed: set[int] = field(default_factory=set)
+    reported: tuple[Any, ...] | None = None
+
+    def clone(self) -> Write:
+        new = copy.copy(self)
+        new.flying, new.landed, new.completed = set(self.flying), set(self.landed), set(self.completed)
+        return new
+
+    def key(self) -> tuple[Any, ...]:
+        return (
+            self.bounce, self.posted, self.stopped, self.error, frozenset(self.flying),
+            frozenset(self.landed), frozenset(self.completed), self.reported,
+        )  # fmt: skip
+
+
+def _clone_core(core: Any) -> Any:
+    new = copy.copy(core)
+    new._effects = []
+    records = {}
+    for operation, record in core._records.items():
+        twin = copy.copy(record)
+        twin.machine = copy.copy(record.machine)
+        for name in ("marks", "evidence"):
+            if hasattr(record, name):
+                setattr(twin, name, set(getattr(record, name)))
+        records[operation] = twin
+    new._records = records
+    return new
+
+
+def _core_key(core: Any) -> tuple[Any, ...]:
+    skip = {"machine", "proof", "spec", "request", "peer", "reason"}
+    rows = []
+    for record in core._records.values():
+        names = getattr(type(record), "__slots__", None) or vars(record)
+        fields = [getattr(record, name) for name in sorted(names) if name not in skip]
+        rows.append((record.state, *(frozenset(value) if isinstance(value, set) else value for value in fields)))
+    own = tuple(
+        (name, value)
+        for name, value in sorted(vars(core).items())
+        if isinstance(value, bool | int | float | str | type(None)) and name != "reason"
+    )
+    return (tuple(rows), own)
+
+
+class World:
+    """One state of the model."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.now_s = 0.0
+        self.receiver = PeerId("gen", "g1", 0)
+        self.senders = [PeerId("ctx", "c1", rank) for rank in range(scope.writers)]
+        transfer = TransferIdentity(1, 0, "g1", 0)
+        self.operations = [OperationIdentity(transfer, rank, rank) for rank in range(scope.writers)]
+        specs = [
+            rc.OperationSpec(
+                operation,
+                self.senders[rank],
+                ReceiveRequest(operation, "c1", 8, b"d", scope.bounce, "KV", "DRAM", 0, b""),
+            )
+            for rank, operation in enumerate(self.operations)
+        ]
+        self.rx = rc.ReceiveTransfer(
+            transfer, specs, required=required_proofs([scope.executor]), drain_deadline_s=DEADLINE_S
+        )
+        self.tx = [sc.SendTransfer(RequestKey(1, 0), drain_deadline_s=DEADLINE_S) for _ in self.senders]
+        for core in self.tx:
+            core.expected = 1
+        self.to_sender: list[deque[Any]] = [deque() for _ in self.senders]
+        self.to_receiver: list[deque[Any]] = [deque() for _ in self.senders]
+        self.writes: list[Write | None] = [None] * scope.writers
+        self.marks: list[set[int]] = [set() for _ in self.senders]
+        self.todo: list[tuple[Any, ...]] = []  # answers that the shells owe the cores
+        self.alive = [True] * scope.writers
+        self.agent = True
+        self.reaped = [False] * scope.writers
+        self.published = self.cancelled = False
+        self.ready = [False] * scope.writers
+        self.sealed = [False] * scope.writers
+        self.ticked = 0
+        self.memory = "owned"
+        self.source = ["none"] * scope.writers
+        self.outcome = Outcome.PENDING
+        self.scattered = 0
+        self.snapshots: list[Any] = [None] * scope.writers
+        self.lied = False
+
+    def clone(self) -> World:
+        new = copy.copy(self)
+        new.rx = _clone_core(self.rx)
+        new.tx = [_clone_core(core) for core in self.tx]
+        new.to_sender = [deque(queue) for queue in self.to_sender]
+        new.to_receiver = [deque(queue) for queue in self.to_receiver]
+        new.writes = [write.clone() if write else None for write in self.writes]
+        new.marks = [set(marks) for marks in self.marks]
+        for name in ("todo", "alive", "reaped", "ready", "sealed", "source", "snapshots"):
+            setattr(new, name, list(getattr(self, name)))
+        return new
+
+    def key(self) -> tuple[Any, ...]:
+        return (
+            _core_key(self.rx),
+            tuple(_core_key(core) for core in self.tx),
+            tuple(tuple(map(_frame_key, queue)) for queue in self.to_sender),
+            tuple(tuple(map(_frame_key, queue)) for queue in self.to_receiver),
+            tuple(write.key() if write else None for write in self.writes),
+            tuple(map(frozenset, self.marks)),
+            tuple(self.todo),
+            tuple(self.alive), self.agent, tuple(self.reaped), self.published, self.cancelled,
+            tuple(self.ready), tuple(self.sealed), self.ticked, self.memory, tuple(self.source),
+            self.outcome, self.scattered, self.lied, self.now_s,
+        )  # fmt: skip
+
+    # -- what may happen next
+
+    def actions(self) -> list[tuple[Any, ...]]:
+        scope = self.scope
+        able: list[tuple[Any, ...]] = []
+        if not self.published and self.memory == "owned":
+            able.append(("publish",))
+        if scope.cancel and not self.cancelled and self.memory == "owned":
+            able.append(("cancel",))
+        if self.todo:
+            able.extend(("answer", index) for index in range(len(self.todo)))
+        for rank in range(scope.writers):
+            live = self.alive[rank]
+            if live and self.to_sender[rank]:
+                able.append(("deliver to sender", rank))
+            if self.to_receiver[rank]:
+                able.append(("deliver to receiver", rank))
+            if live and not self.ready[rank] and not self.tx[rank].sealed:
+                able.append(("ready", rank))
+            if live and scope.fail and not self.tx[rank].sealed:
+                able.append(("fail", rank))
+            if live and scope.seal and not self.sealed[rank] and (self.tx[rank].served or scope.fail):
+                able.append(("seal", rank))
+            if scope.kill and live and self.published:
+                able.append(("kill", rank))
+            if not live and not self.reaped[rank]:
+                able.append(("reaped", rank))
+            if self.marks[rank] and self.agent:
+                able.extend(("mark", rank, part) for part in sorted(self.marks[rank]))
+            write = self.writes[rank]
+            if write is None:
+                continue
+            if live and not write.error and not write.stopped and write.posted < scope.parts:
+                able.append(("post", rank))
+            for part in sorted(write.flying):
+                if self._can_land(rank):
+                    able.append(("land", rank, part))
+                if scope.errors and live and not write.error:
+                    able.append(("error", rank))
+        if scope.retire and self.agent and self.published and (not all(self.alive) or not scope.kill):
+            able.append(("retire",))
+        if scope.time and self.ticked < 2 and (self.rx.drain_until_s is not None or any(c.sealed for c in self.tx)):
+            able.append(("time",))
+        return able
+
+    def _can_land(self, rank: int) -> bool:
+        return self.agent if self.scope.executor is WriteExecutor.RECEIVER else self.alive[rank]
+
+    # -- making it happen
+
+    def apply(self, action: tuple[Any, ...]) -> None:
+        name, *rest = action
+        getattr(self, "_" + name.replace(" ", "_"))(*rest)
+        self._check()
+
+    def _publish(self) -> None:
+        self.published = True
+        self._rx(rc.Published())
+
+    def _cancel(self) -> None:
+        self.cancelled = True
+        self._rx(rc.CancelAsked("cancelled"))
+
+    def _deliver_to_sender(self, rank: int) -> None:
+        message = self.to_sender[rank].popleft()
+        operation = self.operations[rank]
+        match message:
+            case ReceiveRequest():
+                self._tx(rank, sc.RequestArrived(self.receiver, message))
+            case Cancel():
+                if not self.tx[rank].knows(operation):
+                    raise Violation("a cancel overtook its request")
+                self._tx(rank, sc.CancelArrived(operation, ""))
+            case BounceGrant():
+                self._tx(rank, sc.GrantArrived(operation))
+            case BounceRefused():
+                self._tx(rank, sc.RefusalArrived(operation, ""))
+
+    def _deliver_to_receiver(self, rank: int) -> None:
+        self._rx(rc.MessageArrived(self.to_receiver[rank].popleft()))
+
+    def _ready(self, rank: int) -> None:
+        self.ready[rank] = True
+        self.source[rank] = "owned"
+        self._tx(rank, sc.SourceReady())
+
+    def _fail(self, rank: int) -> None:
+        self.sealed[rank] = True
+        self._tx(rank, sc.FailAsked("aborted"))
+
+    def _seal(self, rank: int) -> None:
+        self.sealed[rank] = True
+        self._tx(rank, sc.SealAsked())
+
+    def _kill(self, rank: int) -> None:
+        self.alive[rank] = False
+        self.todo = [
+            each for each in self.todo if not (each[0] in ("resolved", "slot", "gathered") and each[1] == rank)
+        ]
+        self._rx(rc.PeerInDoubt(self.senders[rank], "connection lost"))
+
+    def _reaped(self, rank: int) -> None:
+        self.reaped[rank] = True
+        self._rx(rc.PeerEvidenced(self.senders[rank], Evidence.PEER_REAPED))
+
+    def _retire(self) -> None:
+        self.agent = False
+        for marks in self.marks:
+            marks.clear()
+        for peer in self.senders:
+            self._rx(rc.PeerInDoubt(peer, "peer retired"))
+            self._rx(rc.PeerEvidenced(peer, Evidence.AGENT_DESTROYED))
+
+    def _time(self) -> None:
+        self.ticked += 1
+        self.now_s += DEADLINE_S + 1
+        self._rx(rc.Ticked())
+        for rank, core in enumerate(self.tx):
+            if self.alive[rank]:
+                self._tx(rank, sc.Ticked())
+                del core
+
+    def _post(self, rank: int) -> None:
+        write = self.writes[rank]
+        assert write is not None
+        write.flying.add(write.posted)
+        write.posted += 1
+        self._report(rank)
+
+    def _land(self, rank: int, part: int) -> None:
+        write = self.writes[rank]
+        assert write is not None
+        if self.memory in ("released", "freed region"):
+            raise Violation("a part landed in memory that was released")
+        if self.source[rank] == "released" and self.scope.executor is WriteExecutor.SENDER:
+            raise Violation("a part was read from a source that was released")
+        if self.source[rank] == "released" and not write.error:
+            raise Violation("a part was read from a source that was released")
+        write.flying.discard(part)
+        write.landed.add(part)
+        if not write.error and self.alive[rank]:
+            write.completed.add(part)
+            self.marks[rank].add(part)
+            self._report(rank)
+
+    def _error(self, rank: int) -> None:
+        write = self.writes[rank]
+        assert write is not None
+        write.error = True
+        self._report(rank)
+
+    def _mark(self, rank: int, part: int) -> None:
+        self.marks[rank].discard(part)
+        self._rx(rc.MarkArrived(self.operations[rank], part, self.scope.parts))
+
+    def _report(self, rank: int) -> None:
+        write = self.writes[rank]
+        if write is None or not self.alive[rank]:
+            return
+        total = self.scope.parts
+        if write.error:
+            state = "error"
+        elif len(write.completed) == total:
+            state = "done"
+        elif write.stopped and len(write.completed) == write.posted:
+            state = "stopped"
+        else:
+            state = "posted" if write.posted == total else "posting"
+        report = (write.posted, len(write.completed), state)
+        if report != write.reported:
+            write.reported = report
+            progress = WriteProgress(self.operations[rank], write.posted, len(write.completed), total, state)  # type: ignore[arg-type]
+            self._tx(rank, sc.WriteProgressed(progress))
+
+    def _answer(self, index: int) -> None:
+        kind, *rest = self.todo.pop(index)
+        match kind:
+            case "resolved":
+                self._tx(rest[0], sc.Resolved(self.operations[rest[0]], rest[1]))
+            case "slot":
+                self._tx(rest[0], sc.SlotReserved(self.operations[rest[0]]))
+            case "gathered":
+                self._tx(rest[0], sc.GatherEnded(self.operations[rest[0]], True, True))
+            case "region":
+                self._rx(rc.RegionReserved() if rest[0] else rc.RegionRefused("no_space"))
+            case "check":
+                self.lied = self.lied or not rest[1]
+                self._rx(rc.ReportChecked(self.operations[rest[0]], rest[1], "" if rest[1] else "lie"))
+            case "scatter":
+                if any(not w or len(w.landed) < self.scope.parts for w in self.writes if w and w.bounce):
+                    raise Violation("scattered before every bounced part had landed")
+                if self.memory != "owned":
+                    raise Violation("a scatter ran in memory that was not owned")
+                self.scattered += 1
+                self._rx(rc.ScatterEnded(True, True))
+
+    def _both(self, *choices: tuple[Any, ...]) -> None:
+        """The environment picks: all choices are queued as alternatives; taking one drops the others."""
+        self.todo.extend(choices)
+
+    # -- performing effects
+
+    def _rx(self, event: rc.ReceiveEvent) -> None:
+        for effect in self.rx.step(event, self.now_s):
+            match effect:
+                case rc.SendRequest(peer, request):
+                    self.to_sender[peer.rank].append(request)
+                case rc.SendCancel(peer, message) | rc.SendRefusal(peer, message):
+                    self.to_sender[peer.rank].append(message)
+                case rc.ReserveRegion():
+                    self.todo.append(("region", True))
+                case rc.BindAndGrant(operation, peer):
+                    self.to_sender[peer.rank].append(BounceGrant(operation, 64, 8, "DRAM", 0))
+                case rc.WithdrawRegion():
+                    self.todo = [each for each in self.todo if each[0] != "region"]
+                case rc.CheckReport(operation, _):
+                    self.todo.append(("check", operation.writer_rank, not self.scope.lies))
+                case rc.Scatter():
+                    self.todo.append(("scatter",))
+                case rc.EndOutcome(outcome, _):
+                    if self.outcome is not Outcome.PENDING:
+                        raise Violation(f"outcome {self.outcome} changed to {outcome}")
+                    self.outcome = outcome
+                    if outcome is Outcome.SUCCEEDED:
+                        self._check_success()
+                case rc.Release(proofs):
+                    if self.memory != "owned":
+                        raise Violation(f"released after {self.memory}")
+                    if {proof.operation for proof in proofs} != set(self.operations):
+                        raise Violation("released without a proof of every operation")
+                    self.memory = "released"
+                case rc.Quarantine():
+                    if self.memory != "owned":
+                        raise Violation(f"quarantined after {self.memory}")
+                    if not self.ticked:
+                        raise Violation("quarantined before any deadline")
+                    self.memory = "quarantined"
+                case rc.NoteConflict(_, reason):
+                    if not self.scope.lies and "report refused" not in reason:
+                        raise Violation(f"honest peers conflict: {reason}")
+
+    def _check_success(self) -> None:
+        for write in self.writes:
+            if write is None or len(write.landed) < self.scope.parts:
+                raise Violation("success without every part")
+            if write.bounce and self.scattered != 1:
+                raise Violation(f"success with {self.scattered} scatters")
+        if self.lied:
+            raise Violation("success with a refused report")
+
+    def _tx(self, rank: int, event: sc.SendEvent) -> None:
+        for effect in self.tx[rank].step(event, self.now_s):
+            match effect:
+                case sc.Resolve():
+                    self.todo.append(("resolved", rank, self.scope.bounce))
+                case sc.SendMessage(_, message):
+                    self.to_receiver[rank].append(message)
+                case sc.ReserveSlot():
+                    self.todo.append(("slot", rank))
+                case sc.DropSlot():
+                    self.todo = [each for each in self.todo if each != ("slot", rank)]
+                case sc.Gather():
+                    self.todo.append(("gathered", rank))
+                case sc.Post(operation, bounce):
+                    self.writes[rank] = Write(bounce)
+                    if bounce:
+                        self.to_receiver[rank].append(WriterResult(operation, 64, b"report"))
+                case sc.StopPosting():
+                    write = self.writes[rank]
+                    if write is None:
+                        raise Violation("stopped a write that never began")
+                    write.stopped = True
+                    self.todo.append(("progress", rank))
+                case sc.ReleaseSource():
+                    if self.source[rank] != "owned":
+                        raise Violation(f"source released after {self.source[rank]}")
+                    self.source[rank] = "released"
+                case sc.QuarantineSource():
+                    if self.source[rank] != "owned":
+                        raise Violation(f"source quarantined after {self.source[rank]}")
+                    self.source[rank] = "quarantined"
+                case sc.NoteConflict(_, reason):
+                    raise Violation(f"honest peers conflict at the sender: {reason}")
+        if ("progress", rank) in self.todo:
+            self.todo.remove(("progress", rank))
+            self._report(rank)
+
+    # -- invariants of every state
+
+    def _check(self) -> None:
+        for rank, core in enumerate(self.tx):
+            if not self.alive[rank]:
+                continue
+            write = self.writes[rank]
+            snapshot = core.snapshot()
+            if snapshot is not None and self.snapshots[rank] is None:
+                self.snapshots[rank] = snapshot
+                if write and write.flying and not write.error and not snapshot.quarantined:
+                    raise Violation("a terminal snapshot with a write in progress")
+                if snapshot.outcome == "COMPLETED" and snapshot.quarantined:
+                    raise Violation("COMPLETED with QUARANTINE")
+                if snapshot.outcome == "COMPLETED" and (write is None or len(write.landed) < self.scope.parts):
+                    raise Violation("COMPLETED without every part")
+            elif snapshot is not self.snapshots[rank] and snapshot != self.snapshots[rank]:
+                raise Violation("a terminal snapshot changed")
+
+    def at_the_end(self) -> None:
+        """Nothing can happen any more: is anything left owned that should not be?"""
+        if self.memory == "owned" and not self._doubt_is_honest():
+            raise Violation(f"stuck: memory owned for ever; {[self.rx.state_of(op).value for op in self.operations]}")
+        for rank, core in enumerate(self.tx):
+            if self.alive[rank] and core.sealed and not core.settled and not self.scope.errors:
+                raise Violation(f"stuck: sender {rank} owns its source for ever")
+
+    def _doubt_is_honest(self) -> bool:
+        """Owned at the end is right where a proof of the class cannot come, or the sender was never asked to end."""
+        if any(self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED") for op in self.operations):
+            needed = required_proofs([self.scope.executor])
+            have = [
+                (Evidence.AGENT_DESTROYED in needed and not self.agent)
+                or (Evidence.PEER_REAPED in needed and self.reaped[op.writer_rank])
+                for op in self.operations
+                if self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED")
+            ]
+            return not all(have)
+        return False
+
+
+def _frame_key(message: Any) -> tuple[Any, ...]:
+    extra = (message.posted, message.completed) if isinstance(message, Drained) else ()
+    return (type(message).__name__, *extra)
+
+
+def explore(scope: Scope, *, states_max: int = 2_000_000) -> tuple[int, int]:
+    """Breadth first over every interleaving. Returns (states, transitions).
+
+    Raises:
+        Violation: With the shortest story that leads to it.
+    """
+    start = World(scope)
+    seen = {start.key(): None}
+    parents: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+    frontier: deque[World] = deque([start])
+    transitions = 0
+
+    def story(key: tuple[Any, ...], last: tuple[Any, ...] | None) -> str:
+        steps = [] if last is None else [last]
+        while key in parents:
+            key, action = parents[key]
+            steps.append(action)
+        return " → ".join(" ".join(map(str, step)) for step in reversed(steps))
+
+    while frontier:
+        world = frontier.popleft()
+        key = world.key()
+        actions = world.actions()
+        if not actions:
+            try:
+                world.at_the_end()
+            except Violation as violation:
+                raise Violation(f"{scope.name}: {violation}; story: {story(key, None)}") from None
+        for action in actions:
+            branch = world.clone()
+            try:
+                branch.apply(action)
+            except (Violation, IllegalTransition) as violation:
+                raise Violation(f"{scope.name}: {violation}; story: {story(key, action)}") from None
+            transitions += 1
+            reached = branch.key()
+            if reached not in seen:
+                if len(seen) >= states_max:
+                    raise Violation(f"{scope.name}: more than {states_max} states: the scope is not exhausted")
+                seen[reached] = None
+                parents[reached] = (key, action)
+                frontier.append(branch)
+    return len(seen), transitions
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scope", action="append", help="explore only this scope (repeatable)")
+    parser.add_argument("--smoke", action="store_true", help="the smaller scopes only")
+    parser.add_argument("--states-max", type=int, default=2_000_000)
+    options = parser.parse_args(arguments)
+    wanted = options.scope or (SMOKE if options.smoke else [scope.name for scope in SCOPES])
+    unknown = set(wanted) - {scope.name for scope in SCOPES}
+    if unknown:
+        parser.error(f"unknown scopes {sorted(unknown)}; known: {[scope.name for scope in SCOPES]}")
+    for scope in SCOPES:
+        if scope.name not in wanted:
+            continue
+        began = time.monotonic()
+        try:
+            states, transitions = explore(scope, states_max=options.states_max)
+        except Violation as violation:
+            print(f"VIOLATION {violation}")
+            return 1
+        print(f"{scope.name}: {states} states, {transitions} transitions, {time.monotonic() - began:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
