@@ -249,29 +249,34 @@ class RankLoop:
         """Plan steps while the pipeline takes them."""
         planned = False
         while len(self._unanswered) < self._limits.steps_in_flight_max and len(self._ready) < LAUNCHED_MAX:
-            self._activate_candidates()
+            self._select_candidates()
             chunks = plan_step(self._active.values(), self._limits)
             if not chunks:
                 break
             schedule = make_schedule(self._next_step_id, chunks, self.registry)
             self._next_step_id += 1
+            # What the schedule names, in its order, and nothing else is activated: before anybody can see the schedule.
+            first = [self.registry.require(part.request_id) for part in schedule.parts if part.first]
+            if first and self.role == "context":
+                self._transceiver.activate(first)
             self._name(schedule)
             self._unanswered[schedule.step_id] = schedule
             self._ready.append(Step(schedule, None))
             planned = True
         return planned
 
-    def _activate_candidates(self) -> None:
-        """Context rank 0: let requests compute, in canonical order, as far as the compute cap and the blocks go."""
+    def _select_candidates(self) -> None:
+        """Context rank 0: let requests have blocks, in canonical order, as far as the compute cap and the blocks go."""
         if self.role != "context" or not isinstance(self._blocks, PlannedBlocks):
             return
         for sequence in self._transceiver.candidates():
             if len(self._active) >= self._limits.active_max:
                 return
+            if sequence.request_id in self._active:
+                continue
             if not self._blocks.acquire(sequence, sequence.request.prompt_count):
                 # In order: a smaller request behind it does not overtake, so none starves.
                 return
-            self._transceiver.activate((sequence,))
             sequence.launched = sequence.retired = sequence.cached_count
             self._active[sequence.request_id] = sequence
 
@@ -502,12 +507,22 @@ class RankLoop:
             elif isinstance(event, Expired):
                 self._author_stop(event.request_id, Outcome.FAILED, event.reason, wire.TRANSFER_FAILED)
             elif isinstance(event, Ended):
-                if self._desk is not None:
-                    self._desk.admission_may_have_changed()
+                self._ended(event)
             elif isinstance(event, Fault) and not self.fault:
                 self.fault = event.diagnosis
                 self._on_fault(event.diagnosis)
         return bool(events)
+
+    def _ended(self, event: Ended) -> None:
+        """Terminal on this rank. A client that heard nothing yet (revoked by a drain, say) hears it now."""
+        self._active.pop(event.request_id, None)
+        if self._desk is None:
+            return
+        self._desk.admission_may_have_changed()
+        if self.role == "context" and self._desk.client(event.request_id) is not None:
+            reason = "cancelled" if event.outcome is Outcome.CANCELLED else "error"
+            code = wire.CANCELLED if event.outcome is Outcome.CANCELLED else wire.INTERNAL
+            self._answers.append(Answer(event.request_id, (), reason, code, "ended before it was computed"))
 
     def _peer_cancelled(self, request_id: int) -> None:
         """The receiver gave a request up: rank 0 stops it everywhere."""

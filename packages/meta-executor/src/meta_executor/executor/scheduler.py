@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meta_executor.executor.ownership import ACTIVE_STATES, Sequence
+from meta_executor.executor.ownership import ACTIVE_STATES, PRE_ACTIVE_STATES, Sequence
+
+_SCHEDULABLE = ACTIVE_STATES | PRE_ACTIVE_STATES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +74,13 @@ def plan_step(sequences: Iterable[Sequence], limits: StepLimits) -> tuple[Chunk,
     """Plan one step.
 
     Args:
-        sequences: Activated sequences in order of activation. Those that ended early, are not active, or have nothing
-            known that is not launched are skipped.
+        sequences: Sequences that may compute, in order: activated ones, and selected ones that the step would activate.
+            Those that ended early, are in another state, or have nothing known that is not launched are skipped.
 
     Returns:
         Chunks, decoding sequences first, then in the given order. Empty: nothing to compute now.
     """
-    ready = [s for s in sequences if s.state in ACTIVE_STATES and not s.ended_early and s.launched < s.known_count]
+    ready = [s for s in sequences if s.state in _SCHEDULABLE and not s.ended_early and s.launched < s.known_count]
     # Stable: among decoding sequences, and among prompts, the order of activation stays.
     ready.sort(key=lambda s: s.known_count - s.launched > 1)
     chunks: list[Chunk] = []
@@ -97,11 +99,6 @@ def plan_step(sequences: Iterable[Sequence], limits: StepLimits) -> tuple[Chunk,
             )
         )
     return tuple(chunks)
-
-
-def prefilling_count(sequences: Iterable[Sequence]) -> int:
-    """Activated sequences that count against the compute cap: their prompt is not fully computed (count)."""
-    return sum(1 for s in sequences if s.state in ACTIVE_STATES and s.retired < s.request.prompt_count)
 
 
 def blocks_needed(token_count: int, block_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Two whole instances in one process, stepped by hand: the real loop, desk, transceivers, sessions and agreement over fake wires.
+"""Two whole instances in one process, stepped by hand: real loop, desk, transceivers, sessions, agreement; fake wires.
 
 Nothing here waits or looks at a clock. ``Pair.step`` gives one rank one iteration; a test chooses the order, holds links,
 cancels, kills, and looks at every record. The engine is a real one whose steps are run to their end at launch.

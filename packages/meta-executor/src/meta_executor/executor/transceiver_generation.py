@@ -6,7 +6,7 @@ the blocks already owned, and they go on to compute (success) or back (failure) 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kv_bounce_planner import (
@@ -24,6 +24,7 @@ from kv_bounce_planner import (
     TransferCancelled,
     TransferIdentity,
     TransferSucceeded,
+    coalesced_marker,
     decode_instance,
     encode_blocks,
     encode_layout,
@@ -62,6 +63,7 @@ class GenerationTransceiver:
         tiers: Chooses direct or bounce.
         open_transfers_max: Transfers at once (count); more requests wait without owning anything.
         transfer_timeout_s: A transfer older than this is failed (logically; its memory follows by proof).
+        log: Gets the marker of the first coalesced transfer.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class GenerationTransceiver:
         tiers: TierPolicy,
         open_transfers_max: int = 256,
         transfer_timeout_s: float = 60.0,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._log = log
         self._self_id = self_id
         self._registry = registry
         self._blocks = blocks
@@ -107,6 +111,8 @@ class GenerationTransceiver:
         instance_id, generation = peer.name.split("/", 1)
         for rank, address in enumerate(peer.control_addresses):
             self._connect(PeerId(instance_id, generation, rank), address)
+        # Agents are introduced now, not when the first request waits for them.
+        self._receiver.introduce([PeerId(instance_id, generation, rank) for rank in range(len(peer.control_addresses))])
         self._peers[peer.name] = layout
 
     def retire_peer(self, name: str) -> None:
@@ -312,11 +318,17 @@ class GenerationTransceiver:
         self.counters.bytes_moved += event.byte_count
         bounced = [reason for _, tier, reason in event.tiers if tier == "bounce"]
         if bounced:
+            if self.counters.coalesced == 0:
+                self._mark(event, len(bounced))
             self.counters.coalesced += 1
         else:
             self.counters.direct += 1
         for reason in bounced:
             self.counters.count_reason(reason)
+
+    def _mark(self, event: TransferSucceeded, writer_count: int) -> None:
+        sequence = self._open[event.identity]
+        self._log(coalesced_marker(len(sequence.block_ids), event.byte_count, writer_count))
 
     def _memory_proven(self, sequence: Sequence) -> None:
         if not sequence.arrived or sequence.ended_early or sequence.state is not State.TRANSFERRING:

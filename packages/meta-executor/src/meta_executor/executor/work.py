@@ -11,8 +11,11 @@ from collections import deque
 from collections.abc import Sequence as Items
 from typing import Any, Protocol
 
+import msgspec
+import numpy as np
+
 from meta_executor.executor.links import Link
-from meta_executor.executor.messages import FrameKind, Leave, Work, WorkItem, decode_frame, encode_frame
+from meta_executor.executor.messages import Admit, Leave, Work, WorkItem
 
 #: Items of one broadcast (count): bounds how long the others are kept from their loop.
 ITEMS_PER_BROADCAST_MAX = 256
@@ -76,30 +79,35 @@ class ChainWork:
         """Nothing to release."""
 
 
+class BroadcastRecord(msgspec.Struct, frozen=True):
+    """One item of a broadcast: its fields, and a request's token ids as a vector of their own (int32, shape (tokens,))."""
+
+    item: bytes
+    token_ids: np.ndarray
+
+
 class BroadcastWork:
     """Non-blocking broadcasts from rank 0.
 
     Args:
-        broadcaster: ``comm_broadcast.Broadcaster`` (or one with the same ``start_broadcast``) with root 0.
+        broadcaster: ``comm_broadcast.Broadcaster`` with root 0 and ``TokenBatchCodec(BroadcastRecord)``; None for one rank.
         rank: This rank.
-        size: Ranks of the group.
     """
 
-    def __init__(self, broadcaster: Any, rank: int, size: int) -> None:
+    def __init__(self, broadcaster: Any, rank: int) -> None:
         self._broadcaster = broadcaster
         self._rank = rank
-        self._size = size
         self._outbox: deque[WorkItem] = deque()
         self._items: deque[WorkItem] = deque()
         self._handle: Any = None
         self._leaving = False
 
     def publish(self, items: Items[WorkItem]) -> None:
-        """Decide; the next :meth:`take` starts the broadcast."""
-        if self._size == 1:
-            self._items.extend(items)
-        else:
+        """Decide: rank 0 takes its own items now, the others when the broadcast has come."""
+        self._items.extend(items)
+        if self._broadcaster is not None:
             self._outbox.extend(items)
+            self._advance()
 
     def deliver(self, body: Work) -> None:
         """Work never comes over the link here."""
@@ -107,7 +115,7 @@ class BroadcastWork:
 
     def take(self) -> list[WorkItem]:
         """Complete what has arrived, start what is next."""
-        if self._size > 1:
+        if self._broadcaster is not None:
             while self._advance():
                 pass
         items = list(self._items)
@@ -116,28 +124,26 @@ class BroadcastWork:
 
     def _advance(self) -> bool:
         if self._handle is None:
-            if self._rank != 0:
-                if self._leaving:
+            if self._rank == 0:
+                if not self._outbox:
                     return False
-                self._handle = self._broadcaster.start_broadcast(None)
-            elif self._outbox:
                 count = min(len(self._outbox), ITEMS_PER_BROADCAST_MAX)
-                batch = tuple(self._outbox.popleft() for _ in range(count))
-                # Rank 0 takes its own items when it decides them; the others follow.
-                self._items.extend(batch)
-                self._handle = self._broadcaster.start_broadcast(encode_frame(Work(batch))[1])
-            else:
+                batch = [_record_of(self._outbox.popleft()) for _ in range(count)]
+                self._handle = self._broadcaster.start_broadcast(batch)
+            elif self._leaving:
                 return False
+            else:
+                # Posted before it is needed: testing it is all that a late root costs this rank.
+                self._handle = self._broadcaster.start_broadcast(None)
         if not self._handle.test():
             return False
-        data = self._handle.result()
+        records = self._handle.result()
         self._handle = None
         if self._rank != 0:
-            body = decode_frame(FrameKind.WORK, data)
-            if not isinstance(body, Work):
-                raise TypeError("a broadcast that is no new work")
-            self._items.extend(body.items)
-            self._leaving = any(isinstance(item, Leave) for item in body.items)
+            for record in records:
+                item = _item_of(record)
+                self._items.append(item)
+                self._leaving |= isinstance(item, Leave)
         return True
 
     @property
@@ -146,4 +152,26 @@ class BroadcastWork:
         return self._rank == 0 and (self._handle is not None or bool(self._outbox))
 
     def close(self) -> None:
-        """Every broadcast was completed by the Leave item."""
+        """Close the broadcaster: collective, after the Leave item."""
+        if self._broadcaster is not None:
+            self._broadcaster.close()
+
+
+_ITEM_ENCODER = msgspec.msgpack.Encoder()
+_ITEM_DECODER: msgspec.msgpack.Decoder[WorkItem] = msgspec.msgpack.Decoder(WorkItem)
+_NO_TOKENS = np.empty(0, np.int32)
+
+
+def _record_of(item: WorkItem) -> BroadcastRecord:
+    if isinstance(item, Admit):
+        tokens = np.frombuffer(item.token_ids, dtype="<i4")
+        return BroadcastRecord(_ITEM_ENCODER.encode(msgspec.structs.replace(item, token_ids=b"")), tokens)
+    return BroadcastRecord(_ITEM_ENCODER.encode(item), _NO_TOKENS)
+
+
+def _item_of(record: BroadcastRecord) -> WorkItem:
+    item = _ITEM_DECODER.decode(record.item)
+    if isinstance(item, Admit):
+        # The view lives until the next but one exchange; the request lives longer.
+        return msgspec.structs.replace(item, token_ids=record.token_ids.tobytes())
+    return item

@@ -1,4 +1,4 @@
-"""Builds one rank: engine, memory, transfer endpoint, agreement, loop. In the order in which they are later taken apart, backwards."""
+"""Builds one rank: engine, memory, transfer endpoint, agreement, loop; taken apart in the opposite order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from adp_router import __version__ as _router_version  # noqa: F401 - fails early where the distribution is missing
+from comm_broadcast import Broadcaster, MpiComm, TokenBatchCodec
 from endpoint_lifecycle import EndpointOwner, EndpointProfile, IdleBackoff
 from kv_bounce_planner import (
     BounceArena,
     InstanceLayout,
     MemoryRegion,
+    NixlConfig,
     NixlTransport,
     PeerId,
     Receiver,
@@ -40,7 +41,7 @@ from meta_executor.executor.scheduler import StepLimits
 from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver_context import ContextTransceiver
 from meta_executor.executor.transceiver_generation import GenerationTransceiver
-from meta_executor.executor.work import ChainWork, WorkChannel
+from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
 from meta_executor.instance.kv_budget import block_bytes_of, estimate_blocks
 from meta_executor.instance.startup import (
     RankFacts,
@@ -82,6 +83,7 @@ class Rank:
     session: Any
     agreement: Any
     link: MpiLink
+    work: WorkChannel
     registry: Registry
     blocks: PlannedBlocks | FollowedBlocks
     transceiver: Any
@@ -219,7 +221,7 @@ def assemble(
 
     phase("opening transfers")
     peer = PeerId(instance_id, generation, rank)
-    transport = NixlTransport(peer)
+    transport = NixlTransport(peer, config=NixlConfig(spare_agents=1))
     regions = [MemoryRegion(a, n, memory.memory_kind, memory.device_id) for a, n in memory.regions]
     regions.append(MemoryRegion(*aux.region, memory.memory_kind, memory.device_id))
     arena = None
@@ -228,6 +230,8 @@ def assemble(
         regions.append(MemoryRegion(base, size_bytes, memory.memory_kind, memory.device_id))
         arena = BounceArena(base, size_bytes, memory_kind=memory.memory_kind, device_id=memory.device_id)
     registration = transport.register(regions)
+    # Making an agent takes tens of milliseconds: the first peer finds one ready.
+    transport.prepare_agents()
     session_config = SessionConfig(
         drain_deadline_s=transceiver_config.transfer_timeout_s,
         quarantine_bytes_max=transceiver_config.quarantine_budget_mib << 20,
@@ -306,8 +310,9 @@ def assemble(
                 transport_key=key,
             ),
             transfer_timeout_s=transceiver_config.transfer_timeout_s,
+            log=lambda text: log(f"{instance.owner_id} rank {rank}: {text}"),
         )
-        work = _group_work(comm, link)
+        work = _group_work(comm)
         if rank == 0:
             admission = GenerationAdmission(rank_count=size, policy=config.router.type)
     if rank == 0:
@@ -366,6 +371,7 @@ def assemble(
         session=session,
         agreement=agreement,
         link=link,
+        work=work,
         registry=registry,
         blocks=blocks,
         transceiver=transceiver,
@@ -385,8 +391,11 @@ def _stage(role: str, model: ModelInfo, rank: int, size: int) -> StageSpec:
     return StageSpec(0, 1, 0, model.layer_count)
 
 
-def _group_work(comm: Any, link: MpiLink) -> WorkChannel:
-    return ChainWork(link)
+def _group_work(comm: Any) -> WorkChannel:
+    """Typed, non-blocking broadcasts from rank 0 on a communicator of their own."""
+    if comm.Get_size() == 1:
+        return BroadcastWork(None, 0)
+    return BroadcastWork(Broadcaster(MpiComm(comm.Dup()), codec=TokenBatchCodec(BroadcastRecord)), comm.Get_rank())
 
 
 def _arena_memory(size_bytes: int, cuda: bool) -> Any:

@@ -1,8 +1,9 @@
-"""One rank of an instance: ``python -m meta_executor.instance.worker --run-dir DIR --owner ctx-0 --instance-id HEX`` under mpiexec.
+"""One rank of an instance, under mpiexec:
+``python -m meta_executor.instance.worker --run-dir DIR --owner ctx-0 --instance-id HEX``.
 
 Rank 0 also runs the API server, in a thread of its own or as a process of its own. SIGTERM (or ``/internal/drain``) drains;
-the other ranks are told by rank 0. Exit code 0: drained, everything proven and taken apart. 1: a fault or an unproven rest; then
-evidence says what, and memory that a peer may still touch is not released but left to the end of the process.
+the other ranks are told by rank 0. Exit code 0: drained, everything proven and taken apart. 1: a fault or an unproven rest;
+then evidence says what, and memory that a peer may still touch is not released but left to the end of the process.
 """
 
 from __future__ import annotations
@@ -241,6 +242,7 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
     if rank.owner.generation is not None:
         rank.owner.start_draining() if rank.owner.state.name == "PUBLISHED" else None
         rank.owner.retire(rank.owner.generation, abandon=True)
+    rank.work.close()
     rank.link.free()
     return 0 if proven and closed else 1
 
