@@ -193,7 +193,7 @@ class Fuzzer:
             for stranger in (reflected, foreign, other_key):
                 expect(self.refused(stranger, good), "accepted by a stranger")
             message = opener.open(good)
-            expect(message.kind in wire.CLIENT_KINDS, 'message.kind in wire.CLIENT_KINDS')
+            expect(message.kind in wire.CLIENT_KINDS, "message.kind in wire.CLIENT_KINDS")
             expect(self.refused(opener, good), "accepted a replay")
             if earlier:
                 expect(self.refused(opener, self.random.choice(earlier)), "accepted an old replay")
@@ -212,8 +212,8 @@ class Fuzzer:
                     cut = [*good[:index], frame[:position], *good[index + 1 :]]
                     changed = bytes((frame[position] ^ self.random.randrange(1, 256),))
                     flipped = [*good[:index], frame[:position] + changed + frame[position + 1 :], *good[index + 1 :]]
-                    expect(self.refused(opener, cut) and self.refused(opener, flipped), ( f"accepted a forgery of
-                    {good!r}" )) done += 2
+                    held = self.refused(opener, cut) and self.refused(opener, flipped)
+                    expect(held, f"accepted a forgery of {good!r}")
             opener.open(good)
 
     def insides(self, count: int) -> None:
@@ -247,7 +247,7 @@ class Fuzzer:
             if bad != hello:
                 self.expect_refused(lambda bad=bad, server=server: server.answer(bad, bytes(16)), bad)
             answer, opened = server.answer(hello, self.random.randbytes(16))
-            expect(opened is not None, 'opened is not None')
+            expect(opened is not None, "opened is not None")
             self.expect_refused(lambda hello=hello, server=server: server.answer(hello, bytes(16)), hello)
             reply = [bytes(frame) for frame in answer]
             bad = self.altered(reply)
@@ -313,7 +313,7 @@ class Fuzzer:
                         rebuilt = errors.rebuild(error_decode(self.mutated_body(error)), causes)
                     except codec.DECODE_ERRORS:
                         continue
-                    expect(isinstance(rebuilt, RpcError), 'isinstance(rebuilt, RpcError)')
+                    expect(isinstance(rebuilt, RpcError), "isinstance(rebuilt, RpcError)")
 
     def arguments(self, name: str, body: bytes, buffers: list[memoryview], flags: int) -> None:
         """Decode a call's arguments."""
@@ -338,8 +338,10 @@ class Fuzzer:
     def typed(value: object) -> None:
         """What came out has the declared type."""
         expect(isinstance(value, Request) and isinstance(value.request_id, int), value)
-        expect(isinstance(value.token_ids, np.ndarray) and not value.token_ids.flags.writeable,
-        'isinstance(value.token_ids, np.ndarray) and not value.token_ids.flags.writeable')
+        expect(
+            isinstance(value.token_ids, np.ndarray) and not value.token_ids.flags.writeable,
+            "isinstance(value.token_ids, np.ndarray) and not value.token_ids.flags.writeable",
+        )
 
     def addresses(self, count: int) -> None:
         """Addresses from pieces and noise."""
