@@ -214,6 +214,7 @@ class Fuzzer:
                     flipped = [*good[:index], frame[:position] + changed + frame[position + 1 :], *good[index + 1 :]]
                     held = self.refused(opener, cut) and self.refused(opener, flipped)
                     expect(held, f"accepted a forgery of {good!r}")
+                    done += 2
             opener.open(good)
 
     def insides(self, count: int) -> None:
