@@ -98,8 +98,8 @@ class FakeInstance:
         self.gate: asyncio.Event | None = None
         #: Wait for this before each line after the first.
         self.line_gate: asyncio.Event | None = None
-        #: Refuse the next requests with these (code, message), one each.
-        self.refusals: list[tuple[str, str]] = []
+        #: Refuse the next requests with these (code, message[, field]), one each.
+        self.refusals: list[tuple[str, ...]] = []
         #: Break the stream after so many lines; "error" sends an error line, "cut" ends the connection.
         self.break_after: int | None = None
         self.break_how = "error"
@@ -143,16 +143,17 @@ class FakeInstance:
 
     def _refused(self, request: Request, body: Any) -> Response | None:
         assert request.headers[wire.KEY_HEADER] == KEY
-        code = message = None
+        code = message = field = None
         if self.refusals:
-            code, message = self.refusals.pop(0)
+            code, message, *rest = self.refusals.pop(0)
+            field = rest[0] if rest else None
         elif body.endpoint_generation != self.generation:
             code, message = wire.STALE_GENERATION, "another generation is live"
         if code is None:
             self.received.append(body)
             self.started.set()
             return None
-        return _json(wire.ErrorBody(error=code, message=str(message)), wire.STATUS_OF[code])
+        return _json(wire.ErrorBody(error=code, message=str(message), field=field), wire.STATUS_OF[code])
 
     async def _context(self, request: Request) -> Response:
         try:

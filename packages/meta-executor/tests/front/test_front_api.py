@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from meta_executor import wire
+from meta_executor.front.servers import TokenLimits
 
 pytestmark = pytest.mark.asyncio
 STYLES = pytest.mark.parametrize("style", ["context_first", "generation_first"])
@@ -293,17 +294,19 @@ async def test_harmless_fields_are_taken(make_cluster: Any) -> None:
 async def test_limits_are_the_tightest_of_all_instances(make_cluster: Any) -> None:
     """Sequence length and KV pool of either side bound a request; exactly at the bound it passes."""
     async with make_cluster(prepare=False) as cluster:
-        for instance, limits in ((cluster.context, (300, 1000)), (cluster.generation, (400, 120))):
+        for instance, limits in ((cluster.context, (300, 101)), (cluster.generation, (400, 120))):
             instance.limits = wire.Limits(
                 max_seq_len=limits[0], kv_tokens=limits[1], max_batch_size=1, max_num_tokens=64, max_queue_size=1,
                 pre_active_requests=1,
             )  # fmt: skip
         await cluster.service.directory.prepare()
-        assert cluster.service.token_limit() == 120
+        assert cluster.service.token_limits() == TokenLimits(total=120, prompt=101)
         assert (await cluster.complete("a" * 100, max_tokens=20)).status_code == 200
         refused = await cluster.complete("a" * 100, max_tokens=21)
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert (await cluster.complete("a" * 101, max_tokens=1)).status_code == 200
+        assert (await cluster.complete("a" * 102, max_tokens=1)).json()["error"]["param"] == "prompt"
         await cluster.service.directory.aclose()
 
 

@@ -162,6 +162,24 @@ async def test_stale_generation_leg_does_not_repeat_the_context_leg(make_cluster
         await cluster.settled()
 
 
+@STYLES
+async def test_generation_instance_finds_the_context_stale(make_cluster: Any, style: str) -> None:
+    """The context instance was replaced between the legs: no leg is repeated, and its record is fetched for the next."""
+    async with make_cluster(style) as cluster:
+        cluster.generation.gate = cluster.context.gate = asyncio.Event()
+        cluster.generation.refusals = [(wire.STALE_GENERATION, "gone", "context.endpoint_generation")]
+        before = cluster.context.info_calls, cluster.generation.info_calls
+        task = asyncio.create_task(cluster.complete())
+        cluster.context.gate.set()
+        assert (await task).status_code == 503
+        await cluster.settled()
+        assert len(cluster.context.received) <= 1
+        assert not cluster.generation.received
+        assert cluster.context.info_calls == before[0] + (2 if style == "generation_first" else 1)
+        assert cluster.generation.info_calls == before[1]
+        assert (await cluster.complete()).status_code == 200
+
+
 async def test_always_stale_fails_after_one_refresh(make_cluster: Any) -> None:
     """An instance that refuses its own published generation is not asked for ever."""
     async with make_cluster() as cluster:

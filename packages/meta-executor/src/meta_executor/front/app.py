@@ -44,7 +44,7 @@ from meta_executor.front.dispatch import Dispatch, Job, Tokens
 from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
-from meta_executor.front.servers import FrontServer, limits_of
+from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
 
 _LOG = logging.getLogger("meta_executor.front")
 #: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others.
@@ -236,7 +236,15 @@ class FrontService:
             wanted = openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
         if not token_ids:
             raise ApiError(400, f"{field}: encodes to no token", param=field, code="invalid_value")
-        limit = self.token_limit()
+        limits = self.token_limits()
+        limit = limits.total
+        if len(token_ids) > limits.prompt:
+            raise ApiError(
+                400,
+                f"{field}: {len(token_ids)} tokens; a context instance holds {limits.prompt}",
+                param=field,
+                code="context_length_exceeded",
+            )
         if len(token_ids) >= limit:
             raise ApiError(
                 400, f"{field}: {len(token_ids)} tokens leave no room for an answer; prompt and answer together may "
@@ -302,9 +310,9 @@ class FrontService:
         except EngineError as error:
             raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
 
-    def token_limit(self) -> int:
-        """Tokens that a prompt and its answer may have together: the model's, the instances' and their KV pools'."""
-        return min(self.model.context_tokens_max, *limits_of(self.directory, self.servers).values())
+    def token_limits(self) -> TokenLimits:
+        """What a request may have: the model's limit, the instances' and their KV pools'."""
+        return limits_of(self.directory, self.servers, self.model.context_tokens_max)
 
     async def tokens(self, call: _Call) -> AsyncGenerator[Tokens, None]:
         """A call's tokens; every failure as an :class:`ApiError`."""
@@ -339,7 +347,7 @@ class FrontService:
             "object": "model",
             "created": self.created,
             "owned_by": "meta-executor",
-            "max_model_len": self.token_limit(),
+            "max_model_len": self.token_limits().total,
         }
 
     async def health(self, request: Request) -> Response:
@@ -376,7 +384,7 @@ class FrontService:
                 "version": __version__,
                 "model": self.served_name,
                 "schedule_style": self.schedule_style,
-                "token_limit": self.token_limit(),
+                "token_limit": self.token_limits().total,
                 "running": self.running,
                 "servers": [
                     {"owner_id": s.owner_id, "role": s.role, "url": s.url, "status": self.directory.status(s.url).value}

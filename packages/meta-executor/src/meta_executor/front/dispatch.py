@@ -80,6 +80,15 @@ class _Leg:
         self.ended = False
 
 
+def _context_is_stale(error: LegError) -> bool:
+    """Whether a generation instance refused because the context instance is not the one it was told of."""
+    return (
+        error.role == "generation"
+        and error.code == wire.STALE_GENERATION
+        and (error.field or "").startswith("context.")
+    )
+
+
 class Dispatch:
     """Sends requests to instances.
 
@@ -141,16 +150,21 @@ class Dispatch:
                 opened = self._open_generation(leg, job, peer, answer.first_token)
                 return await stack.enter_async_context(opened)
 
-            async with self._sent("generation", job, ask_generation) as (generation, chunks):
-                async for chunk in chunks:
-                    # The first line comes after the transfer: the context instance is done with this request.
-                    if not context.ended:
-                        self._ended(context)
-                        context.reservation.release("transferred")
-                    generation.reservation.renew()
-                    if chunk.finish_reason is not None:
-                        self._ended(generation)
-                    yield Tokens(chunk.tokens, chunk.finish_reason)
+            try:
+                async with self._sent("generation", job, ask_generation) as (generation, chunks):
+                    async for chunk in chunks:
+                        # The first line comes after the transfer: the context instance is done with this request.
+                        if not context.ended:
+                            self._ended(context)
+                            context.reservation.release("transferred")
+                        generation.reservation.renew()
+                        if chunk.finish_reason is not None:
+                            self._ended(generation)
+                        yield Tokens(chunk.tokens, chunk.finish_reason)
+            except LegError as error:
+                if _context_is_stale(error):
+                    await self._refresh(context)
+                raise
 
     # -- generation first ---------------------------------------------------------------------------------------------
 
@@ -182,7 +196,7 @@ class Dispatch:
                 try:
                     await task
                 except LegError as error:
-                    await self._heal(tasks[task], error)
+                    await self._heal(tasks[task], context, error)
                     raise
                 if task is prefilling and not context.ended:
                     prefilled(prefilling.result())
@@ -276,21 +290,26 @@ class Dispatch:
             # The directory learned of a new lifetime between the pick and the send: nothing has left yet.
             pass
         except LegError as error:
-            if error.code != wire.STALE_GENERATION:
+            # A stale context generation is not for this leg to mend: the KV that it wants went with its instance.
+            if error.code != wire.STALE_GENERATION or _context_is_stale(error):
                 raise
         self._metrics.role(leg.role).retry.inc()
         await leg.reservation.prove_stale()
         return await ask(leg, stack)
 
-    async def _heal(self, leg: _Leg, error: LegError) -> None:
+    async def _heal(self, leg: _Leg, context: _Leg, error: LegError) -> None:
         """After a failure that may not be tried again: what it proves about the server helps the next request."""
         if not error.received:
             leg.ended = True
         if error.code == wire.STALE_GENERATION:
-            with contextlib.suppress(EndpointError):
-                await leg.reservation.prove_stale()
+            await self._refresh(context if _context_is_stale(error) else leg)
         elif error.code == UNREACHABLE:
             leg.reservation.unreachable()
+
+    @staticmethod
+    async def _refresh(leg: _Leg) -> None:
+        with contextlib.suppress(EndpointError):
+            await leg.reservation.prove_stale()
 
     async def _post_context(self, leg: _Leg, job: Job) -> wire.ContextResponse:
         request = wire.ContextRequest(

@@ -103,15 +103,38 @@ def pick_policy(router: str) -> Callable[[Sequence[Candidate], PickRequest], Can
     return None
 
 
-def limits_of(directory: AsyncEndpointDirectory, servers: Sequence[FrontServer]) -> dict[str, int]:
-    """The tightest limit over all instances that are known now: ``max_seq_len``, ``kv_tokens``."""
-    tightest: dict[str, int] = {}
+@dataclass(frozen=True)
+class TokenLimits:
+    """What one request may have, by the tightest of all instances that are known now (tokens).
+
+    Attributes:
+        total: Prompt and answer together.
+        prompt: Prompt alone: what a context instance's KV pool holds.
+    """
+
+    total: int
+    prompt: int
+
+
+def limits_of(
+    directory: AsyncEndpointDirectory, servers: Sequence[FrontServer], context_tokens_max: int
+) -> TokenLimits:
+    """The tightest limits.
+
+    Args:
+        directory: Knows the records.
+        servers: Instances of both roles.
+        context_tokens_max: The model's own limit.
+    """
+    total = prompt = context_tokens_max
     for server in servers:
         record = directory.record(server.url)
         if record is None:
             continue
-        for name in ("max_seq_len", "kv_tokens"):
-            value = record.profile.limits.get(name)
-            if value is not None:
-                tightest[name] = min(value, tightest.get(name, value))
-    return tightest
+        limits = record.profile.limits
+        total = min(total, limits.get("max_seq_len", total))
+        if server.role == "context":
+            prompt = min(prompt, limits.get("kv_tokens", prompt))
+        else:
+            total = min(total, limits.get("kv_tokens", total))
+    return TokenLimits(total, prompt)
