@@ -11,7 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meta_executor.engine.base import Engine, SamplingParams, SequenceStep, StepInput, StepOutput
+from meta_executor.config import EngineConfig
+from meta_executor.engine.base import (
+    Engine,
+    SamplingParams,
+    SequenceStep,
+    StageSpec,
+    StepInput,
+    StepOutput,
+    create_engine,
+    model_info,
+)
 from meta_executor.engine.errors import StepError
 from meta_executor.engine.kv_pool import BlockPool
 from meta_executor.engine.sampling import FinishReason, finish_reason
@@ -177,3 +187,29 @@ def _token(output: StepOutput) -> tuple[int, float]:
     if output.token_ids is None or output.margins is None:
         return -1, 0.0
     return int(output.token_ids[0]), float(output.margins[0])
+
+
+def generate_text(
+    config: EngineConfig, prompt: str, sampling: SamplingParams, *, chat: bool = False, stop: Sequence[str] = ()
+) -> GenerateResult:
+    """Load a model, answer one prompt, close: what ``meta-executor generate`` does.
+
+    Args:
+        config: Engine and model.
+        prompt: The user's text.
+        sampling: How to choose, when to end.
+        chat: Put the prompt into the model's chat template as a user's message.
+        stop: Strings that end the answer.
+
+    Raises:
+        EngineError: The model cannot be loaded, or the prompt does not fit.
+    """
+    info = model_info(config)
+    synthetic = config.kind == "synthetic"
+    tokenizer = Tokenizer.synthetic(info.vocab_size) if synthetic else Tokenizer.for_model(config.model)
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) if chat else prompt
+    engine = create_engine(config, StageSpec.split(info.layer_count, 1)[0])
+    try:
+        return generate(engine, tokenizer, tokens, sampling, stop=stop)
+    finally:
+        engine.close()

@@ -212,6 +212,7 @@ class LlamaEngine:
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._large_tile = _LARGE_TILE_ROWS
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._settle()
         self._worker = StepWorker(f"llama-{stage.stage_index}", self._prepare_thread)
         if deterministic_rows:
             self._large_tile = self._qualified_tile()
@@ -249,6 +250,7 @@ class LlamaEngine:
             raise StepError("the KV memory was allocated already")
         shape = (len(self._layers), block_count, 2, block_tokens, self.model.kv_head_count, self.model.head_dim)
         kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._settle()
         self._kv = kv
         size = kv.element_size()
         strides = [stride * size for stride in kv.stride()]
@@ -282,6 +284,11 @@ class LlamaEngine:
         self._worker.close()
 
     # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Wait for copies and fills on the device's default stream: steps run on another one."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)
 
     def _prepare_thread(self) -> None:
         # The thread count of OpenMP is a setting of each thread that starts parallel work.
