@@ -82,6 +82,17 @@ def test_json_carries_the_same_numbers() -> None:
     assert found["digest"] == plan().digest.hex()
 
 
+def test_tiers_stand_beside_their_writers() -> None:
+    """A plan with its choices says who writes what where, which way and why, in text and in JSON."""
+    choices = {r: choose_tier(w, DEFAULT_MODELS["cma"]) for r, w in plan().writers.items()}
+    text = explain(plan(), choices=choices).splitlines()
+    for rank_number, choice in choices.items():
+        at = next(i for i, line in enumerate(text) if line.startswith(f"  writer {rank_number}:"))
+        assert text[at + 1].startswith(f"    {choice.tier.value} ({choice.reason.value}: ")
+    found = json.loads(explain(plan(), "json", choices=choices))
+    assert [w["choice"]["reason"] for w in found["writers"]] == [c.reason.value for c in choices.values()]
+
+
 def test_choice_and_refusal_in_words() -> None:
     """The code and its sentence, both."""
     choice = choose_tier(plan(), DEFAULT_MODELS["cma"])

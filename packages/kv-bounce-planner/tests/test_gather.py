@@ -18,6 +18,7 @@ from kv_bounce_planner import (
     KernelShape,
     LayoutError,
     TorchCopier,
+    default_copier,
     gather,
     plan_transfer,
     scatter,
@@ -176,6 +177,13 @@ def test_small_fragments_never_cost_a_python_call_each(monkeypatch: pytest.Monke
     calls.clear()
     CopyTable.of(np.arange(count) * 256 + 4096, np.arange(count) * 128 + 4096, np.full(count, 128)).run()
     assert calls == [128]
+
+
+def test_default_copier_by_memory_kind() -> None:
+    """Host memory needs nothing; another word is refused."""
+    assert isinstance(default_copier(), HostCopier)
+    with pytest.raises(LayoutError):
+        default_copier("DISK")  # type: ignore[arg-type]
 
 
 def test_torch_copier_on_the_host() -> None:

@@ -80,6 +80,17 @@ def test_gates_name_what_ruled_the_bounce_out(limits: TierLimits, available: obj
     assert one.reason is Reason.FASTER_DIRECT
 
 
+@pytest.mark.parametrize("total", [4096, 64 << 20])
+def test_a_forced_tier_is_taken_as_asked_within_the_gates(total: int) -> None:
+    """For comparisons: prediction aside, but never past a gate, and merging only where something joins."""
+    plan = writer(16, total)
+    for tier in Tier:
+        choice = choose_tier(plan, CMA, TierLimits(forced=tier))
+        assert (choice.tier, choice.reason) == (Tier.DIRECT if tier is Tier.MERGED else tier, Reason.OK)
+    gated = choose_tier(plan, CMA, TierLimits(forced=Tier.BOUNCE, bounce_bytes_max=16))
+    assert (gated.tier, gated.reason) == (Tier.DIRECT, Reason.OVERSIZE)
+
+
 def test_state_bytes_count_for_the_gate() -> None:
     """c30: 599 + 400 bytes stay below a gate of 1000, 600 + 400 do not."""
     for extra, passes in ((599, False), (600, True)):

@@ -13,6 +13,7 @@ Layout, planning half (pure; depends on numpy and msgspec):
     _explain.py   plans and choices in words
     _draw.py      plans as a picture (SVG by itself, PNG with matplotlib)
     _gather.py    gather and scatter by pointer, host memory
+    _copiers.py   the copier for a kind of memory
     _tiles.py     how a copy list is cut for a device
     _torch.py     the same for torch devices       (imports torch only when used)
     _triton.py    the same as one Triton kernel    (imports triton only when used)
@@ -52,6 +53,7 @@ from kv_bounce_planner._codec import (
     encode_plan,
     encode_report,
 )
+from kv_bounce_planner._copiers import default_copier
 from kv_bounce_planner._draw import draw
 from kv_bounce_planner._errors import (
     CodecError,
@@ -259,6 +261,7 @@ __all__ = [
     "PreparedCopy",
     "CopyTable",
     "HostCopier",
+    "default_copier",
     "gather",
     "scatter",
     # words

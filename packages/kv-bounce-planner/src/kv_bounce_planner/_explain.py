@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -33,18 +34,25 @@ def in_place_marker(reason: Reason) -> str:
     return f"{IN_PLACE_PREFIX}: {reason.value}"
 
 
-def explain(subject: Explained, format: Literal["text", "json"] = "text", *, ranges_max: int = 4) -> str:
+def explain(
+    subject: Explained,
+    format: Literal["text", "json"] = "text",
+    *,
+    ranges_max: int = 4,
+    choices: Mapping[int, TierChoice] | None = None,
+) -> str:
     """Say who writes what where, or which way and why.
 
     Args:
         subject: A plan (either side's view), a choice or a refusal.
         format: "text" for people, "json" for tools (one object with a "kind"; keys are stable).
         ranges_max: Ranges shown per writer in the text; JSON carries the first so many as well and the count.
+        choices: Each writer's tier and reason, shown with a plan.
 
     Returns:
         Text without a final newline.
     """
-    described = describe(subject, ranges_max=ranges_max)
+    described = describe(subject, ranges_max=ranges_max, choices=choices)
     if format == "json":
         return json.dumps(described, sort_keys=True)
     if format != "text":
@@ -52,9 +60,12 @@ def explain(subject: Explained, format: Literal["text", "json"] = "text", *, ran
     return "\n".join(_lines(described))
 
 
-def describe(subject: Explained, *, ranges_max: int = 4) -> dict[str, Any]:
+def describe(
+    subject: Explained, *, ranges_max: int = 4, choices: Mapping[int, TierChoice] | None = None
+) -> dict[str, Any]:
     """What :func:`explain` says, as plain data."""
     if isinstance(subject, TransferPlan):
+        chosen = choices or {}
         return {
             "kind": "plan",
             "target_rank": subject.target_rank,
@@ -65,6 +76,7 @@ def describe(subject: Explained, *, ranges_max: int = 4) -> dict[str, Any]:
             "digest": subject.digest.hex(),
             "writers": [
                 describe(subject.transfers.get(rank, writer), ranges_max=ranges_max)
+                | ({"choice": describe(chosen[rank])} if rank in chosen else {})
                 for rank, writer in subject.writers.items()
             ],
         }
@@ -160,6 +172,8 @@ def _lines(described: dict[str, Any], indent: str = "") -> list[str]:
             f"{indent}writer {described['rank']}: {_bytes(described['total_bytes'])} into {pieces}, "
             f"{described['block_count']} blocks, plan {described['digest'][:8]}"
         ]
+        if "choice" in described:
+            lines.extend(_lines(described["choice"], indent + "  "))
         shown = described.get("pairs") or described["ranges"]
         for entry in shown:
             origin = f"{entry['source']:#x} -> " if "source" in entry else ""

@@ -131,12 +131,15 @@ class TierLimits:
         bytes_min: Transfers below never bounce (bytes, at least 0).
         blocks_min: Transfers of fewer target blocks never bounce.
         bounce_bytes_max: Capacity of the bounce arena (bytes); None where it is not known yet.
+        forced: A tier to take whatever the prediction says, for comparisons and demonstrations; the gates still hold, and
+            MERGED where nothing joins is DIRECT.
     """
 
     enabled: bool = True
     bytes_min: int = 0
     blocks_min: int = 1
     bounce_bytes_max: int | None = None
+    forced: Tier | None = None
 
     def __post_init__(self) -> None:
         if (
@@ -234,6 +237,12 @@ def choose_tier(
     refusal = _bounce_refusal(total, sum(load.blocks for load in loads), limits, bounce_available)
     if refusal is None:
         predicted[Tier.BOUNCE] = bounce_s
+    if limits.forced is not None:
+        if limits.forced in predicted:
+            return TierChoice(limits.forced, Reason.OK, predicted, fragments, ranges, total)
+        if limits.forced is Tier.BOUNCE and refusal is not None:
+            return TierChoice(in_place, refusal, predicted, fragments, ranges, total)
+        return TierChoice(Tier.DIRECT, Reason.OK, predicted, fragments, ranges, total)
     if bounce_s < predicted[in_place]:
         if refusal is None:
             return TierChoice(Tier.BOUNCE, Reason.FASTER_BOUNCE, predicted, fragments, ranges, total)
