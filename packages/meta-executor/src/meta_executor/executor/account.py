@@ -78,7 +78,7 @@ def rank_evidence(
         "modes": modes,
         "drained": loop.drained,
         "fault": loop.fault,
-        "last_incarnation": loop.last_incarnation,
+        "last_incarnation": _last_incarnation(loop, agreement),
         "requests": {
             "taken": registry.taken,
             "completed": registry.completed,
@@ -119,3 +119,9 @@ def rank_evidence(
         ],
         "agreement": agreement.evidence() if agreement is not None else None,
     }
+
+
+def _last_incarnation(loop: RankLoop, agreement: Any) -> int:
+    """As the drain said: to the agreement where there is one, which every rank hears; else in the broadcast."""
+    told = agreement.drain_state().last_incarnation if agreement is not None else None
+    return loop.last_incarnation if told is None else int(told)

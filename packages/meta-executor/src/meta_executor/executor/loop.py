@@ -260,10 +260,19 @@ class RankLoop:
             if first and self.role == "context":
                 self._transceiver.activate(first)
             self._name(schedule)
+            if self.role == "context":
+                self._await_results(schedule)
             self._unanswered[schedule.step_id] = schedule
             self._ready.append(Step(schedule, None))
             planned = True
         return planned
+
+    def _await_results(self, schedule: Schedule) -> None:
+        """This rank is not quiescent for a request before every stage has computed what the schedule names."""
+        for part in schedule.parts:
+            sequence = self.registry.require(part.request_id)
+            sequence.results_due += 1
+            self.registry.open_leg(sequence, Leg.SCHEDULE)
 
     def _select_candidates(self) -> None:
         """Context rank 0: let requests have blocks, in canonical order, as far as the compute cap and the blocks go."""
@@ -415,7 +424,6 @@ class RankLoop:
         if result.failed:
             for part in schedule.parts:
                 self._fail(part.request_id, result.failed)
-            return
         for request_id, token in result.tokens:
             sequence = self.registry.get(request_id)
             if sequence is None or sequence.ended_early:
@@ -424,6 +432,16 @@ class RankLoop:
                 self._prefilled(sequence, token)
             else:
                 self._take_token(sequence, token)
+        if self.role == "context":
+            self._results_came(schedule)
+
+    def _results_came(self, schedule: Schedule) -> None:
+        for part in schedule.parts:
+            sequence = self.registry.require(part.request_id)
+            sequence.results_due -= 1
+            if sequence.results_due == 0:
+                self.registry.end_leg(sequence, Leg.SCHEDULE)
+                self._transceiver.compute_ended(sequence)
 
     def _fail(self, request_id: int, message: str) -> None:
         if self.role == "context":
@@ -519,7 +537,8 @@ class RankLoop:
         if self._desk is None:
             return
         self._desk.admission_may_have_changed()
-        if self.role == "context" and self._desk.client(event.request_id) is not None:
+        unheard = self._desk.client(event.request_id) is not None and event.outcome is not Outcome.COMPLETED
+        if self.role == "context" and unheard:
             reason = "cancelled" if event.outcome is Outcome.CANCELLED else "error"
             code = wire.CANCELLED if event.outcome is Outcome.CANCELLED else wire.INTERNAL
             self._answers.append(Answer(event.request_id, (), reason, code, "ended before it was computed"))
@@ -571,15 +590,16 @@ class RankLoop:
             handed = bool(answers)
             if answers:
                 self._link.send(0, Answers(tuple(answers)))
-        if self.draining and not self.left:
+        if self._transceiver.lockstep and self._transceiver.drained:
+            # Every poll is a collective, so every rank sees the proof in the same one and leaves after it.
+            self.left = self.drained = True
+        elif self.draining and not self.left:
             self._progress_drain(now_s)
         return handed
 
     def _progress_drain(self, now_s: float) -> None:
         quiet = not len(self.registry) and not self._launched and not self._ready and self._transceiver.drained
         if self._transceiver.lockstep:
-            # Every poll is a collective, so every rank sees the proof in the same one and leaves after it.
-            self.left = self.drained = quiet
             return
         if self._desk is None:
             if quiet and not self._drain_told:

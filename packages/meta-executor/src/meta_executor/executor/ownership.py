@@ -77,6 +77,8 @@ class Leg(StrEnum):
     """Who may touch the request's memory now."""
 
     COMPUTE = "compute"
+    #: Scheduling rank of a pipeline: schedules that name it are under way on other ranks.
+    SCHEDULE = "schedule"
     TRANSCEIVER = "transceiver"
     CONNECTOR = "connector"
 
@@ -225,6 +227,8 @@ class Sequence:
     launched: int = 0
     retired: int = 0
     steps_in_flight: int = 0
+    #: Scheduling rank: steps that name it and whose result has not come back (count).
+    results_due: int = 0
     #: Highest step that names this request and that must have retired before compute is quiescent; -1: none.
     last_step_id: int = -1
     outcome: Outcome | None = None
