@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "after a fatal diagnosis releases go on",
         "_session.py",
-        "        if self._fatal:\n            # Nothing more is released",
-        "        if False:\n            # Nothing more is released",
+        "            if self._fatal and isinstance(event, MemoryReleased | SourceReleased):",
+        "            if False:",
     ),
     Mutant(
         "quarantine is not charged",
@@ -387,10 +387,17 @@ MUTANTS = (
         ("control",),
     ),
     Mutant(
-        "names are not authenticated",
+        "content is not authenticated",
         "_zmq.py",
-        "        mac.update(names)\n",
+        "        mac.update(frame)\n",
         "",
+        ("control",),
+    ),
+    Mutant(
+        "sequence numbers may repeat",
+        "_zmq.py",
+        "        if sequence < link.received:",
+        "        if False:",
         ("control",),
     ),
 )

@@ -20,7 +20,7 @@ from kv_bounce_planner import _receive_core as rc
 from kv_bounce_planner import _send_core as sc
 from kv_bounce_planner._arena import AdvertisedReservation, BounceArena, BoundRegion, Reservation
 from kv_bounce_planner._errors import KVTransferError, LocalProtocolError, RemoteProtocolError, TransportError
-from kv_bounce_planner._gather import Copier, CopyHandle, HostCopier
+from kv_bounce_planner._gather import Copier, CopyHandle, HostCopier, PreparedCopy
 from kv_bounce_planner._identity import (
     OperationIdentity,
     PeerId,
@@ -509,11 +509,12 @@ class _Shell:
 
     def _deliver(self) -> None:
         """Deliver physical ends in order; one that its callback refuses does not hold up the others."""
-        if self._fatal:
-            # Nothing more is released after a fatal diagnosis; the events stay undelivered, the memory owned.
-            return
         for _ in range(len(self._undelivered)):
             event = self._undelivered.popleft()
+            if self._fatal and isinstance(event, MemoryReleased | SourceReleased):
+                # Nothing more is released after a fatal diagnosis: the event stays undelivered, the memory owned.
+                self._undelivered.append(event)
+                continue
             if self._on_memory is not None:
                 try:
                     self._on_memory(event)
@@ -597,6 +598,7 @@ class _Receive:
         "expected",
         "exposed",
         "owned",
+        "prepared",
         "published",
         "regions",
         "reservation",
@@ -619,6 +621,7 @@ class _Receive:
         self.reservation: Reservation | None = None
         self.advertised: AdvertisedReservation | None = None
         self.regions: dict[OperationIdentity, BoundRegion] = {}
+        self.prepared: dict[OperationIdentity, PreparedCopy] = {}
         self.wait_until_s: float | None = None
 
 
@@ -677,6 +680,7 @@ class Receiver(_Shell):
         self._unmatched: deque[ArrivedMark] = deque(maxlen=UNMATCHED_MARKS_MAX)
         self._checks: deque[tuple[_Receive, rc.CheckReport]] = deque()
         self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
+        self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
         self._copying: list[tuple[_Receive, list[CopyHandle]]] = []
 
     # -- the host's calls
@@ -774,6 +778,7 @@ class Receiver(_Shell):
         self._copies()
         self._tick()
         self._flush()
+        self._prepare()
         with self._lock:
             self._deliver()
             events, self._events = tuple(self._events), []
@@ -893,15 +898,30 @@ class Receiver(_Shell):
                 still.append((record, handles))
         self._copying = still
 
+    def _prepare(self) -> None:
+        """Make the copy lists of granted regions while their writers gather and write."""
+        for _ in range(min(len(self._granted), self.config.copies_per_poll_max)):
+            record, operation = self._granted.popleft()
+            if operation not in record.prepared and not record.core.settled:
+                try:
+                    record.prepared[operation] = self._scatter_list(record, operation)
+                except Exception:  # noqa: BLE001 - the scatter itself tries again, and its failure is told there
+                    self._counters["prepare_failed"] += 1
+
+    def _scatter_list(self, record: _Receive, operation: OperationIdentity) -> PreparedCopy:
+        plan, region = record.expected[operation].plan, record.regions[operation]
+        if plan is None:
+            raise LocalProtocolError(f"{operation} has no plan to scatter by")
+        offsets = np.cumsum(plan.sizes) - plan.sizes
+        return self._copier.prepare(offsets + region.address, plan.target_addresses, plan.sizes)
+
     def _scatter(self, record: _Receive, scatter: rc.Scatter) -> None:
         handles: list[CopyHandle] = []
         try:
             for operation in scatter.operations:
-                plan, region = record.expected[operation].plan, record.regions[operation]
-                if plan is None:
-                    raise LocalProtocolError(f"{operation} has no plan to scatter by")
-                offsets = np.cumsum(plan.sizes) - plan.sizes
-                prepared = self._copier.prepare(offsets + region.address, plan.target_addresses, plan.sizes)
+                prepared = record.prepared.get(operation)
+                if prepared is None:
+                    prepared = self._scatter_list(record, operation)
                 handles.append(self._copier.submit(prepared))
         except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory is in doubt and stays owned
             self._scattered(record, f"{type(error).__name__}: {error}")
@@ -1029,6 +1049,7 @@ class Receiver(_Shell):
             raise LocalProtocolError(f"{operation}: granted without a reservation")
         region = record.advertised.bind_writer(operation, operation.operation)
         record.regions[operation] = region
+        self._granted.append((record, operation))
         self._counters["bounce_granted"] += 1
         self._queue(
             peer, BounceGrant(operation, region.address, region.byte_count, region.memory_kind, region.device_id)

@@ -368,7 +368,7 @@ def test_beyond_its_budget_quarantine_is_a_fatal_diagnosis_and_nothing_is_releas
     """Never a release: after the fatal diagnosis even proven memory stays undelivered, and nothing is admitted."""
     config = SessionConfig(drain_deadline_s=1.0, quarantine_bytes_max=600)
     lab = make_lab(1, config=config, parts_max=64, landing=lambda job, part: "hold")
-    for request in (1, 2):
+    for request in (1, 2, 3):
         lab.open(request)
         lab.ready(request)
     lab.run(6)
@@ -382,8 +382,13 @@ def test_beyond_its_budget_quarantine_is_a_fatal_diagnosis_and_nothing_is_releas
     assert any("deadline" in line for line in fatal.story)
     assert not lab.receiver.healthy
     with pytest.raises(LocalProtocolError, match="admits nothing"):
-        lab.open(3)
-    assert "MemoryReleased" not in lab.run(5)
+        lab.open(4)
+    lab.world.landing = lambda job, part: "land"
+    lab.run(5)
+    assert "TransferSucceeded" in lab.names(), "the third transfer went on"
+    assert "MemoryReleased" not in lab.names(), "released after a fatal diagnosis"
+    assert lab.names().count("MemoryQuarantined") == 2
+    assert lab.receiver.statistics()["undelivered"] == 1
 
 
 # --- bounce ---------------------------------------------------------------------------------------------------------

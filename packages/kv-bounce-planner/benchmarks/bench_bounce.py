@@ -1,0 +1,281 @@
+"""Two processes: a bounce transfer end to end through sessions, against the three copies it cannot do without.
+
+``python packages/kv-bounce-planner/benchmarks/bench_bounce.py``
+
+Baseline, measured in turn in the same processes: memcpy gather, one NIXL write with its notification and answer, memcpy scatter.
+End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region asked for and granted, gather, write, report
+compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
+bytes are checked. Posting is measured by the longest ``poll`` of a sender that writes 32,768 fragments directly.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import time
+from typing import Any
+
+import numpy as np
+
+from kv_bounce_planner import (
+    BounceArena,
+    ExpectedOperation,
+    HostCopier,
+    MemoryRegion,
+    NixlConfig,
+    NixlTransport,
+    PeerId,
+    Receiver,
+    RequestKey,
+    Sender,
+    TransferIdentity,
+    WriteJob,
+    WriterPlan,
+    WriterTransfer,
+    ZmqControlChannel,
+    free,
+)
+from kv_bounce_planner._identity import OperationIdentity
+
+TOTAL, COUNT, RUNS = 4 << 20, 32768, 15
+SIZE = TOTAL // COUNT
+ROOM = 4 * TOTAL  # fragments lie at random places of a range four times their bytes
+RECEIVER, SENDER = PeerId("gen", "g1", 0), PeerId("ctx", "c1", 0)
+KEY = b"a key for benchmarks"
+
+
+def places(seed: int, base: int, *, ascending: bool) -> np.ndarray[Any, Any]:
+    """COUNT slots of SIZE bytes, none touching another: every other slot of the range at most."""
+    slots = np.random.default_rng(seed).permutation(ROOM // SIZE // 2)[:COUNT] * 2
+    return base + (np.sort(slots) if ascending else slots).astype(np.int64) * SIZE
+
+
+def plan_at(base: int) -> WriterPlan:
+    return WriterPlan(0, places(1, base, ascending=True), np.full(COUNT, SIZE, np.int64), COUNT, COUNT)
+
+
+def memory_of(seed: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 256, ROOM, dtype=np.uint8)
+
+
+def raw_operation(number: int) -> OperationIdentity:
+    return OperationIdentity(TransferIdentity(1 << 40, 0, RECEIVER.generation, 0), 0, number)
+
+
+def receiver_main(pipe: Any, tls: str | None) -> None:
+    memory, region = np.zeros(ROOM, np.uint8), np.zeros(3 * TOTAL, np.uint8)
+    memory[:], region[:] = 1, 1
+    transport = NixlTransport(RECEIVER, config=NixlConfig(tls=tls))
+    transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, region)])
+    channel = ZmqControlChannel(RECEIVER, KEY)
+    channel.connect(SENDER, pipe.recv())
+    arena = BounceArena(region.ctypes.data, 2 * TOTAL)  # the last third is the raw baseline's
+    receiver = Receiver(RECEIVER, transport, channel, arena=arena)
+    receiver.introduce([SENDER])
+    pipe.send((memory.ctypes.data, region.ctypes.data))
+    expected = memory_of(7)
+    plan = plan_at(memory.ctypes.data)
+    copier = HostCopier()
+    table = copier.prepare(
+        region.ctypes.data + 2 * TOTAL + np.arange(COUNT, dtype=np.int64) * SIZE, plan.target_addresses, plan.sizes
+    )
+    while True:
+        while not pipe.poll():
+            receiver.poll()
+        command, number = pipe.recv()
+        if command == "stop":
+            break
+        memory[:] = 0
+        if command == "raw":
+            pipe.send("go")
+            while not any(arrived.mark.operation.operation == number for arrived in transport.poll().marks):
+                pass
+            landed = time.monotonic()
+            copier.submit(table).wait()
+            pipe.send((landed, time.monotonic()))
+        else:
+            identity = TransferIdentity(number, 0, RECEIVER.generation, 0)
+            tier = "bounce" if command == "bounce" else "direct"
+            receiver.open(identity, [ExpectedOperation(SENDER, TOTAL, b"", plan, tier)], claim=number)
+            receiver.poll()
+            released = 0.0
+            while not released:
+                for event in receiver.poll():
+                    if type(event).__name__ == "MemoryReleased":
+                        released = time.monotonic()
+                        free(event.proven)
+                    elif type(event).__name__ != "TransferSucceeded" or event.tiers[0][1] != tier:
+                        raise RuntimeError(f"not a {tier} success: {event}")
+            pipe.send((released, receiver.statistics().get("operations_bounced", 0)))
+        got = memory.reshape(-1, SIZE)[(plan.target_addresses - memory.ctypes.data) // SIZE]
+        want = expected.reshape(-1, SIZE)[places(2, 0, ascending=False) // SIZE]
+        others = np.ones(ROOM // SIZE, np.bool_)
+        others[(plan.target_addresses - memory.ctypes.data) // SIZE] = False
+        pipe.send(bool((got == want).all()) and not memory.reshape(-1, SIZE)[others].any())
+
+
+def measure(tls: str | None) -> dict[str, float]:
+    """Seconds: medians of RUNS, and minima; measured in turn, one raw, one session, one raw..."""
+    context = mp.get_context("spawn")
+    pipe, child = context.Pipe()
+    process = context.Process(target=receiver_main, args=(child, tls), daemon=True)
+    process.start()
+    memory, slot = memory_of(7), np.zeros(3 * TOTAL, np.uint8)
+    slot[:] = 1
+    transport = NixlTransport(SENDER, config=NixlConfig(tls=tls))
+    transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, slot)])
+    channel = ZmqControlChannel(SENDER, KEY, "tcp://127.0.0.1:*")
+    # The first two thirds are the arena; the last is the raw baseline's staging.
+    sender = Sender(SENDER, transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
+    pipe.send(channel.address)
+    base, region = pipe.recv()
+    while not sender.statistics().get("frames_received"):
+        sender.poll()
+    for _ in range(100):
+        sender.poll()
+    sources = places(2, memory.ctypes.data, ascending=False)
+    plan = plan_at(base)
+    transfer = WriterTransfer(plan, sources, plan.target_addresses, plan.sizes, COUNT)
+    copier = HostCopier()
+    staging = slot.ctypes.data + 2 * TOTAL
+    table = copier.prepare(sources, staging + transfer.staging_offsets, transfer.sizes)
+    times: dict[str, list[float]] = {
+        name: [] for name in ("gather", "write", "scatter", "raw", "bounce", "direct", "poll")
+    }
+
+    def raw(number: int) -> None:
+        pipe.send(("raw", number))
+        pipe.recv()
+        began = time.monotonic()
+        copier.submit(table).wait()
+        gathered = time.monotonic()
+        operation = raw_operation(number)
+        transport.start_write(
+            WriteJob(
+                operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL))
+            )  # fmt: skip
+        )
+        state = ""
+        while state != "done":
+            for write in transport.poll().writes:
+                state = write.state
+        transport.forget_write(operation)
+        landed, scattered = pipe.recv()
+        check(pipe.recv())
+        times["gather"].append(gathered - began)
+        times["write"].append(landed - gathered)
+        times["scatter"].append(scattered - landed)
+        times["raw"].append(scattered - began)
+
+    def session(tier: str, number: int) -> None:
+        pipe.send((tier, number))
+        while not any(type(event).__name__ == "ReceiveRequested" for event in sender.poll()):
+            pass
+        began = time.monotonic()
+        sender.ready(RequestKey(number, 0), lambda request: transfer, claim=number)
+        longest = 0.0
+        while not pipe.poll():
+            before = time.monotonic()
+            sender.poll()
+            longest = max(longest, time.monotonic() - before)
+        released, _ = pipe.recv()
+        check(pipe.recv())
+        sender.seal(RequestKey(number, 0))
+        sender.poll()
+        sender.forget(RequestKey(number, 0))
+        times[tier].append(released - began)
+        if tier == "direct":
+            times["poll"].append(longest)
+
+    def check(good: bool) -> None:
+        if not good:
+            raise RuntimeError("bytes differ")
+
+    number = 1
+    for run in range(RUNS + 2):
+        if run == 2:  # two turns of warming: first contact, first touch
+            for values in times.values():
+                values.clear()
+        for step in (raw, lambda n: session("bounce", n), lambda n: session("direct", n)):
+            step(number)
+            number += 1
+    longest_post = transport.statistics().post_longest_s
+    pipe.send(("stop", 0))
+    process.join(10)
+    if process.is_alive():
+        process.kill()
+    figures = {f"{name}_median": float(np.median(values)) for name, values in times.items()}
+    figures |= {f"{name}_min": min(values) for name, values in times.items()}
+    figures["poll_max"] = max(times["poll"])
+    figures["post_max"] = longest_post
+    return figures
+
+
+def main() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for name, tls in (("shared memory", None), ("tcp", "tcp")):
+        figures = measure(tls)
+        baseline = figures["gather_min"] + figures["write_min"] + figures["scatter_min"]
+        baseline_median = figures["gather_median"] + figures["write_median"] + figures["scatter_median"]
+        ratio = figures["bounce_min"] / baseline
+        detail = (
+            f"gather {1e3 * figures['gather_min']:.2f} + write {1e3 * figures['write_min']:.2f} + "
+            f"scatter {1e3 * figures['scatter_min']:.2f} ms"
+        )
+        rows.append(
+            {
+                "name": f"bounce end to end, 4 MiB in 32,768 fragments, {name} (minimum)",
+                "value": 1e3 * figures["bounce_min"],
+                "unit": "ms",
+                "baseline": f"{1e3 * baseline:.2f} ms = {detail}",
+                "ratio": ratio,
+                "goal": "<= 1.25x",
+                "met": ratio <= 1.25,
+            }
+        )
+        ratio = figures["bounce_median"] / baseline_median
+        rows.append(
+            {
+                "name": f"the same, {name} (median)",
+                "value": 1e3 * figures["bounce_median"],
+                "unit": "ms",
+                "baseline": f"{1e3 * baseline_median:.2f} ms",
+                "ratio": ratio,
+                "goal": "<= 1.25x",
+                "met": ratio <= 1.25,
+            }
+        )
+        rows.append(
+            {
+                "name": f"direct through a session, {name} (median)",
+                "value": 1e3 * figures["direct_median"],
+                "unit": "ms",
+                "baseline": f"{1e3 * figures['bounce_median']:.2f} ms bounce",
+                "ratio": figures["direct_median"] / figures["bounce_median"],
+                "goal": "",
+                "met": None,
+            }
+        )
+        rows.append(
+            {
+                "name": f"longest poll of a sender posting 32,768 fragments, {name} (median of runs)",
+                "value": 1e3 * figures["poll_median"],
+                "unit": "ms",
+                "baseline": f"worst of {RUNS} runs {1e3 * figures['poll_max']:.2f} ms, longest single post {1e3 * figures['post_max']:.2f} ms",
+                "ratio": figures["poll_median"] / 2e-3,
+                "goal": "<= 2 ms",
+                "met": figures["poll_median"] <= 2e-3,
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    table = main()
+    for row in table:
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+        print(
+            f"{row['name']:72s} {row['value']:9.3f} {row['unit']:3s} {ratio:>7s} {row['goal']:9s} met={row['met']}  [{row['baseline']}]"
+        )
+    for row in table:
+        print(json.dumps(row))
