@@ -129,6 +129,28 @@ async def test_openai_client_many_at_once(make_cluster: Any, style: str) -> None
         assert models["data"][0]["max_model_len"] == 400
 
 
+@pytest.mark.parametrize("chat", [False, True])
+async def test_token_ids_for_who_asks(make_cluster: Any, chat: bool) -> None:
+    """The answer's ids, end token included, and the prompt's; over a stream each once; not there unasked."""
+    async with make_cluster() as cluster:
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+        body = {"model": "synthetic", "max_tokens": 40, "return_token_ids": True, **prompt}
+        url = f"{cluster.url}/v1/{'chat/completions' if chat else 'completions'}"
+        whole = (await cluster.client.post(url, json=body)).json()
+        want = [*cluster.service.tokenizer.encode_user_text("Hello, world!"), 2]
+        assert whole["choices"][0]["token_ids"] == want
+        assert (whole if chat else whole["choices"][0])["prompt_token_ids"] == cluster.context.received[0].token_ids
+        events = events_of((await cluster.client.post(url, json={**body, "stream": True})).text)[:-1]
+        pieces = [event["choices"][0] for event in events]
+        assert [token for piece in pieces for token in piece.get("token_ids", [])] == want
+        prompts = [
+            holder["prompt_token_ids"] for holder in (events if chat else pieces) if "prompt_token_ids" in holder
+        ]
+        assert prompts == [cluster.context.received[0].token_ids]
+        unasked = (await cluster.client.post(url, json={**body, "return_token_ids": False})).text
+        assert "token_ids" not in unasked
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
 async def test_first_token_ends_the_answer(make_cluster: Any, stream: bool, chat: bool) -> None:

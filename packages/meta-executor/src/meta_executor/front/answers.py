@@ -20,8 +20,13 @@ class AnswerText:
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(stops)
         self._end_token_ids = end_token_ids
-        self.completion_tokens = 0
+        self.token_ids: list[int] = []
         self.finish_reason: str | None = None
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens so far, an end token included (count)."""
+        return len(self.token_ids)
 
     def push(self, tokens: Sequence[int], finish_reason: str | None) -> str:
         """Text that these tokens add. Sets :attr:`finish_reason` at the end, also where a stop string ends it.
@@ -31,7 +36,7 @@ class AnswerText:
         text = []
         for place, token in enumerate(tokens):
             last = place == len(tokens) - 1
-            self.completion_tokens += 1
+            self.token_ids.append(token)
             if last and finish_reason == "stop" and token in self._end_token_ids:
                 break
             text.append(self._stops.push(self._detokenizer.push((token,))))

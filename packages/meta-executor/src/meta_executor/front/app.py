@@ -63,6 +63,7 @@ class _Call:
     chat: bool
     stream: bool
     with_usage: bool
+    with_ids: bool
     stops: tuple[str, ...]
     end_token_ids: frozenset[int]
     shape: openai.Shape
@@ -292,6 +293,7 @@ class FrontService:
             chat=chat,
             stream=bool(request.stream),
             with_usage=bool(options is not None and options.include_usage),
+            with_ids=bool(request.return_token_ids),
             stops=openai.stop_strings(request),
             end_token_ids=frozenset(ends),
             shape=shape,
@@ -413,6 +415,7 @@ class _Answer(Response):
         self._service = service
         self._call = call
         self._started = False
+        self._ids_told = 0
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -495,7 +498,7 @@ class _Answer(Response):
                 answer = progress
         if answer is None or answer.finish_reason is None:
             raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
-        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer))
+        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer), self._ids(answer))
         await self._send_json(send, 200, body)
 
     async def _stream(self, send: Send) -> None:
@@ -509,12 +512,21 @@ class _Answer(Response):
                     if first is not None:
                         await self._send_event(send, first)
                 if text or answer.finish_reason is not None:
-                    await self._send_event(send, shape.piece(text, answer.finish_reason, with_usage=with_usage))
+                    ids = self._ids(answer)
+                    piece = shape.piece(text, answer.finish_reason, with_usage=with_usage, ids=ids)
+                    await self._send_event(send, piece)
         if answer is None or answer.finish_reason is None:
             raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
         if with_usage:
             await self._send_event(send, shape.last(self._usage(answer)))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _ids(self, answer: AnswerText) -> openai.AnswerIds | None:
+        """Ids of the answer's tokens since the last piece, if the client asked for them."""
+        if not self._call.with_ids:
+            return None
+        begun, self._ids_told = self._ids_told, len(answer.token_ids)
+        return openai.AnswerIds(answer.token_ids[begun:], self._call.job.token_ids if begun == 0 else None)
 
     def _usage(self, answer: AnswerText) -> dict[str, Any]:
         job = self._call.job

@@ -83,6 +83,8 @@ class _Common(_Strict, frozen=True, kw_only=True):
     #: Go on past the model's end token (for measurements).
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=64)] = []
+    #: Also give the token ids of prompt and answer, where vLLM gives them.
+    return_token_ids: bool | None = None
     #: Keeps the requests of one conversation on one place where a router is set to.
     conversation_id: Name | None = None
     # Known, without effect on the answer.
@@ -295,6 +297,18 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
+class AnswerIds(msgspec.Struct, frozen=True):
+    """Token ids for a client that asked for them.
+
+    Attributes:
+        answer: Of this piece, an end token included.
+        prompt: Of the prompt, with the first piece; else None.
+    """
+
+    answer: list[int]
+    prompt: list[int] | None
+
+
 class Shape:
     """The two endpoints' answers: same life, different words.
 
@@ -313,7 +327,9 @@ class Shape:
             "model": model,
         }
 
-    def whole(self, text: str, finish_reason: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+    def whole(
+        self, text: str, finish_reason: str, counts: Mapping[str, Any], ids: AnswerIds | None = None
+    ) -> dict[str, Any]:
         """An answer in one piece."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
         if self._chat:
@@ -321,7 +337,9 @@ class Shape:
         else:
             choice["text"] = text
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
+        answer = {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
+        self._add_ids(answer, ids)
+        return answer
 
     def first(self, *, with_usage: bool) -> dict[str, Any] | None:
         """The chunk that opens a chat stream."""
@@ -329,16 +347,28 @@ class Shape:
             return None
         return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, with_usage)
 
-    def piece(self, text: str, finish_reason: str | None, *, with_usage: bool) -> dict[str, Any]:
+    def piece(
+        self, text: str, finish_reason: str | None, *, with_usage: bool, ids: AnswerIds | None = None
+    ) -> dict[str, Any]:
         """A piece of a stream; the last has a finish reason."""
         if self._chat:
             delta = {"content": text} if text or finish_reason is None else {}
-            return self._chunk({"delta": delta, "finish_reason": finish_reason}, with_usage)
-        return self._chunk({"text": text, "finish_reason": finish_reason}, with_usage)
+            chunk = self._chunk({"delta": delta, "finish_reason": finish_reason}, with_usage)
+        else:
+            chunk = self._chunk({"text": text, "finish_reason": finish_reason}, with_usage)
+        self._add_ids(chunk, ids)
+        return chunk
 
     def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
         """The chunk with the counts, which has no choices."""
         return {**self._head, "object": self._kind, "choices": [], "usage": dict(counts)}
+
+    def _add_ids(self, answer: dict[str, Any], ids: AnswerIds | None) -> None:
+        if ids is not None:
+            answer["choices"][0]["token_ids"] = ids.answer
+            if ids.prompt is not None:
+                # Where vLLM has them: in the choice of a completion, beside the choices of a chat.
+                (answer if self._chat else answer["choices"][0])["prompt_token_ids"] = ids.prompt
 
     @property
     def _kind(self) -> str:
