@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import msgspec
 import openai
-from meta_executor.evidence.verify import verify_folder
 from rich.console import Console
 from rich.table import Table
 
 from meta_executor.config import ConfigError, apply_environment, load_service_config
+from meta_executor.evidence.verify import verify_folder
 from meta_executor.instance.launch import Launcher, RunFailed
 from meta_executor.preflight import check_service
 from meta_executor.wire import InstanceStatistics
@@ -93,12 +93,11 @@ def ask(client: openai.OpenAI, model: str, number: int, prompt: str, say: Any) -
 
 def statistics(launcher: Launcher) -> dict[str, InstanceStatistics]:
     """What each instance counted."""
-    return {
-        owner: msgspec.json.decode(
-            httpx.get(url + "/internal/statistics", timeout=10.0).raise_for_status().content, type=InstanceStatistics
-        )
-        for owner, url in launcher.urls().items()
-    }
+    found = {}
+    for owner, url in launcher.urls().items():
+        answer = httpx.get(url + "/internal/statistics", headers=launcher.key_header, timeout=10.0).raise_for_status()
+        found[owner] = msgspec.json.decode(answer.content, type=InstanceStatistics)
+    return found
 
 
 def main() -> int:
@@ -150,8 +149,8 @@ def main() -> int:
                       f"{a.total_s:.2f}", a.finish_reason or a.error or "?")  # fmt: skip
     console.print(table)
     ranks = Table(title="Ranks")
-    for name in ("instance", "rank", "agreement opened", "decided", "routed", "coalesced", "direct", "merged", "MiB"):
-        ranks.add_column(name, justify="right" if name != "instance" else "left")
+    for name in ("inst.", "rank", "opened", "decided", "routed", "coalesced", "direct", "merged", "MiB"):
+        ranks.add_column(name, justify="right" if name != "inst." else "left")
     for owner, instance in sorted(counts.items()):
         for r in instance.ranks:
             context = instance.role == "context"
@@ -165,7 +164,8 @@ def main() -> int:
     console.print(ranks)
     console.print(report.text(), markup=False)
 
-    senders = [r for instance in counts.values() if instance.role == "context" for r in instance.ranks]
+    # The receiver plans a transfer and chooses its tier, so it is the one that counts it.
+    receivers = [r for instance in counts.values() if instance.role == "generation" for r in instance.ranks]
     agreement = {
         f"{owner}.{r.rank}": {"opened": r.agreement_opened, "decided": r.agreement_decided}
         for owner, instance in counts.items()
@@ -173,7 +173,7 @@ def main() -> int:
         for r in instance.ranks
     }
     reasons: dict[str, int] = {}
-    for r in senders:
+    for r in receivers:
         for key, value in r.tier_reasons.items():
             reasons[key] = reasons.get(key, 0) + value
     result = {
@@ -182,8 +182,8 @@ def main() -> int:
         "tokens": sum(a.completion_tokens for a in answers),
         "seconds": round(took, 2),
         "agreement": agreement,
-        "coalesced_transfers": sum(r.transfers_coalesced for r in senders),
-        "direct_transfers": sum(r.transfers_direct + r.transfers_merged for r in senders),
+        "coalesced_transfers": sum(r.transfers_coalesced for r in receivers),
+        "direct_transfers": sum(r.transfers_direct + r.transfers_merged for r in receivers),
         "transfer_reasons": reasons,
         "routed": {o: i.routed_per_rank for o, i in counts.items() if i.role == "generation"},
         "local_submits": sum(i.local_submits for i in counts.values()),

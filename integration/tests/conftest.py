@@ -33,10 +33,11 @@ class Service:
 
     def statistics(self) -> dict[str, InstanceStatistics]:
         """Counters of each instance."""
-        return {
-            owner: msgspec.json.decode(httpx.get(f"{url}/internal/statistics").content, type=InstanceStatistics)
-            for owner, url in self.launcher.urls().items()
-        }
+        found = {}
+        for owner, url in self.launcher.urls().items():
+            answer = httpx.get(f"{url}/internal/statistics", headers=self.launcher.key_header).raise_for_status()
+            found[owner] = msgspec.json.decode(answer.content, type=InstanceStatistics)
+        return found
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from meta_executor.config import EngineConfig
-from meta_executor.engine.base import SamplingParams
-from meta_executor.engine.generate import generate_text
+from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, model_info
+from meta_executor.engine.generate import SequenceRunner, generate
+from meta_executor.engine.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
@@ -56,8 +57,14 @@ def model(client):
 @pytest.fixture(scope="module")
 def reference():
     """The same engine in one process, one thread, one prompt at a time."""
-    engine = EngineConfig(model="smollm2", threads=1)
-    return [generate_text(engine, prompt, SamplingParams(max_tokens=ANSWER_TOKENS)) for prompt in PROMPTS]
+    config = EngineConfig(model="smollm2", threads=1)
+    info = model_info(config)
+    engine = create_engine(config, StageSpec.split(info.layer_count, 1)[0])
+    runner = SequenceRunner(engine, block_count=64)
+    tokenizer = Tokenizer.for_model(config.model)
+    found = [generate(runner, tokenizer, prompt, SamplingParams(max_tokens=ANSWER_TOKENS)) for prompt in PROMPTS]
+    runner.close()
+    return found
 
 
 def complete(client, model, prompt, **more):
@@ -206,5 +213,5 @@ def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, 
     assert len({r.agreement_opened for r in context.ranks}) == 1
     assert context.ranks[0].agreement_opened > 0
     assert all(count > 0 for count in generation.routed_per_rank)
-    assert sum(r.transfers_coalesced for r in context.ranks) > 0
-    assert sum(r.transfers_direct + r.transfers_merged for r in context.ranks) > 0
+    assert sum(r.transfers_coalesced for r in generation.ranks) > 0
+    assert sum(r.transfers_direct + r.transfers_merged for r in generation.ranks) > 0

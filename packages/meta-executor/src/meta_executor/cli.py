@@ -146,6 +146,7 @@ def verify(folder: Path) -> None:
 
 def main() -> NoReturn:
     """Entry point: errors that a person can act on are one line."""
+    from meta_executor.engine.errors import EngineError
     from meta_executor.instance.launch import RunFailed
 
     try:
@@ -158,6 +159,8 @@ def main() -> NoReturn:
         error.show()
         sys.exit(2)
     except ConfigError as error:
+        _fail(2, str(error))
+    except EngineError as error:
         _fail(2, str(error))
     except RunFailed as error:
         _fail(1, str(error))

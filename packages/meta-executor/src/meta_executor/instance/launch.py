@@ -218,6 +218,11 @@ class Launcher:
         """Where each instance answers."""
         return {owner: c.url or "" for owner, c in self._components.items() if owner != "front"}
 
+    @property
+    def key_header(self) -> dict[str, str]:
+        """The header that an instance's internal requests carry."""
+        return {_KEY_HEADER: self._key_hex}
+
     def processes(self) -> dict[str, int]:
         """Name → pid of every process of the run that is known; for tests and for the reader."""
         found: dict[str, int] = {"launcher": os.getpid()}
