@@ -52,8 +52,8 @@ if logging.getLogger("nixl").level == logging.INFO:
 
 _METADATA_MAGIC: Final = b"nixlSerDes|"
 _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-#: From how many descriptors on a regular pattern is handed over as two strided rows rather than as lists: below, the second
-#: preparation call costs more than the rows (benchmarks/bench_ownership.py).
+#: From how many descriptors on a regular job is handed over as two strided rows, prepared once: below, the two preparation
+#: calls cost more than the rows.
 STRIDED_COUNT_MIN: Final = 64
 
 
@@ -77,7 +77,7 @@ class NixlConfig:
     tls: str | None = None
     transport_class: TransportClass | None = None
     spare_agents: int = 0
-    descriptors_per_post_max: int = 256
+    descriptors_per_post_max: int = 128
     bytes_per_post_max: int = 4 << 20
     post_budget_s: float = 0.0015
     parts_in_flight_max: int = 64
@@ -118,13 +118,16 @@ class _Job:
         "completed",
         "detail",
         "error",
+        "failed",
         "handles",
         "job",
+        "lists",
         "posted",
         "reported",
         "sizes",
         "sources",
         "stopped",
+        "strides",
         "targets",
     )
 
@@ -137,7 +140,10 @@ class _Job:
         self.stopped = False
         self.error = False
         self.detail = ""
-        self.handles: dict[int, _Posted] = {}
+        self.handles: dict[int, Any] = {}  # of the library, by part: in progress, or ended in an error
+        self.failed: set[int] = set()
+        self.strides = _strides(self.sources, self.targets, self.sizes) if config.strided else None
+        self.lists: tuple[Any, ...] = ()  # prepared for the whole job; they outlive every handle made of them
         self.reported: tuple[int, int, str] | None = None
 
     @property
@@ -153,28 +159,6 @@ class _Job:
         if self.stopped and self.completed == self.posted:
             return "stopped"
         return "posted" if self.posted == self.total else "posting"
-
-
-class _Posted:
-    """One posted handle and what has to outlive it."""
-
-    __slots__ = ("handle", "lists", "state")
-
-    def __init__(self, handle: Any, lists: tuple[Any, ...]) -> None:
-        self.handle = handle
-        self.lists = lists  # prepared lists: released after the handle that uses them
-        self.state = "PROC"
-
-    def release(self) -> None:
-        """Give the library's objects back, the handle before its lists."""
-        self.handle.release()
-        for each in self.lists:
-            each.release()
-
-    def disown(self) -> None:
-        """The agent is about to be destroyed with everything in it: no finaliser may touch it afterwards."""
-        for each in (self.handle, *self.lists):
-            each._released = True
 
 
 @dataclass(eq=False)
@@ -297,9 +281,10 @@ class NixlTransport:
     def _destroy(self, agent: _Agent) -> None:
         """Let the library's agent go, and prove that it went."""
         for job in agent.jobs.values():
-            for posted in job.handles.values():
-                posted.disown()
+            for each in (*job.handles.values(), *job.lists):
+                each._released = True  # it goes with its agent: no finaliser may touch it afterwards
             job.handles.clear()
+            job.lists = ()
         agent.registered.clear()
         wrapper, agent.nixl = agent.nixl, None
         if wrapper is not None:
@@ -395,6 +380,7 @@ class NixlTransport:
                 continue
             if job.state not in ("done", "stopped"):
                 raise LocalProtocolError(f"{operation} is {job.state}: its handles stay")
+            self._release_lists(job)
             del agent.jobs[operation]
 
     def poll(self) -> TransportProgress:
@@ -441,29 +427,43 @@ class NixlTransport:
         return malformed
 
     def _check(self, agent: _Agent, job: _Job) -> None:
-        for part, posted in list(job.handles.items()):
-            if posted.state != "PROC":
+        for part, handle in list(job.handles.items()):
+            if part in job.failed:
                 continue
             try:
-                state = agent.nixl.check_xfer_state(posted.handle)
+                state = agent.nixl.check_xfer_state(handle)
             except Exception as error:  # noqa: BLE001 - see agent_info
-                self._fail(agent, job, error)
-                state = "ERR"
+                self._part_failed(agent, job, part, error)
+                continue
             if state == "DONE":
-                self._finish(agent, job, part, posted)
+                self._finish(agent, job, part, handle)
             elif state != "PROC":
-                posted.state = state
-                agent.in_flight -= 1
-                self._fail(agent, job, None)
+                self._part_failed(agent, job, part, None)
 
-    def _finish(self, agent: _Agent, job: _Job, part: int, posted: _Posted) -> None:
+    def _finish(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
         job.completed += 1
         agent.in_flight -= 1
         del job.handles[part]
         try:
-            posted.release()
+            handle.release()
         except Exception as error:  # noqa: BLE001 - it is done; a failing release costs memory, not truth
             self._count_error(error)
+        if job.completed == job.total:
+            self._release_lists(job)
+
+    def _release_lists(self, job: _Job) -> None:
+        lists, job.lists = job.lists, ()
+        for each in lists:
+            try:
+                each.release()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._count_error(error)
+
+    def _part_failed(self, agent: _Agent, job: _Job, part: int, error: Exception | None) -> None:
+        """The handle stays: its other descriptors may still be going on."""
+        job.failed.add(part)
+        agent.in_flight -= 1
+        self._fail(agent, job, error)
 
     def _fail(self, agent: _Agent, job: _Job, error: Exception | None) -> None:
         job.error = True
@@ -510,57 +510,54 @@ class NixlTransport:
         begin, end = job.bounds[part], job.bounds[part + 1]
         note = encode_mark(Mark(job.job.operation, part, job.total))
         try:
-            posted = self._build(agent, job, begin, end, note)
+            handle = self._build(agent, job, begin, end, note)
         except Exception as error:  # noqa: BLE001 - see agent_info; nothing of this part was handed over
             self._fail(agent, job, error)
             return
-        job.handles[part] = posted
+        job.handles[part] = handle
         job.posted += 1  # before the call: from here on this part may be going on
         agent.in_flight += 1
         self._counters.posts += 1
         self._counters.descriptors += end - begin
         self._counters.bytes_posted += int(job.sizes[begin:end].sum())
         try:
-            state = agent.nixl.transfer(posted.handle, note)
+            state = agent.nixl.transfer(handle, note)
         except Exception as error:  # noqa: BLE001 - see agent_info
-            posted.state = "ERR"
-            agent.in_flight -= 1
-            self._fail(agent, job, error)
+            self._part_failed(agent, job, part, error)
             return
         if state == "DONE":
-            self._finish(agent, job, part, posted)
+            self._finish(agent, job, part, handle)
         elif state != "PROC":
-            posted.state = state
-            agent.in_flight -= 1
-            self._fail(agent, job, None)
+            self._part_failed(agent, job, part, None)
 
-    def _build(self, agent: _Agent, job: _Job, begin: int, end: int, note: bytes) -> _Posted:
-        """A handle for rows begin..end: strided where the pattern is regular and long enough, else lists."""
+    def _build(self, agent: _Agent, job: _Job, begin: int, end: int, note: bytes) -> Any:
+        """A handle for rows begin..end: by index into two strided rows where the whole job is regular, else lists."""
         write = job.job
-        sources, targets, sizes = job.sources[begin:end], job.targets[begin:end], job.sizes[begin:end]
         remote = agent.remotes[write.peer]
-        strides = _strides(sources, targets, sizes) if self.config.strided else None
-        if strides is not None:
-            count, size = end - begin, int(sizes[0])
-            local_row = np.array([[int(sources[0]), size, write.source_device, strides[0], count]], np.uint64)
-            remote_row = np.array([[int(targets[0]), size, write.target_device, strides[1], count]], np.uint64)
-            local = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", local_row, write.source_kind)
-            other = agent.nixl.prep_xfer_dlist(remote, remote_row, write.target_kind)
-            index = np.arange(count, dtype=np.int32)
-            handle = agent.nixl.make_prepped_xfer("WRITE", local, index, other, index, note)
-            return _Posted(handle, (local, other))
+        if job.strides is not None:
+            if not job.lists:
+                job.lists = self._strided_lists(agent, job, remote)
+            index = np.arange(begin, end, dtype=np.int32)
+            return agent.nixl.make_prepped_xfer("WRITE", job.lists[0], index, job.lists[1], index, note)
         rows = np.empty((2, end - begin, 3), np.uint64)
-        rows[0, :, 0], rows[0, :, 2] = sources, write.source_device
-        rows[1, :, 0], rows[1, :, 2] = targets, write.target_device
-        rows[:, :, 1] = sizes
-        handle = agent.nixl.initialize_xfer(
+        rows[0, :, 0], rows[0, :, 2] = job.sources[begin:end], write.source_device
+        rows[1, :, 0], rows[1, :, 2] = job.targets[begin:end], write.target_device
+        rows[:, :, 1] = job.sizes[begin:end]
+        return agent.nixl.initialize_xfer(
             "WRITE",
             agent.nixl.get_xfer_descs(rows[0], write.source_kind),
             agent.nixl.get_xfer_descs(rows[1], write.target_kind),
             remote,
             note,
         )
-        return _Posted(handle, ())
+
+    def _strided_lists(self, agent: _Agent, job: _Job, remote: str) -> tuple[Any, Any]:
+        write, (source_stride, target_stride) = job.job, job.strides or (0, 0)
+        count, size = len(job.sizes), int(job.sizes[0])
+        local_row = np.array([[int(job.sources[0]), size, write.source_device, source_stride, count]], np.uint64)
+        remote_row = np.array([[int(job.targets[0]), size, write.target_device, target_stride, count]], np.uint64)
+        local = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", local_row, write.source_kind)
+        return local, agent.nixl.prep_xfer_dlist(remote, remote_row, write.target_kind)
 
     # -- end
 
