@@ -360,6 +360,7 @@ class Engine:
         """Connect and agree, or raise the error that says why not."""
         deadline_s = time.monotonic() + self.config.handshake_timeout_s
         connected = self.address.startswith("inproc://")
+        closing = False
 
         def begin() -> ClientHandshake:
             attempt = ClientHandshake(
@@ -376,7 +377,13 @@ class Engine:
         while True:
             left_s = deadline_s - time.monotonic()
             if self._closing:
-                raise RpcClosed(f"client of {self.address} was closed")
+                # Only one-way calls that were sent before ``close`` are worth the wait.
+                if not closing:
+                    closing = True
+                    left_s = min(left_s, self.config.drain_s if self._outbox else 0.0)
+                    deadline_s = time.monotonic() + left_s
+                if left_s <= 0:
+                    raise RpcClosed(f"client of {self.address} was closed")
             if left_s <= 0:
                 within = f"within {self.config.handshake_timeout_s} s"
                 if not connected:

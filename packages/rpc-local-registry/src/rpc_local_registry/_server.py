@@ -571,7 +571,8 @@ class RpcServer:
         return kind, body, buffers
 
     def _run_on_lane(self, call: _Call) -> None:
-        if call.over:
+        # A deadline that passed in the queue is answered by the I/O thread; the handler must not begin.
+        if call.over or (call.deadline_s is not None and time.monotonic() >= call.deadline_s):
             return
         kind, body, buffers = self._outcome(call.peer, call.message, call.spec)
         self._post(lambda: self._settle(call, kind, body, buffers))

@@ -17,6 +17,7 @@ import socket as stdlib_socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -43,10 +44,14 @@ MONITORED: Final = 4
 
 CONNECTED: Final = "connected"
 DISCONNECTED: Final = "disconnected"
+CLOSED: Final = "closed"
+#: Longest wait for libzmq to let go of a port.
+_RELEASE_S: Final = 0.2
 _EVENTS: Final = {
     int(zmq.Event.CONNECTED): CONNECTED,
     int(zmq.Event.ACCEPTED): CONNECTED,
     int(zmq.Event.DISCONNECTED): DISCONNECTED,
+    int(zmq.Event.CLOSED): CLOSED,
 }
 
 
@@ -123,6 +128,7 @@ class Link:
         self._ipc_path: str | None = None
         self._ipc_identity = (0, 0)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._bound = False
         self.address = ""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         socket: zmq.Socket[bytes] = self._socket
@@ -144,7 +150,9 @@ class Link:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         if monitored:
-            self._monitor = socket.get_monitor_socket(zmq.Event.CONNECTED | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+            self._monitor = socket.get_monitor_socket(
+                zmq.Event.CONNECTED | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
+            )
             # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
             self._poller.register(int(self._monitor.getsockopt(zmq.FD)), zmq.POLLIN)
             self.events()
@@ -179,6 +187,7 @@ class Link:
                 if "[" in address:
                     link._socket.setsockopt(zmq.IPV6, 1)
                 link._bind(address)
+                link._bound = True
                 link.address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         except BaseException:
             link.close()
@@ -302,6 +311,19 @@ class Link:
             raise
         return True
 
+    def _release_address(self) -> None:
+        """Unbind, and wait until the port or name is free: the next server of this address may be waiting for it."""
+        try:
+            self._socket.unbind(self.address)
+        except zmq.ZMQError:
+            # Nothing is bound there any more, which is what was wanted.
+            return
+        until_s = time.monotonic() + _RELEASE_S
+        while self._monitor is not None and CLOSED not in self.events():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not self._monitor.poll(math.ceil(left_s * 1000)):
+                return
+
     def close(self) -> None:
         """Release everything at once: sockets, descriptor, socket file, private folder."""
         if self._closed:
@@ -309,6 +331,8 @@ class Link:
         with self._wake_lock:
             self._closed = True
             os.close(self._wake_fd)
+        if self._bound:
+            self._release_address()
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)

@@ -1,0 +1,295 @@
+"""Starts, stops, deaths, leaks, and what the package needs to be imported."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rpc_local_registry import RpcClient, RpcConfig, RpcPeerDead, RpcServer, RpcServerStopped
+from rpc_local_registry._streams import Inbox
+from rpc_local_registry.testing import ConformanceWorker, eventually, open_pair, resources
+
+CHILD = textwrap.dedent(
+    """
+    import sys, threading, time
+    from rpc_local_registry import *
+    class W:
+        @rpc_method(non_blocking=True)
+        def echo(self, value: int) -> int: return value
+        @rpc_method
+        def hold(self) -> None: time.sleep(60)
+        @rpc_method(streaming=True, non_blocking=True)
+        def responses(self) -> StreamSource[int]:
+            self.source = StreamSource()
+            self.source.push(1)
+            return self.source
+    config = RpcConfig(heartbeat_s=0.1, peer_timeout_s=0.5)
+    with RpcServer(W(), sys.argv[1], bytes.fromhex(sys.argv[2]), config=config) as server:
+        print(server.address, flush=True)
+        time.sleep(60)
+    """
+)
+ALERT = RpcConfig(heartbeat_s=0.1, peer_timeout_s=0.5)
+
+
+@pytest.fixture(params=["ipc://", "tcp://127.0.0.1:0"])
+def child(request: pytest.FixtureRequest, key: bytes) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, request.param, key.hex()], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_server_fails_everything(child: tuple[subprocess.Popen[str], str], key: bytes, how: int) -> None:
+    """Killed or frozen: every pending call, stream and one-way window ends with RpcPeerDead; ``on_lost`` is told once."""
+    process, address = child
+    lost: list[Exception] = []
+    with RpcClient(address, key, config=ALERT, on_lost=lost.append) as client:
+        futures = [client.hold().remote_future() for _ in range(3)]
+        stream = client.responses().remote_streaming()
+        assert next(stream) == 1
+        os.kill(process.pid, how)
+        for future in futures:
+            assert isinstance(future.exception(20), RpcPeerDead)
+        with pytest.raises(RpcPeerDead):
+            next(stream)
+        with pytest.raises(RpcPeerDead):
+            client.echo(1).remote()
+
+        async def later() -> None:
+            with pytest.raises(RpcPeerDead):
+                await client.echo(1).remote_async()
+
+        asyncio.run(later())
+        assert [type(error) for error in lost] == [RpcPeerDead]
+        assert client.statistics().pending == 0
+
+
+def test_a_dead_client_is_noticed(service: Any, key: bytes) -> None:
+    """Its coroutines are cancelled, its streams end, and the server is told who it was."""
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from rpc_local_registry import *
+        client = RpcClient(sys.argv[1], bytes.fromhex(sys.argv[2]), name="doomed")
+        client.hold_async().remote_future()
+        stream = client.responses().remote_streaming()
+        next(stream)
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    lost = []
+    with RpcServer(service, "ipc://", key, config=ALERT, on_peer_lost=lost.append) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, server.address, key.hex()], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        eventually(lambda: service.source is not None)
+        service.source.push(1)
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        eventually(lambda: lost)
+        eventually(lambda: service.closed == ["hold_async"] and service.source.cancelled)
+        assert (lost[0].name, lost[0].reason) == ("doomed", "connection lost")
+        assert server.statistics().pending == 0
+        assert service.source.push(2) is False
+
+
+@pytest.mark.parametrize("address", ["ipc://", "tcp://127.0.0.1:0", "inproc://cycles"])
+def test_many_cycles_leak_nothing(address: str, key: bytes) -> None:
+    """1,000 servers and clients made, used and stopped leave no descriptor, thread or socket file."""
+    cycles = 340 if address == "ipc://" else 330
+    made_before = {path.name for path in Path(tempfile.gettempdir()).glob("rpc-*")}
+
+    def cycle() -> None:
+        with RpcServer(ConformanceWorker(), address, key) as server, RpcClient(server.address, key) as client:
+            assert client.add(1, 2).remote() == 3
+            client.note(1).remote_oneway()
+
+    cycle()
+    gc.collect()
+    before = resources()
+    for _ in range(cycles):
+        cycle()
+    gc.collect()
+
+    def settled() -> bool:
+        now = resources()
+        return now.descriptors <= before.descriptors and now.threads <= before.threads
+
+    eventually(settled)
+    mine = {
+        path.name for path in Path(tempfile.gettempdir()).glob("rpc-*")
+        if path.name not in made_before and path.stat().st_uid == os.geteuid() and not list(path.glob("*"))
+    }  # fmt: skip
+    assert not mine
+
+
+def test_a_port_is_free_after_the_shutdown(key: bytes) -> None:
+    """The next server of the same address starts at once."""
+    with RpcServer(ConformanceWorker(), "tcp://127.0.0.1:0", key) as server:
+        address = server.address
+    for _ in range(20):
+        with RpcServer(ConformanceWorker(), address, key), RpcClient(address, key) as client:
+            assert client.add(1, 2).remote() == 3
+
+
+def test_all_kinds_of_calls_leak_nothing(no_leaks: None) -> None:
+    """Threads, loops, streams and lanes are gone with their server."""
+    with open_pair(local=False) as pair:
+        list(pair.client.count(10).remote_streaming())
+        asyncio.run(_await(pair.client))
+        pair.client.responses().remote_streaming().cancel()
+
+
+async def _await(client: RpcClient) -> None:
+    assert await client.later(1).remote_async() == 1
+    assert [n async for n in client.count_later(3).remote_streaming()] == [0, 1, 2]
+
+
+def test_a_forgotten_client_closes_itself(server: RpcServer, key: bytes, no_leaks: None) -> None:
+    """Dropped without ``close``: its thread and socket go with it."""
+    client = RpcClient(server.address, key)
+    client.echo(1).remote()
+    del client
+    gc.collect()
+    eventually(lambda: server.statistics().sessions == 0)
+
+
+def test_close_fails_what_is_pending(server: RpcServer, service: Any, key: bytes) -> None:
+    """Futures and streams of a closed client end; nobody waits for ever; closing twice is quiet."""
+    from rpc_local_registry import RpcClosed
+
+    client = RpcClient(server.address, key)
+    future = client.hold().remote_future()
+    stream = client.responses().remote_streaming()
+    assert service.inside.acquire(timeout=10)
+    client.close()
+    client.close()
+    assert isinstance(future.exception(10), RpcClosed)
+    with pytest.raises(RpcClosed):
+        next(stream)
+    with pytest.raises(RpcClosed):
+        client.echo(1).remote()
+
+
+def test_close_does_not_wait_for_an_absent_server(key: bytes, tmp_path: Path, started: float) -> None:
+    """With messages unsent and nobody there, ``close`` returns within its drain time."""
+    client = RpcClient(f"ipc://{tmp_path}/none", key)
+    client.note(1).remote_oneway()
+    client.close()
+    assert time.monotonic() - started < 5
+
+
+def test_a_stopped_server_says_so_before_it_leaves(key: bytes) -> None:
+    """The client hears RpcServerStopped, not a broken connection, every time."""
+    for _ in range(30):
+        with RpcServer(ConformanceWorker(), "ipc://", key) as server, RpcClient(server.address, key) as client:
+            stream = client.responses().remote_streaming()
+            client.add(1, 2).remote()
+            server.shutdown()
+            with pytest.raises(RpcServerStopped):
+                next(stream)
+
+
+def test_inbox_hands_over_between_threads() -> None:
+    """Many items from several threads to one consumer, none lost."""
+    import threading
+
+    inbox: Inbox[int] = Inbox()
+    threads = [threading.Thread(target=lambda: [inbox.put(n) for n in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    got = [inbox.get(10) for _ in range(4000)]
+    for thread in threads:
+        thread.join()
+    assert sorted(got) == sorted(list(range(1000)) * 4)
+    assert inbox.close()
+    assert not inbox.close()
+    assert inbox.put(1) is False
+
+
+@pytest.mark.parametrize("blocked", ["numpy", "nvtx"])
+def test_import_without_optional_libraries(blocked: str) -> None:
+    """The package imports and serves without them; arrays then are an error, not a crash."""
+    script = textwrap.dedent(
+        f"""
+        import sys
+        sys.modules[{blocked!r}] = None
+        from rpc_local_registry import *
+        class W:
+            @rpc_method(non_blocking=True)
+            def echo(self, value: dict[str, list[int]]) -> dict[str, list[int]]: return value
+        with RpcServer(W(), "ipc://", b"k" * 32) as s, RpcClient(s.address, b"k" * 32, interface=W) as c:
+            assert c.echo({{"a": [1]}}).remote() == {{"a": [1]}}
+            try:
+                c.echo(object()).remote()
+            except RpcArgumentError:
+                print("fine")
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "fine\n", done.stderr
+
+
+def test_the_core_imports_no_socket_library() -> None:
+    """Only the adapter files name the library they are named after."""
+    import rpc_local_registry
+
+    for path in Path(rpc_local_registry.__file__).parent.glob("*.py"):
+        lines = [
+            line.split()[1].split(".")[0]
+            for line in path.read_text().splitlines()
+            if line.lstrip().startswith(("import ", "from "))
+        ]
+        for library in ("zmq", "numpy", "nvtx"):
+            assert (library in lines) == (path.stem == f"_{library}"), (path.name, library)
+
+
+def test_fuzz_smoke() -> None:
+    """The fuzzer runs, holds, and says what it ran."""
+    tool = Path(__file__).parents[1] / "tools" / "fuzz.py"
+    done = subprocess.run([sys.executable, str(tool), "--count", "100000"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "100000 messages, seed" in done.stdout
+    assert "held" in done.stdout
+
+
+def test_the_fuzzer_can_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the MAC check planted out it finds a forgery."""
+    import importlib.util
+
+    tool = Path(__file__).parents[1] / "tools" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("fuzz_tool", tool)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["fuzz_tool"] = module
+    try:
+        spec.loader.exec_module(module)
+        monkeypatch.setattr("hmac.compare_digest", lambda left, right: True)
+        assert module.main(["--count", "2000", "--seed", "1"]) == 1
+    finally:
+        del sys.modules["fuzz_tool"]
+    assert "accepted" in capsys.readouterr().err
