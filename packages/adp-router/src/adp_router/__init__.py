@@ -14,9 +14,9 @@ Layout:
 """
 
 from adp_router.__about__ import __version__
-from adp_router._adapter import requests_from
+from adp_router._adapter import batch_from, requests_from
 from adp_router._batch import RouteBatch
-from adp_router._errors import RankStateError, RouterConfigError, RouterError
+from adp_router._errors import RankStateError, RouteBatchError, RouterConfigError, RouterError
 from adp_router._gate import DpGate, GateConfig, GateRank, GateStatistics
 from adp_router._router import Router, RouterConfig, RouterStatistics
 from adp_router._types import (
@@ -42,6 +42,7 @@ __all__ = [
     "RankStateError",
     "RequestError",
     "RouteBatch",
+    "RouteBatchError",
     "RouteRequest",
     "Router",
     "RouterConfig",
@@ -51,5 +52,6 @@ __all__ = [
     "RoutingResult",
     "Why",
     "__version__",
+    "batch_from",
     "requests_from",
 ]

@@ -1,11 +1,69 @@
-"""Engine request objects as route requests: attributes are read here, each at most once, and nowhere else."""
+"""Engine request objects as a batch: attributes are read here, each at most once, and nowhere else."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
+from adp_router._batch import RouteBatch
 from adp_router._types import RouteRequest
+
+
+def batch_from(
+    objects: Iterable[Any],
+    *,
+    length: Callable[[Any], int] | None = None,
+    kv_blocks: Callable[[Any], int] | None = None,
+) -> RouteBatch:
+    """Read what routing needs from an engine's request objects, column by column.
+
+    ``input_token_ids`` is often a getter that copies the whole list: it is read once per object, and not at all when
+    ``length`` is given. Attributes: ``request_id`` (else ``id``), ``scheduling_params`` (else ``py_scheduling_params``) with
+    ``attention_dp_rank`` and ``attention_dp_relax`` (None and missing count as relaxed), ``child_req_ids``,
+    ``conversation_id``.
+
+    Args:
+        objects: The engine's requests; a ``request`` attribute (a queue item's) is looked through.
+        length: Prompt length of an object (tokens), without touching its token list.
+        kv_blocks: KV blocks that an object will need (count).
+
+    Returns:
+        Columns in the objects' order, for :meth:`Router.route`.
+
+    Raises:
+        AttributeError: An object has no id, or neither a length nor tokens.
+    """
+    items = list(objects)
+    inner = _column(items, "request")
+    inner = items if inner is None else [i if r is None else r for i, r in zip(items, inner, strict=True)]
+    ids: Any = _column(items, "request_id")
+    if ids is None or None in ids:
+        ids = [_identity(i, r) for i, r in zip(items, inner, strict=True)]
+    counts = list(map(length, inner)) if length is not None else [_token_count(r) for r in inner]
+    parameters = _column(inner, "scheduling_params")
+    if parameters is None:
+        parameters = _column(inner, "py_scheduling_params")
+    elif None in parameters:
+        other = _column(inner, "py_scheduling_params") or repeat(None)
+        parameters = [b if a is None else a for a, b in zip(parameters, other, strict=False)]
+    targets = strict = None
+    if parameters is not None:
+        targets = _column(parameters, "attention_dp_rank")
+    if parameters is not None and targets is not None:
+        relax = _column(parameters, "attention_dp_relax") or repeat(None)
+        strict = [t is not None and r is False for t, r in zip(targets, relax, strict=False)]
+    children = _column(items, "child_req_ids")
+    return RouteBatch(
+        ids,
+        counts,
+        targets,
+        strict if strict is not None and any(strict) else None,
+        None if children is None else [len(c) if c else 0 for c in children],
+        None if kv_blocks is None else list(map(kv_blocks, inner)),
+        _column(inner, "conversation_id"),
+        minus_one_is_no_target=False,
+    )
 
 
 def requests_from(
@@ -14,52 +72,37 @@ def requests_from(
     length: Callable[[Any], int] | None = None,
     kv_blocks: Callable[[Any], int] | None = None,
 ) -> list[RouteRequest]:
-    """Read what routing needs from an engine's request objects.
+    """The same as request objects, one per engine object: for callers that look at them; :func:`batch_from` costs less."""
+    batch = batch_from(objects, length=length, kv_blocks=kv_blocks)
+    count = len(batch)
 
-    ``input_token_ids`` is often a getter that copies the whole list: it is read once per object, and not at all when
-    ``length`` is given. Attributes: ``request_id`` (else ``id``), ``scheduling_params`` with ``attention_dp_rank`` and
-    ``attention_dp_relax`` (None and missing count as relaxed), ``child_req_ids``, ``conversation_id``.
+    def column(values: Any, default: Any) -> Any:
+        return repeat(default, count) if values is None else values
 
-    Args:
-        objects: The engine's requests; a ``request`` attribute (a queue item's) is looked through.
-        length: Prompt length of an object (tokens), without touching its token list.
-        kv_blocks: KV blocks that an object will need (count).
-
-    Returns:
-        One request per object, in order.
-
-    Raises:
-        AttributeError: An object has no id, or neither a length nor tokens.
-    """
-    found = []
-    for item in objects:
-        engine_request = getattr(item, "request", None)
-        inner = item if engine_request is None else engine_request
-        identity = getattr(item, "request_id", None)
-        if identity is None:
-            identity = getattr(item, "id", None)
-        if identity is None:
-            identity = inner.request_id
-        if length is not None:
-            count = length(inner)
-        else:
-            tokens = inner.input_token_ids
-            count = 0 if tokens is None else len(tokens)
-        parameters = getattr(inner, "scheduling_params", None)
-        if parameters is None:
-            parameters = getattr(inner, "py_scheduling_params", None)
-        target = getattr(parameters, "attention_dp_rank", None)
-        relax = getattr(parameters, "attention_dp_relax", None)
-        children = getattr(item, "child_req_ids", None)
-        found.append(
-            RouteRequest(
-                request_id=identity,
-                token_count=count,
-                target_rank=target,
-                strict=target is not None and relax is False,
-                child_count=len(children) if children else 0,
-                kv_block_count=kv_blocks(inner) if kv_blocks is not None else 0,
-                conversation_id=getattr(inner, "conversation_id", None),
-            )
+    return [
+        RouteRequest(request_id, tokens, target, strict, children, blocks, conversation)
+        for request_id, tokens, target, strict, children, blocks, conversation in zip(
+            batch.request_ids, batch.token_counts, column(batch.target_ranks, None), column(batch.strict, False),
+            column(batch.child_counts, 0), column(batch.kv_block_counts, 0), column(batch.conversation_ids, None),
+            strict=True,
         )
-    return found
+    ]  # fmt: skip
+
+
+def _column(items: list[Any], name: str) -> list[Any] | None:
+    """An attribute of every object, None where it is missing; None when nothing was said at all."""
+    values = list(map(getattr, items, repeat(name), repeat(None)))
+    return None if values.count(None) == len(values) else values
+
+
+def _identity(item: Any, inner: Any) -> Any:
+    for name in ("request_id", "id"):
+        found = getattr(item, name, None)
+        if found is not None:
+            return found
+    return inner.request_id
+
+
+def _token_count(item: Any) -> int:
+    tokens = item.input_token_ids
+    return 0 if tokens is None else len(tokens)

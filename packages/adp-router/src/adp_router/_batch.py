@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
 
+from adp_router._errors import RouteBatchError
 from adp_router._types import RouteRequest
+
+#: In a column of targets: this request has none. (A ``RouteRequest`` says None; -1 is no rank there.)
+NO_TARGET = -1
+
+#: (field, what it is when nothing was said), in the order of the columns.
+_SAID: tuple[tuple[str, Any], ...] = (
+    ("target_rank", None), ("strict", False), ("child_count", 0), ("kv_block_count", 0), ("conversation_id", None),
+    ("prefix_matches", ()), ("waited_rounds", 0),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class RouteBatch:
     """Requests as columns of equal length, in order of arrival; see :class:`RouteRequest` for each column's meaning.
 
-    Engines that keep arrays build this directly and pay for no object per request. Entries are plain integers.
+    Engines that keep arrays build this directly and pay for no object per request. Entries are plain integers; NumPy arrays
+    are turned into lists once per call.
 
     Attributes:
         request_ids, token_counts: Always there.
         target_ranks: -1 or None where there is no target.
+        minus_one_is_no_target: Whether -1 means that; otherwise it is a rank like any other, and there is none of that number.
     """
 
     request_ids: Sequence[int]
@@ -28,6 +42,7 @@ class RouteBatch:
     conversation_ids: Sequence[str | None] | None = None
     prefix_matches: Sequence[tuple[int, ...]] | None = None
     waited_rounds: Sequence[int] | None = None
+    minus_one_is_no_target: bool = True
 
     def __len__(self) -> int:
         return len(self.request_ids)
@@ -36,18 +51,37 @@ class RouteBatch:
     def of(requests: Sequence[RouteRequest]) -> RouteBatch:
         """Columns of request objects; columns in which nothing was said stay None."""
 
-        def column(name: str, default: object) -> list[object] | None:
-            values = [getattr(r, name) for r in requests]
-            return None if all(v == default for v in values) else values
+        def column(name: str) -> list[Any]:
+            # Column by column: rows would be thousands of short-lived tuples, which set the garbage collector going.
+            return list(map(attrgetter(name), requests))
 
+        said: list[Any] = []
+        for name, default in _SAID:
+            values = column(name)
+            said.append(None if values.count(default) == len(values) else values)
+        targets, strict, children, blocks, conversations, matches, waited = said
         return RouteBatch(
-            [r.request_id for r in requests],
-            [r.token_count for r in requests],
-            column("target_rank", None),  # type: ignore[arg-type]
-            column("strict", False),  # type: ignore[arg-type]
-            column("child_count", 0),  # type: ignore[arg-type]
-            column("kv_block_count", 0),  # type: ignore[arg-type]
-            column("conversation_id", None),  # type: ignore[arg-type]
-            column("prefix_matches", ()),  # type: ignore[arg-type]
-            column("waited_rounds", 0),  # type: ignore[arg-type]
-        )
+            column("request_id"), column("token_count"), targets, strict, children, blocks, conversations, matches,
+            waited, minus_one_is_no_target=False,
+        )  # fmt: skip
+
+    def normalised(self) -> RouteBatch:
+        """Arrays as lists.
+
+        Raises:
+            RouteBatchError: A column is longer or shorter than the ids; names it.
+        """
+        count = len(self.request_ids)
+        arrays: dict[str, Any] = {}
+        for name in _COLUMNS:
+            column: Any = getattr(self, name)
+            if column is None:
+                continue
+            if len(column) != count:
+                raise RouteBatchError(f"{name}: want one entry per request ({count}), got {len(column)}")
+            if hasattr(column, "tolist"):
+                arrays[name] = column.tolist()
+        return replace(self, **arrays) if arrays else self
+
+
+_COLUMNS = [f.name for f in fields(RouteBatch) if f.name != "minus_one_is_no_target"]

@@ -11,5 +11,12 @@ class RouterConfigError(RouterError, ValueError):
     """A setting cannot be used; the message names the field and the value."""
 
 
+class RouteBatchError(RouterError, ValueError):
+    """A batch's columns are not of equal length. Nothing was routed, no state changed."""
+
+
 class RankStateError(RouterError, ValueError):
-    """The ranks' states cannot be routed over (none, a rank twice, a negative count). Nothing was routed, no state changed."""
+    """The ranks' states cannot be routed over: none, a rank twice, no integer, a negative count.
+
+    Nothing was routed, no state changed.
+    """

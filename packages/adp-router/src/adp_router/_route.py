@@ -8,13 +8,25 @@ stands first. Requests are indices into a batch's columns; ranks are positions i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from adp_router._batch import RouteBatch
 from adp_router._types import LeftoverReason, RankState, Why
 
 NO_LIMIT = 1 << 62
-_ORDER = list(LeftoverReason)
+#: Reasons from the farthest to the nearest: a request that was refused everywhere is told of the rank that came closest.
+_BY_CLOSENESS = list(LeftoverReason)
+_DRAINING, _NO_SLOT, _NO_BLOCKS, _NO_TOKENS, _LIMIT, _HELD = map(
+    _BY_CLOSENESS.index,
+    (
+        LeftoverReason.ALL_DRAINING, LeftoverReason.NO_FREE_SLOT, LeftoverReason.NO_FREE_KV_BLOCKS,
+        LeftoverReason.NO_FREE_TOKENS,
+        LeftoverReason.COUNT_LIMIT, LeftoverReason.HELD_FOR_STARVING,
+    ),
+)  # fmt: skip
+#: Shortest stretch without a look at the limit that pays for finding it (requests), and how many are placed with looks.
+_STRETCH_MIN = 16
+_CHECKED = 128
 
 
 class Placement:
@@ -160,15 +172,49 @@ class Placement:
 
     def _reason(self, index: int) -> LeftoverReason:
         """The reason of the rank that came closest."""
-        best = LeftoverReason.ALL_DRAINING
+        weight, need, length = self.weight(index), self.need_blocks(index), self.batch.token_counts[index]
+        best = _DRAINING
         for position in range(self.size):
-            reason = self.fits(index, position)
-            if reason is None:
-                held = position in self.reserved
-                reason = LeftoverReason.HELD_FOR_STARVING if held else LeftoverReason.COUNT_LIMIT
-            if _ORDER.index(reason) > _ORDER.index(best):
-                best = reason
-        return best
+            if not self.open[position]:
+                continue
+            if self.slots[position] < weight:
+                closeness = _NO_SLOT
+            elif self.blocks[position] < need:
+                closeness = _NO_BLOCKS
+            elif self.room[position] < length:
+                closeness = _NO_TOKENS
+            else:
+                closeness = _HELD if position in self.reserved else _LIMIT
+            if closeness > best:
+                best = closeness
+        return _BY_CLOSENESS[best]
+
+    def take_back(self) -> list[int]:
+        """Requests that only the count limit kept out, in order of arrival; they are to be tried again."""
+        again = sorted(index for index, reason in self.left if reason is LeftoverReason.COUNT_LIMIT)
+        if again:
+            self.left = [entry for entry in self.left if entry[1] is not LeftoverReason.COUNT_LIMIT]
+        return again
+
+    def able(self, indices: Sequence[int]) -> list[int]:
+        """Positions that can take at least one of these requests now, the count limit aside."""
+        if not indices:
+            return []
+        lengths, needs, children = self.batch.token_counts, self.batch.kv_block_counts, self.children
+        weight = 1 if children is None else 1 + min(_pick(children, indices))
+        # Looking for the smallest need costs a pass: only where there is such a capacity.
+        room = min(_pick(lengths, indices)) if min(self.room) < NO_LIMIT else 0
+        need = min(_pick(needs, indices)) if needs is not None and min(self.blocks) < NO_LIMIT else 0
+        return [
+            p
+            for p in range(self.size)
+            if p not in self.reserved
+            and self.open[p]
+            and self.slots[p] >= weight
+            and self.blocks[p] >= need
+            and self.room[p] >= room
+            and any(self.fits(index, p) is None for index in indices)
+        ]
 
     # -- the rest ------------------------------------------------------------------------------------------------------
 
@@ -192,6 +238,8 @@ class Placement:
             self._place_unbound(indices, heap)
             return
         heapreplace, heappop = heapq.heapreplace, heapq.heappop
+        room_min = min(map(lengths.__getitem__, indices), default=0)
+        need_min = 0 if needs is None else min(map(needs.__getitem__, indices), default=0)
         done: list[int] = []
         where: list[int] = []
         aside: list[tuple[int, int, int]] = []
@@ -203,8 +251,10 @@ class Placement:
                 load, count, position = heap[0]
                 if room[position] >= length and blocks[position] >= need and slots[position] >= weight:
                     break
+                entry = heappop(heap)
                 # What follows is shorter or thinner and may still fit there: put it back afterwards.
-                aside.append(heappop(heap))
+                if room[position] >= room_min and blocks[position] >= need_min:
+                    aside.append(entry)
             else:
                 self.leave(index)
                 heap, aside = aside, heap
@@ -243,35 +293,62 @@ class Placement:
         blocks = min(self.blocks[p] for p in open_positions)
         return (
             all(self.slots[p] >= self.limit - self.counts[p] for p in open_positions)
-            and (room >= NO_LIMIT or sum(map(lengths.__getitem__, indices)) <= room)
-            and (needs is None or blocks >= NO_LIMIT or sum(map(needs.__getitem__, indices)) <= blocks)
+            and (room >= NO_LIMIT or sum(_pick(lengths, indices)) <= room)
+            and (needs is None or blocks >= NO_LIMIT or sum(_pick(needs, indices)) <= blocks)
         )
 
     def _place_unbound(self, indices: list[int], heap: list[tuple[int, int, int]]) -> None:
-        """The loop without refusals: only the count limit takes a rank out."""
-        lengths, limit = self.batch.token_counts, self.limit
+        """The loop without refusals: only the count limit takes a rank out.
+
+        A rank's (tokens, requests, position) is one integer here, and in stretches in which no rank can reach the limit it is
+        not looked for: that halves the cost of thousands of requests.
+        """
+        lengths, limit, total = self.batch.token_counts, self.limit, len(indices)
+        position_bits = self.size.bit_length()
+        one = 1 << position_bits
+        shift = position_bits + (max(count for _, count, _ in heap) + total + 1).bit_length()
+        position_mask, count_mask = one - 1, (1 << (shift - position_bits)) - 1
+        keys = [(load << shift) | (count << position_bits) | position for load, count, position in heap]
+        heapq.heapify(keys)
+        adds = [(length << shift) + one for length in map(lengths.__getitem__, indices)]
         where: list[int] = []
-        append, heapreplace = where.append, heapq.heapreplace
-        final = {position: (load, count) for load, count, position in heap}
-        for index in indices:
-            if not heap:
-                break
-            load, count, position = heap[0]
-            append(position)
-            load += lengths[index]
-            count += 1
-            if count < limit:
-                heapreplace(heap, (load, count, position))
+        final: list[int] = []
+        heapreplace = heapq.heapreplace
+        while keys and len(where) < total:
+            done = len(where)
+            spare = limit - max((key >> position_bits) & count_mask for key in keys)
+            if spare >= _STRETCH_MIN:
+                where += [heapreplace(keys, keys[0] + add) & position_mask for add in adds[done : done + spare]]
             else:
-                heapq.heappop(heap)
-                final[position] = (load, count)
-        final.update({position: (load, count) for load, count, position in heap})
-        for position, (load, count) in final.items():
+                for add in adds[done : done + _CHECKED]:
+                    key = keys[0] + add
+                    where.append(key & position_mask)
+                    if (key >> position_bits) & count_mask < limit:
+                        heapreplace(keys, key)
+                    else:
+                        heapq.heappop(keys)
+                        final.append(key)
+                        if not keys:
+                            break
+            out = [key for key in keys if (key >> position_bits) & count_mask >= limit]
+            if out:
+                final += out
+                keys = [key for key in keys if (key >> position_bits) & count_mask < limit]
+                heapq.heapify(keys)
+        for key in final + keys:
+            position = key & position_mask
+            count = (key >> position_bits) & count_mask
             self.slots[position] -= count - self.counts[position]
-            self.tokens[position], self.counts[position] = load, count
+            self.room[position] -= (key >> shift) - self.tokens[position]
+            self.tokens[position], self.counts[position] = key >> shift, count
         self._note(indices[: len(where)], where)
-        for index in indices[len(where) :]:
-            self.leave(index, LeftoverReason.COUNT_LIMIT)
+        if len(where) < total:
+            # Somebody will look at the blocks again.
+            for index, position in zip(indices, where, strict=False):
+                self.blocks[position] -= self.need_blocks(index)
+            # No rank of the heap is left: slots ran out, or the limit was met. The same for all that remain.
+            for index in indices[len(where) :]:
+                self.leave(index)
 
     def _note(self, indices: list[int], where: list[int]) -> None:
         """Log many placements on the least loaded rank at once."""
@@ -283,18 +360,25 @@ class Placement:
             self.why_counts[Why.LEAST_LOADED] = self.why_counts.get(Why.LEAST_LOADED, 0) + len(where)
 
 
-def fair_limit(placement: Placement, rest: Sequence[int], multiplier: float | None) -> int:
-    """The cap on requests per rank: a fair share times ``multiplier``, at least the fullest rank already, at most what the
-    roomiest rank can hold. None: that alone."""
-    fullest = max(placement.counts)
-    most = max(count + slots for count, slots in zip(placement.counts, placement.slots, strict=True))
-    most = max(most, fullest)
+def _pick(column: Sequence[int], indices: Sequence[int]) -> Iterable[int]:
+    """A column's entries at some indices, in any order."""
+    return column if len(indices) == len(column) else map(column.__getitem__, indices)
+
+
+def fair_limit(placement: Placement, rest: Sequence[int], multiplier: float | None, *, among: Sequence[int]) -> int:
+    """The cap on requests per rank: a fair share times ``multiplier``, at least the fullest open rank already, at most what the
+    roomiest rank can hold. A multiplier of None: that alone.
+
+    Args:
+        among: Positions that share the rest (at least one): those that can take something; all, as the seed's router has it.
+    """
+    counts, slots = placement.counts, placement.slots
+    everybody = len(among) == placement.size
+    fullest = max((counts[p] for p in range(placement.size) if everybody or placement.open[p]), default=0)
+    most = max(max(counts[p] + slots[p] for p in among), fullest)
     if multiplier is None:
         return most
-    total = (
-        sum(placement.counts) + sum(placement.weight(i) for i in rest)
-        if placement.children
-        else (sum(placement.counts) + len(rest))
-    )
-    fair = -(-total // placement.size) if multiplier == 1.0 else -int(-(multiplier * total) // placement.size)
+    weights = sum(map(placement.weight, rest)) if placement.children else len(rest)
+    total = sum(counts[p] for p in among) + weights
+    fair = -(-total // len(among)) if multiplier == 1.0 else -int(-(multiplier * total) // len(among))
     return min(max(fair, fullest), most)

@@ -6,9 +6,10 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Integral
+from typing import Any, Literal
 
-from adp_router._batch import RouteBatch
+from adp_router._batch import NO_TARGET, RouteBatch
 from adp_router._errors import RankStateError, RouterConfigError
 from adp_router._policies import Balanced, ConversationAffinity, Policy, PrefixAffinity, RoundRobin
 from adp_router._route import Placement, fair_limit
@@ -25,7 +26,8 @@ class RouterConfig:
     """Settings; equal on every rank of a group (the digest covers them).
 
     Attributes:
-        count_multiplier: A rank takes at most this multiple of a fair share of requests (>= 1). 1.25 brings the fullest
+        count_multiplier: A rank takes at most this multiple of a fair share of requests (>= 1); the shares are those of
+            the ranks that can take something (draining and full ones have none). 1.25 brings the fullest
             rank's tokens within a fraction of a percent of the best possible, at 20 % more requests on it; ``inf`` relaxes
             the limit altogether. None: the policy's default.
         starvation_rounds: A request left over this often goes first, and a rank is kept free for it (count, >= 1).
@@ -130,12 +132,13 @@ class Router:
             Every request in exactly one of assignments, leftovers (with a reason) and errors.
 
         Raises:
-            RankStateError: The ranks are none, not distinct, or have negative counts. Nothing changed.
+            RankStateError: The ranks are none, not distinct, no integers, or have negative counts. Nothing changed.
+            RouteBatchError: Columns of unequal length. Nothing changed.
         """
-        batch = requests if isinstance(requests, RouteBatch) else RouteBatch.of(requests)
+        batch = requests.normalised() if isinstance(requests, RouteBatch) else RouteBatch.of(requests)
         position_of = _check_ranks(ranks)
-        digest = input_digest(self._settings, self._policy.state_digest(), batch, ranks)
-        good, errors = _check_requests(batch, position_of, len(ranks))
+        good, errors, packed = _check_requests(batch, position_of, len(ranks))
+        digest = _digest(self._settings, self._policy.state_digest(), packed, ranks)
         placement = Placement(batch, ranks, count_pinned_tokens=not self.compat, count_children=not self.compat)
         rest = placement.place_targets(good, position_of, strict_may_move=self.compat)
         if batch.conversation_ids is not None:
@@ -143,10 +146,12 @@ class Router:
                 conversation = batch.conversation_ids[index]
                 if conversation is not None:
                     self._policy.observe_target(conversation, ranks[position].rank)
-        placement.limit = fair_limit(placement, rest, self._multiplier)
-        if not self.compat:
+        if self.compat:
+            placement.limit = fair_limit(placement, rest, self._multiplier, among=range(len(ranks)))
+            self._policy.place(placement, rest)
+        else:
             rest = placement.place_starving(rest, self.config.starvation_rounds)
-        self._policy.place(placement, rest)
+            self._place_in_shares(placement, rest)
         ids = batch.request_ids
         placed: list[list[int]] = [[] for _ in ranks]
         adders = [one.append for one in placed]
@@ -163,6 +168,20 @@ class Router:
         )
         self._count(result, placement)
         return result
+
+    def _place_in_shares(self, placement: Placement, rest: list[int]) -> None:
+        """Fair shares among the ranks that can take something; what a full rank cannot take is shared by the others again."""
+        for attempt in range(placement.size + 1):
+            among = placement.able(rest) or range(placement.size)
+            # Each round fills a rank for good, or nearly so; the last one only asks for capacity.
+            multiplier = self._multiplier if attempt < placement.size else None
+            placement.limit = fair_limit(placement, rest, multiplier, among=among)
+            self._policy.place(placement, rest)
+            rest = placement.take_back()
+            if not rest:
+                return
+        for index in rest:
+            placement.leave(index, LeftoverReason.COUNT_LIMIT)
 
     def _count(self, result: RoutingResult, placement: Placement) -> None:
         totals = self._totals
@@ -196,6 +215,12 @@ def _check_ranks(ranks: Sequence[RankState]) -> dict[int, int]:
         raise RankStateError("ranks: want at least one, got none")
     position_of: dict[int, int] = {}
     for position, state in enumerate(ranks):
+        for name in _RANK_FIELDS:
+            value = getattr(state, name)
+            if not _is_integer(value) and (value is not None or name in _REQUIRED):
+                raise RankStateError(f"ranks[{position}].{name}: want an integer, got {value!r}")
+        if state.rank < 0:
+            raise RankStateError(f"ranks[{position}].rank: must not be negative, got {state.rank}")
         if state.rank in position_of:
             raise RankStateError(f"ranks[{position}].rank: {state.rank} stands twice")
         position_of[state.rank] = position
@@ -207,77 +232,111 @@ def _check_ranks(ranks: Sequence[RankState]) -> dict[int, int]:
     return position_of
 
 
-def _check_requests(batch: RouteBatch, position_of: dict[int, int], size: int) -> tuple[list[int], list[RequestError]]:
-    """Indices of requests that can be routed, and what is wrong with the others. Columns without a fault cost one pass."""
-    ids, lengths = batch.request_ids, batch.token_counts
+def _check_requests(
+    batch: RouteBatch, position_of: dict[int, int], size: int
+) -> tuple[list[int], list[RequestError], list[bytes]]:
+    """Indices of requests that can be routed, what is wrong with the others, and the columns' bytes for the digest.
+
+    Columns without a fault cost one pass: packing them as 64-bit integers also tells whether they are such.
+    """
+    ids = batch.request_ids
     bad: dict[int, tuple[str, str]] = {}
-    if len(set(ids)) != len(ids):
-        seen: set[int] = set()
-        for index, request_id in enumerate(ids):
-            if request_id in seen:
-                bad[index] = ("request_id", f"{request_id} stands twice")
-            seen.add(request_id)
+    packed: list[bytes] = []
     columns = (
-        ("token_count", lengths), ("child_count", batch.child_counts), ("kv_block_count", batch.kv_block_counts),
+        ("request_id", ids), ("token_count", batch.token_counts), ("child_count", batch.child_counts),
+        ("kv_block_count", batch.kv_block_counts), ("waited_rounds", batch.waited_rounds),
     )  # fmt: skip
     for name, column in columns:
-        if column and min(column) < 0:
+        if column is None:
+            continue
+        numbers, data = _pack(column)
+        packed += (name.encode(), data)
+        if not numbers:
             for index, value in enumerate(column):
-                if value < 0:
-                    bad.setdefault(index, (name, f"must not be negative, got {value}"))
-    if batch.target_ranks is not None or batch.strict is not None:
+                if not _is_integer(value):
+                    bad.setdefault(index, (name, f"want an integer, got {value!r}"))
+                elif name != "request_id" and value >= _COUNT_END:
+                    bad.setdefault(index, (name, f"want less than {_COUNT_END}, got {value}"))
+        if name != "request_id" and (not numbers or (column and min(column) < 0)):
+            for index, value in enumerate(column):
+                if index not in bad and value < 0:
+                    bad[index] = (name, f"must not be negative, got {value}")
+    if bad or len(set(ids)) != len(ids):
+        seen: set[int] = set()
+        for index, request_id in enumerate(ids):
+            if index in bad and bad[index][0] == "request_id":
+                continue
+            if request_id in seen:
+                bad.setdefault(index, ("request_id", f"{request_id} stands twice"))
+            seen.add(request_id)
+    if batch.target_ranks is not None:
+        nobody = NO_TARGET if batch.minus_one_is_no_target else None
+        targets = [None if target == nobody else target for target in batch.target_ranks]
+        packed += (b"target_rank", _pack([NO_TARGET - 1 if target is None else target for target in targets])[1])
+    else:
+        targets = None
+    if targets is not None or batch.strict is not None:
+        strict = batch.strict
         for index in range(len(ids)):
-            target = None if batch.target_ranks is None else batch.target_ranks[index]
-            if target is not None and target not in position_of and target != _NO_TARGET:
+            target = None if targets is None else targets[index]
+            if target is not None and (not _is_integer(target) or target not in position_of):
                 bad.setdefault(index, ("target_rank", f"no rank {target!r}; there are {sorted(position_of)}"))
-            elif batch.strict is not None and batch.strict[index] and target in (None, _NO_TARGET):
+            elif target is None and strict is not None and strict[index]:
                 bad.setdefault(index, ("strict", "a strict request names its target_rank, got None"))
+    if batch.strict is not None:
+        packed += (b"strict", bytes(map(bool, batch.strict)))
+    if batch.conversation_ids is not None:
+        packed += (b"conversation_id", _text(batch.conversation_ids))
+        keys: Sequence[object] = batch.conversation_ids
+        for index, key in enumerate(keys):
+            if key is not None and not isinstance(key, str):
+                bad.setdefault(index, ("conversation_id", f"want a string or None, got {key!r}"))
     if batch.prefix_matches is not None:
         for index, matches in enumerate(batch.prefix_matches):
-            if matches and len(matches) != size:
-                bad.setdefault(index, ("prefix_matches", f"want one count per rank ({size}), got {len(matches)}"))
+            if matches:
+                numbers, data = _pack(matches)
+                packed.append(b"prefix_matches %d" % index + data)
+                if len(matches) != size:
+                    bad.setdefault(index, ("prefix_matches", f"want one count per rank ({size}), got {len(matches)}"))
+                elif not numbers or min(matches) < 0:
+                    bad.setdefault(index, ("prefix_matches", f"want counts that are not negative, got {matches!r}"))
     if not bad:
-        return list(range(len(ids))), []
-    return [i for i in range(len(ids)) if i not in bad], [RequestError(ids[i], *bad[i]) for i in sorted(bad)]
+        return list(range(len(ids))), [], packed
+    errors = [RequestError(ids[i], *bad[i]) for i in sorted(bad)]
+    return [i for i in range(len(ids)) if i not in bad], errors, packed
 
 
-_NO_TARGET = -1
-_MASK = 0xFFFFFFFFFFFFFFFF
+_RANK_FIELDS = ("rank", "token_count", "request_count", "free_slots", "free_kv_blocks", "free_tokens")
+_REQUIRED = ("rank", "token_count", "request_count")
+#: Counts are below this, so that sums of thousands stay what they are (count).
+_COUNT_END = 1 << 62
 
 
-def input_digest(settings: bytes, policy_state: bytes, batch: RouteBatch, ranks: Sequence[RankState]) -> bytes:
+def _digest(settings: bytes, policy_state: bytes, columns: Sequence[bytes], ranks: Sequence[RankState]) -> bytes:
     """Hash of what a call was given (16 bytes): settings, the policy's memory, requests and ranks, in order."""
     digest = hashlib.blake2b(settings, digest_size=16)
     digest.update(policy_state)
-    for name, column in (
-        ("ids", batch.request_ids), ("lengths", batch.token_counts), ("children", batch.child_counts),
-        ("blocks", batch.kv_block_counts), ("waited", batch.waited_rounds), ("strict", batch.strict),
-    ):  # fmt: skip
-        if column is not None:
-            digest.update(name.encode())
-            digest.update(_numbers(column))
-    if batch.target_ranks is not None:
-        digest.update(b"targets" + _numbers([_NO_TARGET if t is None else t for t in batch.target_ranks]))
-    for other in (batch.conversation_ids, batch.prefix_matches):
-        if other is not None:
-            digest.update(repr(list(other)).encode())
+    for column in columns:
+        digest.update(b"%d:" % len(column))
+        digest.update(column)
     for state in ranks:
-        digest.update(
-            _numbers(
-                [
-                    _NO_TARGET if value is None else int(value)
-                    for value in (
-                        state.rank, state.token_count, state.request_count, state.free_slots, state.free_kv_blocks,
-                        state.free_tokens, state.draining,
-                    )
-                ]
-            )
-        )  # fmt: skip
+        values = [getattr(state, name) for name in _RANK_FIELDS]
+        digest.update(_text([*values, bool(state.draining)]))
     return digest.digest()
 
 
-def _numbers(column: Sequence[int]) -> bytes:
+def _is_integer(value: object) -> bool:
+    return type(value) is int or isinstance(value, Integral)
+
+
+def _pack(column: Sequence[Any]) -> tuple[bool, bytes]:
+    """Whether a column is all integers of 64 bits, and its bytes."""
     try:
-        return array("q", column).tobytes()
-    except OverflowError:
-        return array("Q", [value & _MASK for value in column]).tobytes()
+        return True, array("q", column).tobytes()
+    except (TypeError, OverflowError):
+        return False, _text(column)
+
+
+def _text(values: Sequence[Any]) -> bytes:
+    """Bytes of anything, equal in every process: an object's address never gets in."""
+    return repr([v if v is None or isinstance(v, (int, float, str)) else type(v).__name__ for v in values]).encode()

@@ -17,7 +17,7 @@ class RouteRequest:
     Attributes:
         request_id: Unique in a call.
         token_count: Prompt tokens that its rank has to compute (count, >= 0).
-        target_rank: Rank that it asks for, or None.
+        target_rank: Rank that it asks for, or None (-1 is no rank).
         strict: Only the target will do; otherwise it is a wish.
         child_count: Further sequences that share the prompt (n > 1); each takes a slot (count).
         kv_block_count: KV blocks that it will need (count); 0 where the engine does not say.
@@ -82,7 +82,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """A request that can never be routed as it is: which field, and what is wrong with it."""
+    """A request that can never be routed as it is: which field, and what is wrong with it. Its id is what was given."""
 
     request_id: int
     field: str
@@ -124,7 +124,7 @@ class RoutingResult:
 
     Attributes:
         assignments: Request ids by rank, in the order to start them; every rank is a key.
-        expected_request_count: Sequences on the fullest rank if its fair share is taken (count).
+        expected_request_count: Sequences on the fullest rank if its fair share is taken (count); no rank ends above it.
         digest: Hash of everything that was put in (16 bytes): equal on ranks that saw the same.
         placement: The core's books; read ``decisions`` instead.
     """

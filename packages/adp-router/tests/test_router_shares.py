@@ -1,0 +1,225 @@
+"""Fair shares are those of the ranks that can take something; inputs of the wrong type fail alone; columns from objects."""
+
+import numpy as np
+import pytest
+
+from adp_router import (
+    LeftoverReason,
+    RankState,
+    RankStateError,
+    RouteBatch,
+    RouteBatchError,
+    Router,
+    RouterConfig,
+    RouteRequest,
+    batch_from,
+    requests_from,
+)
+
+POLICIES = ["balanced", "round_robin", "prefix", "conversation"]
+
+
+def counts(result):
+    return {rank: len(ids) for rank, ids in result.assignments.items()}
+
+
+@pytest.mark.parametrize(
+    "unable",
+    [
+        RankState(0, draining=True),
+        RankState(0, free_kv_blocks=0),
+        RankState(0, free_kv_blocks=1),
+        RankState(0, free_tokens=9),
+        RankState(0, free_slots=0),
+        RankState(0, request_count=2, draining=True),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rank_that_can_take_nothing_has_no_share(policy, unable):
+    """Two ranks, one of them of no use: the other takes all eight, however fair a half would be."""
+    requests = [RouteRequest(i, 10, kv_block_count=2) for i in range(8)]
+    config = RouterConfig(count_multiplier=1.0)
+    result = Router(policy, config=config).route(requests, [unable, RankState(1)])
+    assert counts(result) == {0: 0, 1: 8}
+    assert not result.leftovers
+    assert result.expected_request_count >= 8
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_rank_fills_up_with_is_shared_by_the_others(policy):
+    """A rank with blocks for one request of eight: the others take what its share would have been."""
+    requests = [RouteRequest(i, 10, kv_block_count=2) for i in range(9)]
+    ranks = [RankState(0, free_kv_blocks=2), RankState(1), RankState(2)]
+    result = Router(policy, config=RouterConfig(count_multiplier=1.0)).route(requests, ranks)
+    assert counts(result) == {0: 1, 1: 4, 2: 4}
+
+
+def test_the_compatible_mode_shares_among_all():
+    """The seed's router divides by every rank: half stays, by its count limit."""
+    result = Router(compat=True).route(
+        [RouteRequest(i, 10) for i in range(8)], [RankState(0, draining=True), RankState(1)]
+    )
+    assert counts(result) == {0: 0, 1: 4}
+    assert {x.reason for x in result.leftovers} == {LeftoverReason.COUNT_LIMIT}
+
+
+def test_slots_used_up_by_this_very_batch_are_the_reason():
+    """Not the fair share, when both end at the same count."""
+    ranks = [RankState(r, 0, c, free_slots=3 - c) for r, c in enumerate((1, 2, 3, 0))]
+    for compat in (False, True):
+        result = Router(compat=compat).route([RouteRequest(i, 3) for i in range(13)], ranks)
+        assert {x.reason for x in result.leftovers} == {LeftoverReason.NO_FREE_SLOT}
+        assert len(result.leftovers) == 7
+
+
+def test_long_batches_meet_the_limit_exactly():
+    """Thousands of requests, slots for fewer, ranks at different heights: every slot is used, the rest says why."""
+    ranks = [RankState(r, r * 1000, r * 50, free_slots=300 + r) for r in range(8)]
+    requests = [RouteRequest(i, 8192 + (i * 7919) % 100) for i in range(4096)]
+    result = Router().route(requests, ranks)
+    assert counts(result) == {r: 300 + r for r in range(8)}
+    assert {x.reason for x in result.leftovers} == {LeftoverReason.NO_FREE_SLOT}
+    placement = result.placement
+    assert placement.slots == [0] * 8
+    assert [a - s.token_count for a, s in zip(placement.tokens, ranks, strict=True)] == [
+        sum(requests[i].token_count for i in ids) for ids in result.assignments.values()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"request_id": "s"}, "request_id"),
+        ({"request_id": None}, "request_id"),
+        ({"token_count": 1.5}, "token_count"),
+        ({"token_count": "7"}, "token_count"),
+        ({"token_count": 1 << 70}, "token_count"),
+        ({"child_count": 0.5}, "child_count"),
+        ({"kv_block_count": "x"}, "kv_block_count"),
+        ({"waited_rounds": -1}, "waited_rounds"),
+        ({"waited_rounds": None}, "waited_rounds"),
+        ({"target_rank": "a"}, "target_rank"),
+        ({"target_rank": -1}, "target_rank"),
+        ({"target_rank": 1.5}, "target_rank"),
+        ({"target_rank": [1]}, "target_rank"),
+        ({"target_rank": 1 << 70}, "target_rank"),
+        ({"target_rank": -1, "strict": True}, "target_rank"),
+        ({"conversation_id": 5}, "conversation_id"),
+        ({"prefix_matches": (1, "a")}, "prefix_matches"),
+        ({"prefix_matches": (1, -2)}, "prefix_matches"),
+    ],
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_of_wrong_type_fails_alone(policy, change, field):
+    """Whatever is wrong with one request, the batch is routed; the digest is the same on every rank."""
+    bad = RouteRequest(**{"request_id": 0, "token_count": 5, **change})
+    requests = [bad, RouteRequest(1, 7, conversation_id="c"), RouteRequest(2, 9, child_count=1, kv_block_count=1)]
+    results = [Router(policy).route(requests, [RankState(0), RankState(1)]) for _ in range(2)]
+    assert [(e.request_id, e.field) for e in results[0].errors] == [(bad.request_id, field)]
+    assert sorted(i for ids in results[0].assignments.values() for i in ids) == [1, 2]
+    assert results[0].digest == results[1].digest
+    assert field in results[0].explain()
+
+
+def test_ids_may_be_large():
+    """Ids of more than 64 bits are ids like any other, and different ones have different digests."""
+    results = [Router().route([RouteRequest((1 << 70) + i, 5)], [RankState(0)]) for i in range(2)]
+    assert results[0].assignments == {0: (1 << 70,)}
+    assert results[0].digest != results[1].digest
+
+
+def test_minus_one_is_no_target_only_in_columns():
+    """A column of integers needs a number for "none"; -1 is it there, None too. A request says None."""
+    ranks = [RankState(0), RankState(1)]
+    result = Router().route(RouteBatch([1, 2, 3], [9, 8, 7], target_ranks=[-1, 1, None]), ranks)
+    assert not result.errors
+    assert 2 in result.assignments[1]
+    result = Router().route(RouteBatch([1], [9], target_ranks=[-1], minus_one_is_no_target=False), ranks)
+    assert [e.field for e in result.errors] == ["target_rank"]
+
+
+def test_columns_may_be_arrays():
+    """The same result as from lists."""
+    ids, sizes, targets = np.arange(50), np.arange(50) * 10, np.full(50, -1)
+    ranks = [RankState(0), RankState(1)]
+    first = Router().route(RouteBatch(ids, sizes, target_ranks=targets), ranks)
+    second = Router().route(RouteBatch(ids.tolist(), sizes.tolist(), target_ranks=targets.tolist()), ranks)
+    assert (first.assignments, first.digest) == (second.assignments, second.digest)
+
+
+def test_columns_of_unequal_length_are_refused():
+    """Nothing is routed; the column is named."""
+    router = Router()
+    with pytest.raises(RouteBatchError, match=r"kv_block_counts: want one entry per request \(2\), got 1"):
+        router.route(RouteBatch([1, 2], [3, 4], kv_block_counts=[1]), [RankState(0)])
+    assert router.statistics().calls == 0
+
+
+@pytest.mark.parametrize(
+    "state", [RankState("a"), RankState(-1), RankState(0, 1.5), RankState(0, 0, None), RankState(0, free_slots="x")]
+)
+def test_ranks_of_wrong_type_are_refused(state):
+    """Names position and field."""
+    with pytest.raises(RankStateError, match=r"ranks\[1\]"):
+        Router().route([], [RankState(5), state])
+
+
+class Engine:
+    """An engine's request; its tokens must not be read."""
+
+    def __init__(self, identity, count, **extra):
+        self.request_id = identity
+        self.count = count
+        self.__dict__.update(extra)
+
+    @property
+    def input_token_ids(self):
+        raise AssertionError("token list was read")
+
+
+class Item:
+    """A queue item around it."""
+
+    def __init__(self, identity, request, children=None):
+        self.id = identity
+        self.request = request
+        self.child_req_ids = children
+
+
+class Parameters:
+    def __init__(self, rank=None, relax=None):
+        self.attention_dp_rank = rank
+        self.attention_dp_relax = relax
+
+
+def test_columns_and_objects_say_the_same():
+    """Mixed kinds of objects: queue items, parameters here and there, children, conversations."""
+    objects = [
+        Engine(1, 10),
+        Item(2, Engine(0, 20, scheduling_params=Parameters(1, False))),
+        Item(3, Engine(0, 30, py_scheduling_params=Parameters(0, True)), [7, 8]),
+        Engine(4, 40, conversation_id="c", scheduling_params=None),
+        Engine(5, 50, scheduling_params=Parameters()),
+    ]
+    batch = batch_from(objects, length=lambda r: r.count, kv_blocks=lambda r: r.count // 10)
+    requests = requests_from(objects, length=lambda r: r.count, kv_blocks=lambda r: r.count // 10)
+    assert requests == [
+        RouteRequest(1, 10, kv_block_count=1),
+        RouteRequest(2, 20, 1, strict=True, kv_block_count=2),
+        RouteRequest(3, 30, 0, child_count=2, kv_block_count=3),
+        RouteRequest(4, 40, conversation_id="c", kv_block_count=4),
+        RouteRequest(5, 50, kv_block_count=5),
+    ]
+    ranks = [RankState(0), RankState(1)]
+    for policy in POLICIES:
+        first, second = Router(policy).route(batch, ranks), Router(policy).route(requests, ranks)
+        assert (first.assignments, first.errors, first.digest) == (second.assignments, second.errors, second.digest)
+
+
+def test_an_object_without_id_or_length_is_an_error():
+    """Named by the attribute."""
+    with pytest.raises(AttributeError, match="request_id"):
+        batch_from([object()], length=lambda r: 1)
+    with pytest.raises(AttributeError, match="input_token_ids"):
+        batch_from([Item(1, None)])
+    assert len(batch_from([])) == 0
