@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import random
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +19,10 @@ from kv_bounce_planner import (
     HostCopier,
     KernelShape,
     LayoutError,
+    LocalProtocolError,
+    ThreadCopier,
     TorchCopier,
+    TransportError,
     default_copier,
     gather,
     plan_transfer,
@@ -177,6 +182,78 @@ def test_small_fragments_never_cost_a_python_call_each(monkeypatch: pytest.Monke
     calls.clear()
     CopyTable.of(np.arange(count) * 256 + 4096, np.arange(count) * 128 + 4096, np.full(count, 128)).run()
     assert calls == [128]
+
+
+def test_thread_copier_copies_in_order_beside_the_caller() -> None:
+    """Queued lists land exactly; a chain of copies over the same memory proves first in, first out."""
+    with ThreadCopier(inline_bytes_max=0) as copier:
+        for seed in range(60):
+            source, target, source_at, target_at, sizes, expected = random_list(seed)
+            handle = copier.submit(
+                copier.prepare(source_at + source.ctypes.data, target_at + target.ctypes.data, sizes)
+            )
+            handle.wait()
+            assert handle.done() and np.array_equal(target, expected), seed
+        hops = [np.full(1 << 16, i, np.uint8) for i in range(50)]
+        tables = [
+            copier.prepare(np.array([a.ctypes.data]), np.array([b.ctypes.data]), np.array([1 << 16]))
+            for a, b in itertools.pairwise(hops)
+        ]
+        handles = [copier.submit(table) for table in tables]
+        handles[-1].wait()
+        assert all(handle.done() for handle in handles)
+        assert all((hop == 0).all() for hop in hops)
+
+
+def test_thread_copier_does_not_block_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a copy runs, submit has returned and done() says False; small ones wait behind it, in order."""
+    begun, release = threading.Event(), threading.Event()
+
+    def held(self: CopyTable) -> int:
+        begun.set()
+        assert release.wait(30)
+        return 0
+
+    memory = np.zeros(64, np.uint8)
+    copier = ThreadCopier(inline_bytes_max=1 << 20, queued_max=2)
+    at = memory.ctypes.data
+    large = CopyTable(np.array([at]), np.array([at + 8]), np.array([8]), 2 << 20, ())
+    small = copier.prepare(np.array([at]), np.array([at + 8]), np.array([8]))
+    with monkeypatch.context() as patched:
+        patched.setattr(CopyTable, "run", held)
+        first = copier.submit(large)
+        assert begun.wait(30) and not first.done()
+        second = copier.submit(small)
+        assert not second.done()
+        with pytest.raises(LocalProtocolError, match="wait already"):
+            copier.submit(small)
+        release.set()
+        second.wait()
+        assert first.done() and second.done()
+    copier.close()
+    copier.close()
+    with pytest.raises(LocalProtocolError, match="closed"):
+        copier.submit(small)
+
+
+def test_a_failed_thread_copy_is_an_error_of_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker survives; the handle tells, whoever asks and however often; the next copy runs."""
+    source = np.arange(16, dtype=np.uint8)
+    target = np.zeros(16, np.uint8)
+    with ThreadCopier(inline_bytes_max=0) as copier:
+        table = copier.prepare(np.array([source.ctypes.data]), np.array([target.ctypes.data]), np.array([16]))
+        with monkeypatch.context() as patched:
+            patched.setattr(CopyTable, "run", lambda self: 1 // 0)
+            failed = copier.submit(table)
+            for _ in range(2):
+                with pytest.raises(TransportError):
+                    failed.wait()
+        copier.submit(table).wait()
+        assert np.array_equal(source, target)
+        with pytest.raises(LayoutError):
+            copier.submit(object())  # type: ignore[arg-type]
+    with pytest.raises(LayoutError):
+        ThreadCopier(queued_max=0)
 
 
 def test_default_copier_by_memory_kind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from kv_bounce_planner import (
     request_ranges,
     try_plan_destination,
 )
+from kv_bounce_planner import _plan as plan_module
 
 
 def latent(rank: int, layers: range, base: int, *, slot: int = 100, blocks: int = 64, tokens: int = 1) -> KVLayout:
@@ -522,6 +524,28 @@ def test_validate_refuses_writers_that_overlap_and_covers_that_are_not_exact() -
         assert refused.value.reason is Reason.NOT_EXACT_COVER
     with pytest.raises(PlanRefused):
         TransferPlan(0, {1: writer(0, 0x100, 16)}, 1).validate()
+
+
+@pytest.mark.parametrize("fault", ["lost", "twice"])
+def test_a_planner_that_loses_or_repeats_a_share_is_caught_by_the_proof(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cover is proven against the request's own slots, which are derived without the shares: a wrong division of the
+    work can never leave as a plan.
+    """
+    shares = plan_module._shares
+    source = InstanceLayout(
+        "s", tuple(latent(r, range(r, r + 1), 0x900000 + r * 0x100000) for r in range(2)), pp_size=2
+    )
+
+    def wrong(*arguments: Any) -> Any:
+        found = shares(*arguments)
+        return found[:-1] if fault == "lost" else [*found, replace(found[-1], rank=0)]
+
+    monkeypatch.setattr(plan_module, "_shares", wrong)
+    refused = try_plan_destination(source, latent(0, range(2), 0x2000), RequestBlocks.single([1]), TokenRange(0, 1))
+    assert isinstance(refused, Refusal)
+    assert refused.reason is (Reason.NOT_EXACT_COVER if fault == "lost" else Reason.OVERLAP)
 
 
 def test_request_ranges_equal_what_writers_cover() -> None:

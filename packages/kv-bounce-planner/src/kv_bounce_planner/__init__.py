@@ -13,6 +13,7 @@ Layout, planning half (pure; depends on numpy and msgspec):
     _explain.py   plans and choices in words
     _draw.py      plans as a picture (SVG by itself, PNG with matplotlib)
     _gather.py    gather and scatter by pointer, host memory
+    _threads.py   host copies on a thread of their own
     _copiers.py   the copier for a kind of memory
     _tiles.py     how a copy list is cut for a device
     _torch.py     the same for torch devices       (imports torch only when used)
@@ -155,6 +156,7 @@ from kv_bounce_planner._session import (
     TransferSucceeded,
 )
 from kv_bounce_planner._states import IllegalTransition, ReceiveState, SendState
+from kv_bounce_planner._threads import ThreadCopier
 from kv_bounce_planner._tier import (
     DEFAULT_MODELS,
     Affine,
@@ -261,6 +263,7 @@ __all__ = [
     "PreparedCopy",
     "CopyTable",
     "HostCopier",
+    "ThreadCopier",
     "default_copier",
     "gather",
     "scatter",

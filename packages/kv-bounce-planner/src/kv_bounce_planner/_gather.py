@@ -228,7 +228,8 @@ class _Finished:
         return None
 
 
-_FINISHED = _Finished()
+#: The handle of a copy that ended before it was returned.
+FINISHED: CopyHandle = _Finished()
 
 
 class HostCopier:
@@ -243,4 +244,4 @@ class HostCopier:
         if not isinstance(prepared, CopyTable):
             raise LayoutError("a list prepared by another copier")
         prepared.run()
-        return _FINISHED
+        return FINISHED
