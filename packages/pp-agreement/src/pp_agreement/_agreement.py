@@ -27,7 +27,7 @@ from pp_agreement._events import (
     WithdrawResult,
 )
 from pp_agreement._machine import AgreementCore, CoreStatistics
-from pp_agreement._state import RoundState
+from pp_agreement._state import ReadyState, RoundState
 from pp_agreement._transport import Transport
 
 BUCKETS = 40
@@ -100,6 +100,8 @@ class BaseAgreement:
 
     def _apply(self, event: ev.Input) -> Any:
         """One step; events are kept for the next poll, a frame goes out at once, the answer is returned."""
+        if self._ended:
+            raise LocalProtocolError("after close()", rank=self.rank)
         try:
             effects = self._core.step(event, self._clock())
         except (AgreementError, WouldBlock):
@@ -129,8 +131,14 @@ class BaseAgreement:
         raise NotImplementedError
 
     def _take(self) -> tuple[AgreementEvent, ...]:
-        events, self._events = tuple(self._events), []
-        return events
+        events, self._events = self._events, []
+        return tuple([e for e in events if not isinstance(e, (ev.Prepared, ev.Released)) or self._binds(e)])
+
+    def _binds(self, event: ev.Prepared | ev.Released) -> bool:
+        """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
+        round_ = self._core.rounds.get(event.key.incarnation)
+        wanted = ReadyState.PREPARED if isinstance(event, ev.Prepared) else ReadyState.RELEASED
+        return round_ is not None and round_.attempt == event.key.attempt and round_.ready is wanted
 
     def _begin_poll(self) -> float:
         if not self._opened or self._ended:

@@ -7,6 +7,7 @@ every rank reaches the same decisions in the same poll. It is what pipelines do 
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -57,10 +58,11 @@ class InProcessExchange:
         self._slots[me] = contribution
         try:
             self._barrier.wait()
-            slots = list(self._slots)
-            self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise TransportError("a member left the exchange") from error
+        slots = list(self._slots)
+        with contextlib.suppress(threading.BrokenBarrierError):  # this exchange is complete, whoever leaves now
+            self._barrier.wait()
         return slots
 
     def abort(self) -> None:

@@ -156,6 +156,17 @@ class Released(AgreementEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked(AgreementEvent):
+    """Scheduling rank only: the agreement revoked a lease on the host's behalf (lease timeout, drain).
+
+    The request must not be activated any more; ``Aborted`` follows.
+    """
+
+    key: Key
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
 class Completed(AgreementEvent):
     """All ranks activated the request."""
 

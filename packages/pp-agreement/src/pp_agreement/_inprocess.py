@@ -42,6 +42,7 @@ class InProcessNetwork:
         self.broken: set[tuple[int, int]] = set()
         self.dead: dict[int, str] = {}
         self.frames = 0
+        self.delivered: dict[tuple[int, int], bytes] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         """The transport of one member."""
@@ -68,6 +69,14 @@ class InProcessNetwork:
     def kill(self, rank: int, evidence: str = "killed") -> None:
         """The member is gone; the others can see evidence of it."""
         self.dead[self.domain.index_of(rank)] = evidence
+
+    def replay(self, source_rank: int, target_rank: int) -> bool:
+        """Deliver the last frame of a link once more; False: there was none yet."""
+        link = (self.domain.index_of(source_rank), self.domain.index_of(target_rank))
+        if link not in self.delivered:
+            return False
+        self.links[link].append((self.clock(), self.delivered[link]))
+        return True
 
     def inject(self, source_rank: int, target_rank: int, frame: bytes) -> None:
         """Put bytes on a link as if ``source_rank`` had sent them."""
@@ -134,7 +143,9 @@ class InProcessTransport:
                 link = (peer, self._me)
                 queue = network.links[link]
                 if queue and link not in network.held and queue[0][0] <= now_s:
-                    frames.append((peer, queue.popleft()[1]))
+                    data = queue.popleft()[1]
+                    network.delivered[link] = data
+                    frames.append((peer, data))
                 else:
                     empty |= 1 << peer
                     live.remove(peer)

@@ -572,6 +572,10 @@ class AgreementCore:
         self._note(round_, "revoke", self.me)
         self._say(round_, _READY_SLOT, _REVOKE, reason=round_.own_reason)
 
+    def _revoke_unasked(self, round_: Round, reason: Reason) -> None:
+        self._emit(ev.Revoked(Key(round_.request_id, round_.incarnation, round_.attempt), reason))
+        self._revoke(round_, int(reason))
+
     def _on_recall(self, event: ev.RecallRequested) -> None:
         key = event.key
         round_ = self._round_of(key)
@@ -665,7 +669,7 @@ class AgreementCore:
     def _end_unscheduled(self, round_: Round) -> None:
         """Scheduling rank, draining: what is not activated will never be."""
         if round_.ready in (ReadyState.LEASED, ReadyState.RELEASED):
-            self._revoke(round_, int(Reason.DRAIN))
+            self._revoke_unasked(round_, Reason.DRAIN)
         elif round_.ready in (ReadyState.VOTED, ReadyState.PREPARED) or (
             round_.ready is ReadyState.IDLE and round_.terminal < TerminalState.VOTED
         ):
@@ -792,6 +796,7 @@ class AgreementCore:
                 self._note(round_, "ack", source)
                 if round_.acks == self.all_mask:
                     round_.phase = Phase.RELEASED
+                    self._note(round_, "RELEASE", self.me)
                     self._tell_scheduler((_RELEASE, 0, 0, 0, attempt, round_.request_id, round_.incarnation))
             elif kind == _ACTIVATE_ACK:
                 round_.activated |= bit
@@ -1309,7 +1314,7 @@ class AgreementCore:
                 self._deliver_local()
 
     def _on_rejected(self, event: ev.FrameRejected) -> None:
-        raise _Violation(FaultCode.BAD_FRAME, f"from rank {self._name(event.peer)}: {event.detail}", suspect=event.peer)
+        raise _Violation(FaultCode.BAD_FRAME, event.detail, suspect=event.peer)
 
     def _on_send_failed(self, event: ev.SendFailed) -> None:
         raise _Violation(FaultCode.TRANSPORT, f"to rank {self._name(event.peer)}: {event.detail}", suspect=event.peer)
@@ -1360,7 +1365,7 @@ class AgreementCore:
         for incarnation in _due(self._lease_timers, now_s):
             round_ = self.rounds[incarnation]
             if round_.ready in (ReadyState.LEASED, ReadyState.RELEASED):
-                self._revoke(round_, int(Reason.LEASE_EXPIRED))
+                self._revoke_unasked(round_, Reason.LEASE_EXPIRED)
         for incarnation in _due(self._idle_timers, now_s):
             round_ = self.rounds[incarnation]
             raise _Violation(

@@ -1,0 +1,267 @@
+"""The shell around the core: events once, faults as data, optional libraries absent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pp_agreement import (
+    Agreement,
+    AgreementConfig,
+    AllgatherAgreement,
+    Committed,
+    Domain,
+    Drained,
+    Fault,
+    FaultCode,
+    InProcessExchange,
+    InProcessNetwork,
+    LocalProtocolError,
+    Outcome,
+    Prepared,
+    Released,
+    RevokeResult,
+    WithdrawResult,
+    verify,
+)
+
+DOMAIN = Domain(1, (0, 1))
+
+
+def pair(**options):
+    network = InProcessNetwork(DOMAIN)
+    both = [Agreement(DOMAIN, r, network.transport(r), AgreementConfig(**options)) for r in (0, 1)]
+    for agreement in both:
+        agreement.open()
+    return network, both
+
+
+def settle(agreements, rounds=5):
+    events = {a.rank: [] for a in agreements}
+    for _ in range(rounds):
+        for agreement in agreements:
+            events[agreement.rank].extend(agreement.poll())
+            agreement.validate()
+    return events
+
+
+def test_import_without_optional_libraries():
+    """The package and its in-process transport need neither mpi4py nor pyzmq."""
+    code = (
+        "import sys\n"
+        "sys.modules['mpi4py'] = sys.modules['zmq'] = None\n"
+        "import pp_agreement, pp_agreement.testing\n"
+        "assert pp_agreement.Agreement\n"
+        "for name in ('MpiTransport', 'ZmqTransport', 'MpiExchange'):\n"
+        "    try:\n"
+        "        getattr(pp_agreement, name)\n"
+        "    except ImportError:\n"
+        "        continue\n"
+        "    raise SystemExit(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_exists():
+    import pp_agreement
+
+    for name in pp_agreement.__all__:
+        assert getattr(pp_agreement, name) is not None
+    with pytest.raises(AttributeError):
+        _ = pp_agreement.NoSuchName
+
+
+def test_own_withdrawal_swallows_a_waiting_prepare():
+    """PREPARE was decided in the coordinator's own step and waits for its poll; the withdrawal comes first."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1) for a in (zero, one))
+    zero.publish_ready(key)
+    settle([zero])
+    one.poll()
+    one.publish_ready(key)
+    assert one.withdraw(key) is WithdrawResult.WILL_ABORT
+    assert not any(isinstance(e, Prepared) for e in one.poll())
+
+
+def test_own_revocation_swallows_a_waiting_release():
+    domain = Domain(1, (0,))
+    one = Agreement(domain, 0, InProcessNetwork(domain).transport(0))
+    one.open()
+    key = one.admit(7, 1)
+    one.publish_ready(key)
+    one.poll()
+    one.acknowledge_prepare(key)
+    assert one.revoke(key) is RevokeResult.WILL_ABORT
+    assert not any(isinstance(e, Released) for e in one.poll())
+
+
+def test_a_fault_is_data_and_comes_once():
+    _network, (zero, one) = pair()
+    one.fail("broken")
+    events = settle([zero, one])
+    assert [type(e) for e in events[1]] == [Fault] and events[1][0].code is FaultCode.HOST
+    assert [type(e) for e in events[0]] == [Fault] and events[0][0].rank == 1
+    assert zero.poll() == () and zero.stopped is not None
+
+
+def test_a_defect_inside_the_core_stops_the_domain(monkeypatch):
+    """W3: no exception may leave half a step behind and the group waiting for it."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+
+    def broken(*_arguments):
+        raise OverflowError("defect")
+
+    monkeypatch.setattr(one._core, "_count_terminal", broken)
+    zero.vote_terminal(key, Outcome.COMPLETED)
+    zero.poll()
+    with pytest.raises(OverflowError):
+        one.poll()
+    assert one.stopped.code is FaultCode.INTERNAL
+    one.poll()
+    assert any(isinstance(e, Fault) for e in settle([zero, one])[0])
+
+
+def test_drain_keeps_events_for_the_next_poll():
+    """W4: nothing that happens while draining is lost."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    for agreement in (zero, one):
+        agreement.vote_terminal(key, Outcome.COMPLETED)
+    zero.start_drain(1)
+    report = zero.drain(5.0, wait=lambda _s: one.poll())
+    assert report.drained
+    assert [type(e).__name__ for e in zero.poll()] == ["Committed", "DrainStarted", "Drained"]
+
+
+def test_drain_hands_events_over_and_ends_by_deadline():
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    zero.vote_terminal(key, Outcome.COMPLETED)
+    zero.start_drain(1)
+    seen = []
+    report = zero.drain(0.05, wait=lambda _s: one.poll(), on_events=seen.extend)
+    assert not report.drained and report.undecided == (key,) and report.fault is None
+    assert report.missing_ranks == (0, 1)
+    assert [type(e).__name__ for e in seen] == ["DrainStarted"]
+
+
+def test_use_before_open_and_after_close():
+    network = InProcessNetwork(DOMAIN)
+    agreement = Agreement(DOMAIN, 0, network.transport(0))
+    with pytest.raises(LocalProtocolError):
+        agreement.poll()
+    agreement.open()
+    with pytest.raises(LocalProtocolError):
+        agreement.open()
+    assert agreement.close() is False and agreement.close() is False
+    for call in (agreement.poll, lambda: agreement.admit(1, 1), lambda: agreement.busy(1)):
+        with pytest.raises(LocalProtocolError):
+            call()
+
+
+def test_busy_leaves_at_once_or_says_so():
+    network, (zero, _one) = pair()
+    zero.poll()
+    assert zero.busy(3.0, "graph capture") is True
+    network.refuse(0, 1)
+    assert zero.busy(3.0) is False
+
+
+def test_several_domains_in_one_process():
+    """The same ranks in two domains, and a subset with other roles: nothing crosses."""
+    wide, narrow = Domain(1, (0, 1, 2)), Domain(2, (2, 0), scheduling_rank=2, coordinator_rank=2)
+    agreements = {}
+    for domain in (wide, narrow):
+        network = InProcessNetwork(domain)
+        agreements[domain] = [Agreement(domain, r, network.transport(r)) for r in domain.ranks]
+        for agreement in agreements[domain]:
+            agreement.open()
+            agreement.vote_terminal(agreement.admit(domain.domain_id, 1, ready=False), Outcome.COMPLETED)
+    for domain in (wide, narrow):
+        for events in settle(agreements[domain]).values():
+            (committed,) = [e for e in events if isinstance(e, Committed)]
+            assert committed.key.request_id == domain.domain_id
+
+
+def run_threads(domain, work):
+    exchange = InProcessExchange(domain, timeout_s=30)
+    results, failures = {}, []
+
+    def member(rank):
+        try:
+            results[rank] = work(rank, exchange.member(rank))
+        except BaseException as error:
+            failures.append(error)
+            exchange.abort()
+
+    threads = [threading.Thread(target=member, args=(r,)) for r in domain.ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_baseline_decides_alike(size):
+    """Lockstep: the same decisions on every rank in the same poll."""
+    domain = Domain(4, tuple(range(size)))
+
+    def work(rank, member):
+        with AllgatherAgreement(domain, rank, member) as agreement:
+            keys = [agreement.admit(n, n, ready=n % 2 == 0) for n in range(1, 31)]
+            for key in keys:
+                if key.incarnation % 2:
+                    agreement.vote_terminal(key, Outcome.COMPLETED if rank else Outcome.CANCELLED)
+                elif key.incarnation == 2 and rank == size - 1:
+                    agreement.withdraw(key)
+                else:
+                    agreement.publish_ready(key)
+            events = list(agreement.poll())
+            for event in events:
+                if isinstance(event, Prepared):
+                    agreement.acknowledge_prepare(event.key)
+                elif type(event).__name__ == "Aborted":
+                    agreement.acknowledge_abort(event.key)
+            events.extend(agreement.poll())
+            agreement.activate([k for k in keys if k.incarnation % 2 == 0 and k.incarnation > 2])
+            for key in keys:
+                if key.incarnation % 2 == 0 and key.incarnation > 2:
+                    agreement.vote_terminal(key, Outcome.COMPLETED)
+            events.extend(agreement.poll())
+            if agreement.is_scheduler:
+                agreement.start_drain(30)
+            for _ in range(4):
+                events.extend(agreement.poll())
+            agreement.validate()
+            evidence = agreement.evidence()
+            return evidence, agreement.close(), sum(isinstance(e, Committed) for e in events), events
+
+    results = run_threads(domain, work)
+    assert verify([r[0] for r in results.values()]) == ()
+    assert all(r[1] for r in results.values()) and all(r[2] == 29 for r in results.values())
+    assert all(any(isinstance(e, Drained) for e in r[3]) for r in results.values())
+
+
+def test_baseline_poison_stops_everybody():
+    """A rank that fails contributes poison in the next poll instead of leaving the others in it."""
+    domain = Domain(4, (0, 1, 2))
+
+    def work(rank, member):
+        with AllgatherAgreement(domain, rank, member) as agreement:
+            agreement.poll()
+            if rank == 1:
+                agreement.fail("out of memory")
+            events = agreement.poll()
+            return events, agreement.poll()
+
+    for rank, (events, later) in run_threads(domain, work).items():
+        (fault,) = [e for e in events if isinstance(e, Fault)]
+        assert fault.code is (FaultCode.HOST if rank == 1 else FaultCode.POISON) and later == ()
+        assert rank == 1 or fault.suspect_rank == 1
