@@ -1,0 +1,233 @@
+"""What happens when a process of a running service is killed, stopped or started over: real processes, no model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from meta_executor.config import apply_environment, service_config
+from meta_executor.instance.launch import Launcher, RunFailed
+from meta_executor.instance.procfs import ProcessIdentity
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
+
+#: A client learns of a death within this time (s).
+TOLD_WITHIN_S = 10.0
+
+
+def settings(run_dir, **more):
+    """A service of six ranks without a model; answers take seconds."""
+    pool = {"tokens_per_block": 16, "max_tokens": 8192}
+    return {
+        "port": 0,
+        "run_dir": str(run_dir),
+        "engine": {"kind": "synthetic", "synthetic": {"step_ms": 20.0, "layer_count": 8, "context_tokens_max": 4096}},
+        "context_servers": {
+            "pipeline_parallel_size": 4,
+            "kv_cache_config": pool,
+            "cache_transceiver_config": {
+                "enable_async_terminal_agreement": True,
+                "enable_async_readiness_agreement": True,
+            },
+        },
+        "generation_servers": {"tensor_parallel_size": 2, "enable_attention_dp": True, "kv_cache_config": pool},
+        **more,
+    }
+
+
+def living(pids):
+    """Names of the processes that still run."""
+    return sorted(name for name, identity in pids.items() if identity is not None and identity.alive())
+
+
+def identities(launcher):
+    return {name: ProcessIdentity.of(pid) for name, pid in launcher.processes().items() if name != "launcher"}
+
+
+class Client(threading.Thread):
+    """One long streaming request; what came of it, and when."""
+
+    def __init__(self, url):
+        super().__init__(daemon=True)
+        self.url = url
+        self.first = threading.Event()
+        self.status = None
+        self.error = None
+        self.broken = None
+        self.done = False
+        self.ended_s = None
+
+    def run(self):
+        model = httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"]
+        body = {"model": model, "prompt": "abc", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60.0) as response:
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.first.set()
+                        if line == "data: [DONE]":
+                            self.done = True
+                        elif "error" in json.loads(line[6:]):
+                            self.error = json.loads(line[6:])["error"]
+        except httpx.HTTPError as error:
+            self.broken = error
+        self.first.set()
+        self.ended_s = time.monotonic()
+
+
+VICTIMS = ["ctx-0/rank2", "ctx-0/rank0", "gen-0/rank1", "gen-0/rank0", "ctx-0/mpiexec", "gen-0/hydra0", "front"]
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_kill_9_of_each_kind_of_process_mid_request(short_folder, victim):
+    """The client is told within ten seconds, the right process is named, the run fails, nothing is left running.
+
+    A death that the running answer does not depend on may let it go on until the run ends; it never hangs.
+    """
+    lines = []
+    service = apply_environment(service_config(settings(short_folder / "k")), {})
+    launcher = Launcher(service, say=lines.append)
+    with pytest.raises(RunFailed) as failure, launcher.started():
+        client = Client(launcher.front_url)
+        client.start()
+        assert client.first.wait(30)
+        pids = identities(launcher)
+        killed_s = time.monotonic()
+        assert pids[victim].kill()
+        launcher.wait()
+    client.join(TOLD_WITHIN_S)
+    assert not client.is_alive()
+    assert client.ended_s - killed_s < TOLD_WITHIN_S
+    assert not client.done
+    if victim == "front":
+        assert client.broken is not None
+    else:
+        assert client.error is not None or client.status in (502, 503), (client.status, client.broken, lines)
+    owner, _, name = victim.partition("/")
+    assert str(failure.value).startswith(owner) or f" of {owner} " in str(failure.value), lines
+    assert str(pids[victim].pid) in str(failure.value)
+    if name.startswith("rank"):
+        assert str(failure.value).startswith(f"{owner} rank {name[4:]} ")
+    assert living(pids) == []
+
+
+def test_kill_9_of_the_launcher(short_folder, tmp_path):
+    """Every process ends by itself; what is left in the folder goes at the next start."""
+    config = tmp_path / "service.yaml"
+    config.write_text(yaml.safe_dump(settings(short_folder / "l")))
+    command = [str(Path(sys.executable).with_name("meta-executor")), "up", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.startswith("serving "):
+                break
+        children = {str(pid): ProcessIdentity.of(pid) for pid in descendants(process.pid)}
+        assert len(children) > 12
+        process.kill()
+    end = time.monotonic() + 20
+    while living(children):
+        assert time.monotonic() < end, living(children)
+        time.sleep(0.05)
+    assert list((short_folder / "l").glob("run-*"))
+    with Launcher(service_of(config), say=lambda _line: None).started():
+        assert len(list((short_folder / "l").glob("run-*"))) == 1
+    assert not (short_folder / "l").exists()
+
+
+def service_of(path):
+    return apply_environment(service_config(yaml.safe_load(path.read_text())), {})
+
+
+def descendants(pid):
+    """All processes below one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:
+            continue
+        if int(text[text.rindex(")") + 2 :].split()[1]) == pid:
+            child = int(entry.parent.name)
+            found += [child, *descendants(child)]
+    return found
+
+
+def test_a_died_instance_comes_back_and_serves(short_folder):
+    """--restart instance: a new endpoint generation at the same address; the other instance and the front go on."""
+    service = apply_environment(service_config(settings(short_folder / "r")), {})
+    lines = []
+    launcher = Launcher(service, say=lines.append, restart="instance")
+    with launcher.started():
+        url, ctx = launcher.front_url, launcher.urls()["ctx-0"]
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def ask():
+            body = {"model": model, "prompt": "abc", "max_tokens": 4, "ignore_eos": True}
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code
+
+        assert ask() == 200
+        before, generation = identities(launcher), httpx.get(f"{ctx}/server_info").json()["generation"]
+        assert before["ctx-0/rank1"].kill()
+        end = time.monotonic() + 60
+        while launcher.restarts == 0 or not launcher._components["ctx-0"].ready:
+            launcher._turn(0.1)
+            assert time.monotonic() < end, lines
+        assert launcher.urls()["ctx-0"] == ctx
+        assert httpx.get(f"{ctx}/server_info").json()["generation"] not in (None, generation)
+        end = time.monotonic() + 10
+        while (status := ask()) != 200:
+            assert time.monotonic() < end, (status, lines)
+        after = identities(launcher)
+        assert after["gen-0/rank0"] == before["gen-0/rank0"]
+        assert after["front"] == before["front"]
+    assert living({**before, **after}) == []
+
+
+def test_a_stopped_rank_is_not_dead(short_folder):
+    """SIGSTOP for five seconds and SIGCONT: the answer goes on, nobody is declared dead."""
+    service = apply_environment(service_config(settings(short_folder / "s")), {})
+    lines = []
+    launcher = Launcher(service, say=lines.append)
+    with launcher.started():
+        url = launcher.front_url
+        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        for victim in ("ctx-0/rank2", "gen-0/rank1"):
+            pid = launcher.processes()[victim]
+            os.kill(pid, signal.SIGSTOP)
+            timer = threading.Timer(5.0, os.kill, (pid, signal.SIGCONT))
+            timer.start()
+            bodies = [{"model": model, "prompt": f"abc{i}", "max_tokens": 4, "ignore_eos": True} for i in range(2)]
+            with httpx.Client(timeout=60) as client:
+                assert [client.post(f"{url}/v1/completions", json=b).status_code for b in bodies] == [200, 200]
+            timer.join()
+        launcher._turn(0.1)
+        assert launcher.deaths == []
+    assert not [line for line in lines if "died" in line]
+
+
+@pytest.mark.slow
+def test_ten_starts_and_stops_leave_everything_as_it_was(short_folder):
+    """Process table, /dev/shm and the temporary folder."""
+
+    def snapshot():
+        shared = sorted(p.name for p in Path("/dev/shm").iterdir())
+        temporary = sorted(p.name for p in Path(short_folder).iterdir())
+        return shared, temporary, len(descendants(os.getpid()))
+
+    before = snapshot()
+    for _ in range(10):
+        with Launcher(
+            apply_environment(service_config(settings(short_folder / "t")), {}), say=lambda _l: None
+        ).started():
+            pass
+    assert snapshot() == before
