@@ -229,6 +229,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     attention_dp_size: int = 1
     control_addresses: list[str] = []
+    #: Per rank "boot/pid/start": which process it is, on which host since when; peers on that host can see its end.
+    processes: tuple[str, ...] = ()
     model: str = ""
     vocab_size: int = 0
     eos_token_ids: list[int] = []

@@ -7,6 +7,7 @@ path stays off here: peers are other processes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -129,15 +130,14 @@ class ReceiverControl:
             self._clients.pop(peer).close()
 
     def _read(self, peer: PeerId, client: RpcClient) -> None:
-        try:
+        with contextlib.suppress(RpcError):
             for frame in client.frames(self._self_id).remote_streaming():
                 self._inbox.append((peer, frame))
                 self._wake()
-        except RpcError:
-            # The link ended: what it proves is decided elsewhere (nothing about memory), so it is reported, not handled.
-            if not self._closed:
-                self._lost.append(peer)
-                self._wake()
+        # However the link ended: it proves nothing about memory, so it is reported here and judged elsewhere.
+        if not self._closed:
+            self._lost.append(peer)
+            self._wake()
 
     def send(self, peer: PeerId, frame: bytes) -> None:
         """Queue a frame.

@@ -514,9 +514,7 @@ class RankLoop:
             if isinstance(event, Arrived):
                 self._arrived(event)
             elif isinstance(event, TransferFailed):
-                sequence = self.registry.get(event.request_id)
-                if sequence is not None:
-                    self._answer_end(sequence)
+                self._answer_end(event.sequence)
             elif isinstance(event, PeerReady):
                 if self._desk is not None:
                     self._desk.admission_may_have_changed()

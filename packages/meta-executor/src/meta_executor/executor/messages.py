@@ -115,12 +115,14 @@ class Stop(_Frame, frozen=True, array_like=True, tag=2):
 class Peer(_Frame, frozen=True, array_like=True, tag=3):
     """A peer instance whose ranks will write to us: how they lay their KV out and where they listen.
 
-    ``name`` is "instance_id/generation". ``layout`` is an encoded ``kv_bounce_planner.InstanceLayout``.
+    ``name`` is "instance_id/generation". ``layout`` is an encoded ``kv_bounce_planner.InstanceLayout``. ``processes``: per
+    rank "boot/pid/start", by which a host knows whether that very process still runs.
     """
 
     name: str
     layout: bytes
     control_addresses: tuple[str, ...]
+    processes: tuple[str, ...] = ()
 
 
 class Drain(_Frame, frozen=True, array_like=True, tag=4):

@@ -85,9 +85,11 @@ class ExecutorService:
         self._desk.abort(request_id, reason)
 
     @rpc_method(non_blocking=True)
-    def announce_peer(self, name: str, layout: bytes, control_addresses: tuple[str, ...]) -> None:
+    def announce_peer(
+        self, name: str, layout: bytes, control_addresses: tuple[str, ...], processes: tuple[str, ...] = ()
+    ) -> None:
         """Tell every rank of a context instance."""
-        self._desk.announce_peer(Peer(name, layout, control_addresses))
+        self._desk.announce_peer(Peer(name, layout, control_addresses, processes))
 
     @rpc_method(non_blocking=True)
     def drain(self, deadline_s: float) -> int:

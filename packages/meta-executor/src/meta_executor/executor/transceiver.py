@@ -51,10 +51,10 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed:
-    """The transfer has logically ended without success; memory follows by proof. The client can be told now."""
+    """The transfer has logically ended without success; memory follows by proof (or has just come back, and the record with
+    it is gone from the registry). The client can be told now."""
 
-    request_id: int
-    reason: str
+    sequence: Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,9 @@ class ContextTransceiver:
                 self._abort_readiness(sequence)
                 return
             self._registry.apply(sequence, Event.ABORTED)
+        elif state is State.ABORTED and sequence.request.schedule_style == "generation_first":
+            # The abort is on its way already; its end settles the rest.
+            return
         elif state in (State.ACTIVATED, State.COMPUTING) or (state is State.TRANSFERRING and sequence.ended_early):
             self._registry.apply(sequence, Event.STOPPED)
         self._seal(sequence)

@@ -17,6 +17,7 @@ from kv_bounce_planner import (
     KVTransferError,
     MemoryQuarantined,
     MemoryReleased,
+    PeerEvidence,
     PeerId,
     RequestBlocks,
     Tier,
@@ -48,6 +49,9 @@ from meta_executor.executor.transceiver import (
     encode_payload,
 )
 
+#: How often the process of a lost peer is looked for (s).
+_SUSPICION_EVERY_S = 0.1
+
 
 class GenerationTransceiver:
     """See the module.
@@ -64,6 +68,8 @@ class GenerationTransceiver:
         open_transfers_max: Transfers at once (count); more requests wait without owning anything.
         transfer_timeout_s: A transfer older than this is failed (logically; its memory follows by proof).
         log: Gets the marker of the first coalesced transfer.
+        lost: Peers whose control link has ended since the last call.
+        process_is_gone: Whether the operating system says that a peer's process has ended (of this host only).
     """
 
     def __init__(
@@ -80,8 +86,16 @@ class GenerationTransceiver:
         open_transfers_max: int = 256,
         transfer_timeout_s: float = 60.0,
         log: Callable[[str], None] = lambda text: None,
+        lost: Callable[[], list[PeerId]] = list,
+        process_is_gone: Callable[[str], bool] = lambda process: False,
     ) -> None:
         self._log = log
+        self._lost = lost
+        self._process_is_gone = process_is_gone
+        #: Processes of peers whose link has ended, until they are known to be gone.
+        self._suspects: dict[PeerId, str] = {}
+        self._processes: dict[PeerId, str] = {}
+        self._next_suspicion_s = 0.0
         self._self_id = self_id
         self._registry = registry
         self._blocks = blocks
@@ -111,6 +125,8 @@ class GenerationTransceiver:
         instance_id, generation = peer.name.split("/", 1)
         for rank, address in enumerate(peer.control_addresses):
             self._connect(PeerId(instance_id, generation, rank), address)
+            if rank < len(peer.processes):
+                self._processes[PeerId(instance_id, generation, rank)] = peer.processes[rank]
         # Agents are introduced now, not when the first request waits for them.
         self._receiver.introduce([PeerId(instance_id, generation, rank) for rank in range(len(peer.control_addresses))])
         self._peers[peer.name] = layout
@@ -169,6 +185,7 @@ class GenerationTransceiver:
 
     def progress(self, now_s: float) -> bool:
         """Move transfers."""
+        self._judge_peers(now_s)
         events = self._receiver.poll()
         for event in events:
             self._take(event)
@@ -177,6 +194,20 @@ class GenerationTransceiver:
                 self._fail(sequence, f"the transfer did not end within {self._transfer_timeout_s:g} s")
                 self._receiver.cancel(self._identity(sequence), "timeout")
         return bool(events)
+
+    def _judge_peers(self, now_s: float) -> None:
+        """A link that ended proves nothing about memory; the end of the process that executes writes may."""
+        for peer in self._lost():
+            self._receiver.peer_died(peer, PeerEvidence.CONNECTION_LOST)
+            if peer in self._processes:
+                self._suspects[peer] = self._processes.pop(peer)
+        if not self._suspects or now_s < self._next_suspicion_s:
+            return
+        self._next_suspicion_s = now_s + _SUSPICION_EVERY_S
+        for peer, process in list(self._suspects.items()):
+            if self._process_is_gone(process):
+                del self._suspects[peer]
+                self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
 
     def vote_terminal(self, now_s: float) -> bool:
         """No other rank holds this request: there is nothing to agree on."""
@@ -349,7 +380,7 @@ class GenerationTransceiver:
 
     def _fail(self, sequence: Sequence, reason: str, outcome: Outcome = Outcome.FAILED) -> None:
         if self._registry.end(sequence, outcome, reason, "TRANSFER_FAILED"):
-            self._ended.append(TransferFailed(sequence.request_id, reason))
+            self._ended.append(TransferFailed(sequence))
         if sequence.state is State.TRANSFERRING:
             self._registry.apply(sequence, Event.STOPPED)
 

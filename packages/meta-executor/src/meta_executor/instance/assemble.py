@@ -51,6 +51,8 @@ from meta_executor.instance.startup import (
     exchange,
     instance_layout,
     kv_profile,
+    process_is_gone,
+    this_process,
 )
 from pp_agreement import Agreement, AgreementConfig, AllgatherAgreement, Domain, MpiTransport, contribution, negotiate
 
@@ -191,6 +193,7 @@ def assemble(
         layout=msgspec.json.decode(layout.to_json()),
         control_address=address,
         block_count=block_count,
+        process=this_process(),
         agreement=contribution(
             {
                 "async_terminal": transceiver_config.enable_async_terminal_agreement,
@@ -217,6 +220,7 @@ def assemble(
     )
     whole = instance_layout(instance_id, role, everyone)
     info = _server_info(spec, instance, instance_id, model, whole, block_count, limits)
+    info = msgspec.structs.replace(info, processes=tuple(fact.process for fact in everyone))
     generation = _published(comm, owner, everyone, info, rank)
 
     phase("opening transfers")
@@ -311,6 +315,8 @@ def assemble(
             ),
             transfer_timeout_s=transceiver_config.transfer_timeout_s,
             log=lambda text: log(f"{instance.owner_id} rank {rank}: {text}"),
+            lost=control.take_lost,
+            process_is_gone=process_is_gone,
         )
         work = _group_work(comm)
         if rank == 0:

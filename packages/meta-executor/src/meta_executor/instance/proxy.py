@@ -158,9 +158,11 @@ class Proxy:
         with contextlib.suppress(RpcError):
             self._client.abort(request_id, reason).remote_future().add_done_callback(_retrieve)
 
-    async def announce_peer(self, name: str, layout: bytes, control_addresses: tuple[str, ...]) -> None:
+    async def announce_peer(
+        self, name: str, layout: bytes, control_addresses: tuple[str, ...], processes: tuple[str, ...]
+    ) -> None:
         """Tell the ranks of a context instance, before the first request that names it."""
-        await self._client.announce_peer(name, layout, control_addresses).remote_async(timeout_s=10.0)
+        await self._client.announce_peer(name, layout, control_addresses, processes).remote_async(timeout_s=10.0)
 
     async def drain(self, deadline_s: float) -> int:
         """Begin to drain."""

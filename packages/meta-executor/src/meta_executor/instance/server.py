@@ -245,7 +245,7 @@ class ApiServer:
             )
         layout = msgspec.json.encode(info.layout)
         InstanceLayout.from_json(layout)  # refuse a layout that is none before the ranks see it
-        await self._proxy.announce_peer(name, layout, tuple(info.control_addresses))
+        await self._proxy.announce_peer(name, layout, tuple(info.control_addresses), tuple(info.processes))
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

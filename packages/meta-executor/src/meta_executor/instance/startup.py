@@ -7,8 +7,11 @@ ranks have entered every exchange: a mixed group fails, none hangs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +21,7 @@ from mpi4py import MPI
 from kv_bounce_planner import InstanceLayout, KVLayout
 from meta_executor.config import ConfigError, InstanceConfig, Role
 from meta_executor.engine.base import ModelInfo
+from meta_executor.instance.procfs import ProcessIdentity
 
 #: Pause between two tests of a start-up exchange (s).
 _POLL_S = 0.002
@@ -30,11 +34,30 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
     layout: dict[str, Any]
     control_address: str
     block_count: int
+    process: str
     #: ``pp_agreement.contribution`` of this rank; None with both flags off.
     agreement: Any = None
     #: First thing that this rank refuses, as (field, message); "" when nothing.
     refused_field: str = ""
     refused: str = ""
+
+
+def this_process() -> str:
+    """This process as "boot/pid/start": unique on every host at any time."""
+    identity = ProcessIdentity.of(os.getpid())
+    ticks = identity.start_ticks if identity is not None else 0
+    return f"{_boot_id()}/{os.getpid()}/{ticks}"
+
+
+def process_is_gone(process: str) -> bool:
+    """Whether the process has ended, as far as this host can know: False for processes of another host."""
+    boot, pid, ticks = process.split("/")
+    return boot == _boot_id() and not ProcessIdentity(int(pid), int(ticks)).alive()
+
+
+@functools.cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
 
 
 def wait_request(request: Any) -> None:

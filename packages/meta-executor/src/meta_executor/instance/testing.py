@@ -57,9 +57,7 @@ class RunningPair:
             run_id="test", run_dir=str(self.folder), launcher_pid=0, service=self.config, instances=instances
         )
         self.spec.save()
-        self.client = httpx.Client(
-            headers={wire.KEY_HEADER: self.spec.key().hex()}, timeout=60.0, trust_env=False
-        )
+        self.client = httpx.Client(headers={wire.KEY_HEADER: self.spec.key().hex()}, timeout=60.0, trust_env=False)
         listener = Listener(self.folder)
         try:
             for instance in instances:

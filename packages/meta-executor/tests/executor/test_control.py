@@ -1,0 +1,90 @@
+"""The control channel over rpc-local-registry passes the planner's conformance suite, on real sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_bounce_planner import ChannelError, PeerId, WouldBlock
+from kv_bounce_planner.testing import check_control_channel
+from meta_executor.executor.control import ReceiverControl, SenderControl
+from rpc_local_registry import new_key
+
+
+@pytest.fixture
+def ends(tmp_path: Path) -> Iterator[list[object]]:
+    """Channels that a test opens."""
+    made: list[object] = []
+    yield made
+    for end in made:
+        end.close()  # type: ignore[attr-defined]
+
+
+def test_conformance(ends: list[object]) -> None:
+    """Order, identity, bounds, binary safety, refusal of the unknown, close."""
+    key = new_key()
+
+    def make_pair(one: PeerId, other: PeerId) -> tuple[ReceiverControl, SenderControl]:
+        sender = SenderControl("ipc://", key, lambda: None)
+        receiver = ReceiverControl(one, key, lambda: None)
+        receiver.connect(other, sender.start())
+        ends.extend((receiver, sender))
+        return receiver, sender
+
+    check_control_channel(make_pair, settle=lambda: time.sleep(0.0005))
+
+
+def test_an_answer_before_the_stream_is_open_would_block_and_nothing_is_lost(ends: list[object]) -> None:
+    """The sender keeps the frame; once the receiver listens it arrives."""
+    key = new_key()
+    woken: list[int] = []
+    sender = SenderControl("ipc://", key, lambda: woken.append(1))
+    address = sender.start()
+    me, peer = PeerId("gen", "g", 0), PeerId("ctx", "c", 0)
+    ends.append(sender)
+    with pytest.raises(WouldBlock):
+        sender.send(me, b"early")
+    receiver = ReceiverControl(me, key, lambda: woken.append(2))
+    ends.append(receiver)
+    receiver.connect(peer, address)
+    with pytest.raises(ChannelError, match="never connected"):
+        receiver.send(PeerId("ctx", "c", 9), b"x")
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            sender.send(me, b"late")
+            break
+        except WouldBlock:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    frames: list[tuple[PeerId, bytes]] = []
+    while not frames:
+        assert time.monotonic() < deadline
+        frames = list(receiver.poll(8))
+    assert frames == [(peer, b"late")]
+    assert woken, "both ends wake their loops"
+
+
+def test_a_lost_peer_is_reported_once(ends: list[object]) -> None:
+    """The link's end says nothing about memory: it is reported, and later sends fail."""
+    key = new_key()
+    sender = SenderControl("ipc://", key, lambda: None)
+    peer = PeerId("ctx", "c", 0)
+    receiver = ReceiverControl(PeerId("gen", "g", 0), key, lambda: None)
+    ends.extend((receiver, sender))
+    receiver.connect(peer, sender.start())
+    receiver.send(peer, b"hello")
+    deadline = time.monotonic() + 10
+    while not sender.poll(1):
+        assert time.monotonic() < deadline
+    sender.close()
+    lost: list[PeerId] = []
+    while not lost:
+        assert time.monotonic() < deadline
+        lost = receiver.take_lost()
+    assert lost == [peer] and receiver.take_lost() == []
+    with pytest.raises(ChannelError):
+        receiver.send(peer, b"too late")

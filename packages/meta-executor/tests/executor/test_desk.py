@@ -1,0 +1,140 @@
+"""Rank 0's desk: bounds, order of the broadcast, deadlines, and threads that submit while the loop collects."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
+from meta_executor.executor.desk import Desk, DeskError, Submission
+from meta_executor.executor.messages import Admit, Answer, Peer
+from meta_executor.executor.ownership import Outcome
+
+
+class Everything:
+    def admits(self, submission):
+        return True
+
+    def place(self, submissions):
+        return [-1] * len(submissions)
+
+    def left(self, client):
+        pass
+
+
+def desk(admission=None, requests_max=10, role="context", delivered=None) -> Desk:
+    return Desk(
+        role=role,
+        admission=admission or Everything(),
+        requests_max=requests_max,
+        deliver=(delivered if delivered is not None else []).append,
+        wake=lambda: None,
+        clock=lambda: 0.0,
+    )
+
+
+def submission(request_id: int, **fields) -> Submission:
+    return Submission(request_id, np.arange(4, dtype=np.int32), 3, **fields)
+
+
+def test_incarnations_are_dense_in_the_order_of_admission() -> None:
+    """1, 2, 3 …; peers go first, so every rank knows a peer before a request that names it."""
+    made = desk()
+    for request_id in (7, 3, 9):
+        made.submit(submission(request_id))
+    made.announce_peer(Peer("c/g", b"", ()))
+    items, stops = made.collect(0.0)
+    assert isinstance(items[0], Peer) and stops == []
+    assert [(i.request_id, i.incarnation) for i in items[1:] if isinstance(i, Admit)] == [(7, 1), (3, 2), (9, 3)]
+    assert made.last_incarnation == 3
+
+
+def test_beyond_its_bound_and_while_draining_nothing_is_taken() -> None:
+    """Codes BACKPRESSURE and DRAINING; what is here goes on."""
+    made = desk(requests_max=2)
+    made.submit(submission(1))
+    made.submit(submission(2))
+    with pytest.raises(DeskError) as caught:
+        made.submit(submission(3))
+    assert caught.value.code == "BACKPRESSURE"
+    assert made.drain(5.0) == 2
+    with pytest.raises(DeskError) as caught:
+        made.submit(submission(4))
+    assert caught.value.code == "DRAINING"
+    assert made.statistics().refused == 2
+
+
+def test_a_queued_request_is_stopped_here_and_an_admitted_one_by_the_loop() -> None:
+    """The queued one's client hears at once; the admitted one is a stop that the loop authors, once."""
+    delivered: list[list[Answer]] = []
+    credit = [1]
+    admission = ContextAdmission(
+        peer_is_ready=lambda r: True, pre_active_count=lambda: 0, pre_active_max=9, credits=lambda: credit[0]
+    )
+    made = desk(admission, delivered=delivered)
+    made.submit(submission(1))
+    made.submit(submission(2))
+    items, _ = made.collect(0.0)
+    assert [i.request_id for i in items] == [1], "one credit admits one"
+    for request_id in (1, 2, 1):
+        made.abort(request_id, "gone")
+    _, stops = made.collect(0.0)
+    assert stops == [(1, Outcome.CANCELLED, "gone", "CANCELLED")]
+    made.hand_out()
+    assert [(a.request_id, a.finish_reason) for batch in delivered for a in batch] == [(2, "cancelled")]
+
+
+def test_deadlines_are_looked_at_when_the_earliest_has_passed() -> None:
+    """Only the one that is over is stopped, with code DEADLINE."""
+    made = desk()
+    made.submit(submission(1, deadline_s=5.0))
+    made.submit(submission(2, deadline_s=9.0))
+    made.collect(0.0)
+    assert made.collect(4.9)[1] == []
+    assert [(r, c) for r, _, _, c in made.collect(5.0)[1]] == [(1, "DEADLINE")]
+    assert made.collect(6.0)[1] == []
+
+
+def test_answers_are_handed_out_once_per_call_and_the_last_one_ends_the_request() -> None:
+    """Generation: several answers of a step in one delivery; after the finish nothing more is delivered."""
+    delivered: list[list[Answer]] = []
+    made = desk(GenerationAdmission(rank_count=2, policy="balanced"), role="generation", delivered=delivered)
+    made.submit(submission(1))
+    made.submit(submission(2))
+    made.collect(0.0)
+    made.answer([Answer(1, (5,)), Answer(2, (6,), "length")])
+    made.answer([Answer(2, (7,)), Answer(1, (8,), "stop")])
+    assert made.hand_out() and not made.hand_out()
+    assert [(a.request_id, a.tokens) for a in delivered[0]] == [(1, (5,)), (2, (6,)), (1, (8,))]
+    assert made.live_count == 0 and made.statistics().tokens_returned == 3
+
+
+def test_generation_requests_are_spread_and_their_load_is_given_back() -> None:
+    """Four equal requests on two ranks: two each; after their end the loads are zero."""
+    admission = GenerationAdmission(rank_count=2, policy="balanced")
+    made = desk(admission, role="generation")
+    for request_id in range(1, 5):
+        made.submit(submission(request_id))
+    items, _ = made.collect(0.0)
+    assert sorted(i.target_rank for i in items) == [0, 0, 1, 1]
+    assert admission.routed == [2, 2]
+    assert {d["request_id"] for d in admission.decisions()} == {1, 2, 3, 4}
+    made.answer([Answer(r, (1,), "length") for r in range(1, 5)])
+    assert [(load.tokens, load.requests) for load in admission._loads] == [(0, 0), (0, 0)]
+
+
+def test_submitting_from_many_threads_loses_and_doubles_nothing() -> None:
+    """400 submissions from four threads while the loop collects: each admitted exactly once."""
+    made = desk(requests_max=1000)
+    threads = [
+        threading.Thread(target=lambda n=n: [made.submit(submission(1 + n * 100 + i)) for i in range(100)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    seen: list[int] = []
+    while any(t.is_alive() for t in threads) or len(seen) < 400:
+        seen.extend(i.request_id for i in made.collect(0.0)[0])
+    assert sorted(seen) == list(range(1, 401))

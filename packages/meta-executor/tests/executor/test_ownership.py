@@ -1,0 +1,202 @@
+"""The ownership table: every edge, every refusal, idempotent preparation in every state, one owner per id."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+
+from meta_executor.executor.ownership import (
+    TRANSITIONS,
+    Event,
+    IllegalTransition,
+    Leg,
+    Outcome,
+    OwnershipConflict,
+    OwnershipError,
+    Registry,
+    Request,
+    State,
+    UnknownRequest,
+)
+
+#: Shortest way to each state, per (role, style).
+PATHS = {
+    ("context", "context_first"): [Event.SCHEDULED, Event.LAUNCHED, Event.COMPUTED, Event.QUIESCED, Event.COMMITTED],
+    ("context", "generation_first"): [
+        Event.LEASED, Event.SCHEDULED, Event.LAUNCHED, Event.COMPUTED, Event.QUIESCED, Event.COMMITTED,
+    ],
+    ("generation", "context_first"): [
+        Event.PUBLISHED, Event.ARRIVED, Event.LAUNCHED, Event.FINISHED, Event.QUIESCED, Event.COMMITTED,
+    ],
+    ("generation", "generation_first"): [
+        Event.PUBLISHED, Event.ARRIVED, Event.LAUNCHED, Event.FINISHED, Event.QUIESCED, Event.COMMITTED,
+    ],
+}  # fmt: skip
+
+
+def make(role="context", style="context_first", request_id=1) -> Request:
+    return Request(request_id, 1, role, style, np.arange(3, dtype=np.int32), 4)
+
+
+@pytest.mark.parametrize(("role", "style"), PATHS)
+def test_the_whole_way_of_each_role_and_style(role: str, style: str) -> None:
+    """Each path of the header ends in TERMINAL, which removes the record and leaves a tombstone."""
+    registry = Registry()
+    sequence, new = registry.prepare(make(role, style))
+    assert new
+    for event in PATHS[role, style]:
+        registry.apply(sequence, event)
+        registry.validate()
+    assert registry.get(1) is None and registry.is_finished(1)
+    assert registry.statistics().completed == 1
+
+
+@pytest.mark.parametrize(("role", "style"), PATHS)
+def test_every_edge_that_is_not_in_the_table_is_refused_and_changes_nothing(role: str, style: str) -> None:
+    """All (state, event) pairs: allowed exactly when the table has the edge for this role and style."""
+    for depth, event in product(range(len(PATHS[role, style])), Event):
+        registry = Registry()
+        sequence, _ = registry.prepare(make(role, style))
+        for step in PATHS[role, style][:depth]:
+            registry.apply(sequence, step)
+        before = (sequence.state, tuple(sequence.story))
+        edge = TRANSITIONS.get((sequence.state, event))
+        if edge is not None and role in edge.roles and style in edge.styles:
+            assert registry.apply(sequence, event) is edge.target
+            continue
+        with pytest.raises(IllegalTransition, match=event.value) as caught:
+            registry.apply(sequence, event)
+        assert caught.value.story == before[1]
+        assert (sequence.state, tuple(sequence.story)) == before
+
+
+@pytest.mark.parametrize("depth", range(6))
+def test_preparing_the_same_object_again_changes_nothing_in_any_state(depth: int) -> None:
+    """waiting, prepared, activated, computing, transferring, quiescent: a no-op that is counted."""
+    registry = Registry()
+    request = make("context", "generation_first")
+    sequence, _ = registry.prepare(request)
+    for event in PATHS["context", "generation_first"][:depth]:
+        registry.apply(sequence, event)
+    before = (sequence.state, tuple(sequence.story))
+    again, new = registry.prepare(request)
+    assert again is sequence and not new
+    assert (sequence.state, tuple(sequence.story)) == before
+    assert registry.statistics().prepared_again == 1
+
+
+def test_preparing_an_aborted_request_again_changes_nothing() -> None:
+    """ABORTED is a state of ownership like the others; only REOPENED leads back to WAITING."""
+    registry = Registry()
+    request = make("context", "generation_first")
+    sequence, _ = registry.prepare(request)
+    registry.apply(sequence, Event.ABORTED)
+    assert registry.prepare(request) == (sequence, False)
+    assert sequence.state is State.ABORTED
+    assert registry.apply(sequence, Event.REOPENED) is State.WAITING
+
+
+@pytest.mark.parametrize("depth", range(7))
+def test_another_object_under_the_same_id_fails_closed_and_names_both(depth: int) -> None:
+    """In every state, and after the end: the second owner is refused, the first is untouched."""
+    registry = Registry()
+    first = make("context", "generation_first")
+    sequence, _ = registry.prepare(first)
+    for event in PATHS["context", "generation_first"][:depth]:
+        registry.apply(sequence, event)
+    before = tuple(sequence.story)
+    second = Request(1, 2, "context", "generation_first", np.arange(9, dtype=np.int32), 4)
+    with pytest.raises(OwnershipConflict, match="two owners") as caught:
+        registry.prepare(second)
+    assert "incarnation 2" in str(caught.value) and "9 tokens" in str(caught.value)
+    if depth < 6:
+        assert "incarnation 1" in str(caught.value) and "3 tokens" in str(caught.value)
+    assert tuple(sequence.story) == before
+
+
+def test_a_record_that_the_registry_does_not_hold_cannot_act() -> None:
+    """A second owner that acts with its own record is named, and so is the one that is held."""
+    one, other = Registry(), Registry()
+    held, _ = one.prepare(make())
+    foreign, _ = other.prepare(make())
+    with pytest.raises(OwnershipConflict, match="acts, but this rank holds"):
+        one.apply(foreign, Event.SCHEDULED)
+    assert held.state is State.WAITING
+
+
+def test_no_quiescence_while_a_leg_is_open_and_each_leg_has_its_own_owner() -> None:
+    """Ending compute's leg twice never ends the connector's; QUIESCED names the open ones."""
+    registry = Registry()
+    sequence, _ = registry.prepare(make())
+    registry.apply(sequence, Event.SCHEDULED)
+    for leg in (Leg.COMPUTE, Leg.TRANSCEIVER, Leg.CONNECTOR):
+        registry.open_leg(sequence, leg)
+    registry.apply(sequence, Event.STOPPED)
+    assert registry.end_leg(sequence, Leg.TRANSCEIVER)
+    assert not registry.end_leg(sequence, Leg.TRANSCEIVER)
+    with pytest.raises(IllegalTransition, match="compute, connector"):
+        registry.apply(sequence, Event.QUIESCED)
+    registry.end_leg(sequence, Leg.COMPUTE)
+    with pytest.raises(IllegalTransition, match="open legs: connector"):
+        registry.apply(sequence, Event.QUIESCED)
+    registry.end_leg(sequence, Leg.CONNECTOR)
+    registry.apply(sequence, Event.QUIESCED)
+    with pytest.raises(IllegalTransition, match="nothing may touch"):
+        registry.open_leg(sequence, Leg.COMPUTE)
+
+
+def test_the_first_early_end_wins() -> None:
+    """COMPLETED may still become FAILED or CANCELLED; neither of those changes any more."""
+    registry = Registry()
+    sequence, _ = registry.prepare(make())
+    assert registry.end(sequence, Outcome.COMPLETED)
+    assert registry.end(sequence, Outcome.FAILED, "step failed", "ENGINE_FAILED")
+    assert not registry.end(sequence, Outcome.CANCELLED, "too late")
+    assert (sequence.outcome, sequence.reason, sequence.error_code) == (Outcome.FAILED, "step failed", "ENGINE_FAILED")
+
+
+def test_unknown_and_too_many() -> None:
+    """An id that never came and one that ended are told apart; the bound refuses without taking."""
+    registry = Registry(requests_max=1, tombstones_max=1)
+    sequence, _ = registry.prepare(make())
+    with pytest.raises(OwnershipError, match="at most 1"):
+        registry.prepare(make(request_id=2))
+    registry.apply(sequence, Event.ABORTED)
+    registry.apply(sequence, Event.COMMITTED)
+    with pytest.raises(UnknownRequest, match="already"):
+        registry.require(1)
+    with pytest.raises(UnknownRequest, match="never admitted"):
+        registry.require(5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_walks_agree_with_the_table(seed: int) -> None:
+    """An oracle that only knows the table predicts every state of 200 requests."""
+    chance = random.Random(seed)
+    registry = Registry()
+    model: dict[int, State] = {}
+    live = {}
+    for turn in range(3000):
+        request_id = chance.randrange(1, 200)
+        if request_id not in model:
+            role, style = chance.choice(list(PATHS))
+            live[request_id], _ = registry.prepare(make(role, style, request_id))
+            model[request_id] = State.WAITING
+        sequence = live[request_id]
+        if model[request_id] is State.TERMINAL:
+            assert registry.get(request_id) is None
+            continue
+        event = chance.choice(list(Event))
+        edge = TRANSITIONS.get((model[request_id], event))
+        request = sequence.request
+        if edge and request.role in edge.roles and request.schedule_style in edge.styles:
+            model[request_id] = registry.apply(sequence, event)
+        else:
+            with pytest.raises(IllegalTransition):
+                registry.apply(sequence, event)
+        assert model[request_id] is sequence.state
+        if turn % 100 == 0:
+            registry.validate()

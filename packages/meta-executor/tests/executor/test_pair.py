@@ -1,0 +1,317 @@
+"""Scenarios of two whole instances in one process, with exact effects: schedules, windows, cancels, failures, drains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kv_bounce_planner.testing import FakeWorld
+from meta_executor.executor.desk import Submission
+from meta_executor.executor.messages import Status
+from meta_executor.executor.ownership import State
+from meta_executor.executor.testing import Pair, PairConfig
+
+PROMPT = [3 + (7 * i) % 900 for i in range(21)]
+
+
+@pytest.fixture
+def pairs() -> Iterator[list[Pair]]:
+    """Pairs that a test makes; their engines end with it, and their books are proved."""
+    made: list[Pair] = []
+    yield made
+    for pair in made:
+        pair.close()
+
+
+def make(pairs: list[Pair], config: PairConfig = PairConfig(), **kwargs: object) -> Pair:
+    pairs.append(Pair(config, **kwargs))  # type: ignore[arg-type]
+    return pairs[-1]
+
+
+def start_generation_first(pair: Pair, request_id: int, prompt: list[int] = PROMPT, max_tokens: int = 4) -> None:
+    pair.submit_generation(request_id, prompt, max_tokens=max_tokens, style="generation_first")
+    pair.submit_context(request_id, prompt, max_tokens=max_tokens, style="generation_first")
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("bounce", [False, True])
+@pytest.mark.parametrize("style", ["context_first", "generation_first"])
+def test_output_equals_the_reference(pairs: list[Pair], style: str, bounce: bool, reuse: bool) -> None:
+    """Both schedules, bounce and prefix cache on and off: tokens equal a whole engine's, token for token."""
+    pair = make(pairs, PairConfig(bounce=bounce, reuse=reuse))
+    prompts = {i: PROMPT[: 8 + 3 * i] + [5, i] for i in range(1, 5)}
+    for request_id, prompt in prompts.items():
+        if style == "context_first":
+            assert pair.serve(request_id, prompt, max_tokens=5) == pair.reference(prompt, 5)
+        else:
+            start_generation_first(pair, request_id, prompt, 5)
+            pair.run(lambda r=request_id: bool(pair.generation.finish(r)))
+            assert pair.generation.tokens(request_id) == pair.reference(prompt, 5)
+    pair.run(pair.idle)
+    pair.validate()
+    hits = sum(r.blocks.pool.statistics().prefix_hit_tokens for r in pair.generation.ranks)
+    assert (hits > 0) == reuse
+    bounced = sum(r.transceiver.counters.coalesced for r in pair.generation.ranks)
+    assert bounced == 0 if not bounce else bounced >= 0
+
+
+def test_a_cached_prefix_is_not_transferred_again(pairs: list[Pair]) -> None:
+    """The second request with the same 16 first tokens moves only what is missing."""
+    pair = make(pairs, PairConfig(reuse=True, generation_ranks=1))
+    pair.serve(1, PROMPT)
+    pair.run(pair.idle)
+    (rank,) = pair.generation.ranks
+    first = rank.transceiver.counters.bytes_moved
+    pair.serve(2, [*PROMPT[:16], 9, 8, 7, 6, 5])
+    pair.run(pair.idle)
+    second = rank.transceiver.counters.bytes_moved - first
+    assert second * 21 == first * 5
+
+
+def test_one_token_answers_need_no_generation_leg(pairs: list[Pair]) -> None:
+    """Context-first with max_tokens 1: the answer ends at the first token and the KV is given back at once."""
+    pair = make(pairs)
+    assert pair.serve(1, PROMPT, max_tokens=1) == pair.reference(PROMPT, 1)
+    assert pair.context.finish(1) == "length"
+    pair.run(pair.idle)
+    assert [r.agreement.statistics().core.outcomes[0] for r in pair.context.ranks] == [1] * 4
+
+
+def test_nothing_is_given_back_before_every_rank_has_voted(pairs: list[Pair]) -> None:
+    """One late rank keeps the blocks of all of them; time proves nothing."""
+    pair = make(pairs)
+    pair.submit_context(1, PROMPT)
+    pair.run(lambda: bool(pair.context.answers.get(1)))
+    pair.submit_generation(1, PROMPT, first_token=pair.context.tokens(1)[0])
+    late = pair.context.ranks[2]
+    others = [rank for rank in pair.ranks if rank is not late]
+    held = [rank.blocks.free_count for rank in pair.context.ranks]
+    for _ in range(300):
+        for rank in others:
+            pair.step(rank)
+    assert not pair.generation.finish(1), "the late rank has not written its share"
+    assert [rank.blocks.free_count for rank in pair.context.ranks] == held
+    pair.now_s += 50.0
+    for rank in others:
+        pair.step(rank)
+    assert [rank.blocks.free_count for rank in pair.context.ranks] == held
+    pair.run(pair.idle)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.context.ranks)
+
+
+def test_the_window_bounds_metadata_and_keeps_the_rest_queued(pairs: list[Pair]) -> None:
+    """Window 2, compute cap 4: at most two requests are admitted and not activated at any moment, and all complete."""
+    pair = make(pairs, PairConfig(pre_active_requests=2, max_batch_size=1, credits=64))
+    for request_id in range(1, 25):
+        start_generation_first(pair, request_id)
+    peak = 0
+
+    def done() -> bool:
+        nonlocal peak
+        peak = max(peak, pair.context.ranks[0].transceiver.pre_active_count)
+        return all(pair.generation.finish(r) for r in range(1, 25))
+
+    pair.run(done, rounds_max=20_000)
+    assert peak <= 2
+    assert pair.context.desk.statistics().waiting_peak > 2
+    pair.run(pair.idle)
+
+
+def test_a_wide_window_does_not_widen_compute(pairs: list[Pair]) -> None:
+    """64 wait as metadata; no more than stages x batch are activated and unfinished."""
+    pair = make(pairs, PairConfig(pre_active_requests=64, max_batch_size=1, generation_blocks=512))
+    for request_id in range(1, 33):
+        start_generation_first(pair, request_id, PROMPT[:5])
+    peaks = [0, 0]
+
+    def done() -> bool:
+        rank = pair.context.ranks[0]
+        peaks[0] = max(peaks[0], rank.transceiver.pre_active_count)
+        peaks[1] = max(peaks[1], len(rank.loop._active))
+        return all(pair.generation.finish(r) for r in range(1, 33))
+
+    pair.run(done, rounds_max=20_000)
+    assert peaks[0] > 8 and peaks[1] <= 4
+
+
+def test_opposite_orders_and_scarce_blocks_on_both_sides_complete(pairs: list[Pair]) -> None:
+    """Without the rule that only requests whose destination is here are admitted, this would wait for ever."""
+    pair = make(pairs, PairConfig(pre_active_requests=1, max_batch_size=1, context_blocks=8, generation_blocks=8))
+    for request_id in range(1, 13):
+        pair.submit_generation(request_id, PROMPT, style="generation_first")
+    for request_id in range(12, 0, -1):
+        pair.submit_context(request_id, PROMPT, style="generation_first")
+    pair.run(lambda: all(pair.generation.finish(r) for r in range(1, 13)), rounds_max=20_000)
+    pair.run(pair.idle)
+
+
+def phase_waiting(pair: Pair) -> bool:
+    return any(s.state is State.WAITING for s in pair.context.ranks[0].registry)
+
+
+def phase_prepared(pair: Pair) -> bool:
+    return any(s.state is State.PREPARED for s in pair.context.ranks[0].registry)
+
+
+def phase_activated(pair: Pair) -> bool:
+    return any(s.state in (State.ACTIVATED, State.COMPUTING) for s in pair.context.ranks[0].registry)
+
+
+def phase_transferring(pair: Pair) -> bool:
+    return any(s.state is State.TRANSFERRING for s in pair.context.ranks[3].registry)
+
+
+def phase_decoding(pair: Pair) -> bool:
+    return any(s.state is State.COMPUTING for r in pair.generation.ranks for s in r.registry)
+
+
+@pytest.mark.parametrize("phase", [phase_waiting, phase_prepared, phase_activated, phase_transferring, phase_decoding])
+@pytest.mark.parametrize("legs", ["context", "generation", "both"])
+def test_a_cancel_in_any_phase_ends_both_legs_and_returns_every_block(pairs: list[Pair], phase, legs: str) -> None:
+    """The client hears one end; the other leg ends with it (by its own cancel, or by its peer's)."""
+    pair = make(pairs, PairConfig(max_num_tokens=4))
+    start_generation_first(pair, 1, max_tokens=30)
+    pair.run(lambda: phase(pair))
+    if legs in ("context", "both"):
+        pair.context.desk.abort(1, "client has gone")
+    if legs in ("generation", "both"):
+        pair.generation.desk.abort(1, "client has gone")
+    pair.run(pair.idle)
+    pair.validate()
+    assert pair.generation.finish(1) in ("cancelled", "error", "length")
+    if legs != "context":
+        assert pair.generation.finish(1) == "cancelled"
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.ranks)
+    cores = [rank.agreement.statistics().core for rank in pair.context.ranks]
+    assert len({(c.admitted, c.committed, c.closed, c.digest) for c in cores}) == 1
+    assert all(c.committed + c.closed == c.admitted for c in cores)
+
+
+def test_cancelling_more_than_the_window_holds_frees_every_place(pairs: list[Pair]) -> None:
+    """Overflow: of 20 queued behind a window of 1, all but the last are cancelled; the last completes."""
+    pair = make(pairs, PairConfig(pre_active_requests=1, max_batch_size=1))
+    for request_id in range(1, 21):
+        start_generation_first(pair, request_id)
+    for _ in range(5):
+        for rank in pair.ranks:
+            pair.step(rank)
+    for request_id in range(1, 20):
+        pair.context.desk.abort(request_id, "client has gone")
+        pair.generation.desk.abort(request_id, "client has gone")
+    pair.run(lambda: bool(pair.generation.finish(20)))
+    assert pair.generation.tokens(20) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.ranks)
+
+
+def test_a_deadline_cancels_like_a_client(pairs: list[Pair]) -> None:
+    """The context leg's deadline passes while its peer never asks: everything comes back, the code says why."""
+    pair = make(pairs)
+    prompt = np.asarray(PROMPT, np.int32)
+    pair.context.desk.submit(Submission(1, prompt, 4, schedule_style="generation_first", deadline_s=pair.now_s + 0.5))
+    pair.settle(10)
+    assert not pair.context.finish(1)
+    pair.now_s += 1.0
+    pair.run(lambda: bool(pair.context.finish(1)))
+    assert pair.context.answers[1][-1].error_code == "DEADLINE"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_fails_on_one_stage_ends_its_requests_on_every_rank(pairs: list[Pair], stage: int) -> None:
+    """The step's requests fail with the engine's words; the next request is served."""
+    pair = make(pairs)
+    pair.context.ranks[stage].engine.fail.add(0)
+    pair.submit_context(1, PROMPT)
+    pair.run(lambda: bool(pair.context.finish(1)))
+    (answer,) = pair.context.answers[1]
+    assert (answer.finish_reason, answer.error_code) == ("error", "ENGINE_FAILED")
+    assert f"rank {stage}" in answer.message
+    pair.run(pair.idle)
+    assert pair.serve(2, PROMPT) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+    assert all(r.agreement.statistics().core.outcomes == (1, 1, 0) for r in pair.context.ranks)
+
+
+def test_kv_that_nobody_fetches_is_given_up_and_sealed(pairs: list[Pair]) -> None:
+    """After the transfer timeout the request fails on every rank; a receiver that comes too late learns it."""
+    pair = make(pairs)
+    pair.submit_context(1, PROMPT)
+    pair.run(lambda: bool(pair.context.answers.get(1)))
+    pair.settle(5)
+    pair.now_s += 61.0
+    pair.settle(5)
+    pair.now_s += 61.0
+    pair.run(lambda: all(len(r.registry) == 0 for r in pair.context.ranks))
+    pair.submit_generation(1, PROMPT, first_token=pair.context.tokens(1)[0])
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    assert pair.generation.answers[1][-1].error_code == "TRANSFER_FAILED"
+    pair.run(pair.idle)
+
+
+def test_the_same_id_twice_is_told_and_the_first_goes_on(pairs: list[Pair]) -> None:
+    """The second owner gets DUPLICATE_REQUEST; the first one's tokens are right."""
+    pair = make(pairs)
+    pair.submit_context(1, PROMPT)
+    pair.submit_context(1, PROMPT[:5])
+    pair.run(lambda: len(pair.context.answers.get(1, [])) == 2)
+    codes = {a.error_code for a in pair.context.answers[1]}
+    assert codes == {"", "DUPLICATE_REQUEST"}
+    first = next(a for a in pair.context.answers[1] if a.tokens)
+    assert list(first.tokens) == pair.reference(PROMPT, 1)
+
+
+def test_a_drain_proves_n_of_n_before_anybody_leaves(pairs: list[Pair]) -> None:
+    """No rank leaves before all have decided all; queued requests are told, running ones finish."""
+    pair = make(pairs, PairConfig(pre_active_requests=1, max_batch_size=1))
+    for request_id in range(1, 9):
+        start_generation_first(pair, request_id)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    pair.context.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: pair.context.desk.live_count == 0)
+    finished = {r: pair.context.finish(r) or "answered" for r in range(1, 9)}
+    for request_id, how in finished.items():
+        if how in ("error", "cancelled"):
+            pair.generation.desk.abort(request_id, "the context leg has failed")
+    pair.generation.desk.drain(pair.now_s + 100.0)
+    while not all(rank.loop.left for rank in pair.ranks):
+        for rank in pair.ranks:
+            pair.step(rank)
+            if rank.loop.left and rank in pair.context.ranks:
+                for other in pair.context.ranks:
+                    core = other.agreement.statistics().core
+                    assert core.committed + core.closed == core.admitted
+                    assert len(other.registry) == 0
+    assert all(rank.loop.drained for rank in pair.ranks)
+    reports = [rank.agreement.drain_state() for rank in pair.context.ranks]
+    assert all(r.drained for r in reports) and len({r.digest for r in reports}) == 1
+
+
+def test_a_drain_whose_deadline_passes_says_that_it_proved_nothing(pairs: list[Pair]) -> None:
+    """A write that never ends: the ranks leave undrained, and nothing of the transfer was given back."""
+    world = FakeWorld(landing=lambda job, part: "hold")
+    pair = make(pairs, world=world)
+    pair.submit_context(1, PROMPT)
+    pair.run(lambda: bool(pair.context.answers.get(1)))
+    pair.submit_generation(1, PROMPT, first_token=pair.context.tokens(1)[0])
+    pair.settle(100)
+    for desk in (pair.context.desk, pair.generation.desk):
+        desk.drain(pair.now_s + 1.0)
+    pair.settle(20)
+    pair.now_s += 2.0
+    pair.run(lambda: all(rank.loop.left for rank in pair.ranks))
+    assert not any(rank.loop.drained for rank in pair.context.ranks)
+    assert any(rank.blocks.free_count < rank.blocks.block_count for rank in pair.generation.ranks)
+    assert all(rank.blocks.free_count < rank.blocks.block_count for rank in pair.context.ranks)
+
+
+def test_a_late_status_frame_changes_nothing(pairs: list[Pair]) -> None:
+    """A rank that reports a request which ended meanwhile is ignored."""
+    pair = make(pairs)
+    pair.serve(1, PROMPT)
+    pair.run(pair.idle)
+    pair.context.ranks[2].loop._link.send(0, Status(2, b"", ((1, "CANCELLED", "late"),)))
+    pair.settle(5)
+    pair.validate()
+    assert pair.serve(2, PROMPT) == pair.reference(PROMPT, 4)
