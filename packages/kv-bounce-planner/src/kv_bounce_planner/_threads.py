@@ -1,8 +1,8 @@
 """Host copies on a thread of their own: the host's counterpart of a device stream.
 
-A gather of 64 MiB takes ten milliseconds; in the thread that polls transfers and runs an engine's loop, everything else would
-wait for it. numpy's indexed copies and memmove release the GIL, so a worker really runs beside the caller. Small copies are done
-at once where nothing is queued: handing them over would cost more than they do.
+A gather of 64 MiB takes ten milliseconds; in the thread that polls transfers and runs an engine's loop, everything else
+would wait for it. numpy's indexed copies and memmove release the GIL, so a worker really runs beside the caller. Small copies
+are done at once where nothing is queued: handing them over would cost more than they do.
 """
 
 from __future__ import annotations
