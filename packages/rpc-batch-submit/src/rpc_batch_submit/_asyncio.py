@@ -125,6 +125,7 @@ class AsyncioBatchSubmitter(Generic[_T]):
         if entry is None:
             return False
         self._tell(entry, BatchAborted(f"request {request_id!r} was aborted before it was sent"))
+        self._wake_idle()
         return True
 
     def flush(self) -> None:
@@ -190,7 +191,7 @@ class AsyncioBatchSubmitter(Generic[_T]):
     def _send(self, batch: SendBatch[_T]) -> None:
         entries = tuple(e for e in batch.entries if not self._withdrawn(e))
         if not entries:
-            self._over(())
+            self._over()
             return
         try:
             result = self._send_batch([entry.request for entry in entries])
@@ -231,16 +232,19 @@ class AsyncioBatchSubmitter(Generic[_T]):
                 error = BatchSendFailed(f"sending {len(entries)} requests failed: {cause!r}")
                 error.__cause__ = cause
                 self._tell(entry, error)
-        self._over(entries)
+        self._over()
 
     def _settled(self, entries: tuple[Entry[_T], ...], result: object) -> None:
         for entry, error in zip(entries, unpack_outcomes(result, len(entries))):
             if self._core.settle(entry, failed=error is not None):
                 self._tell(entry, error)
-        self._over(entries)
+        self._over()
 
-    def _over(self, entries: tuple[Entry[_T], ...]) -> None:
+    def _over(self) -> None:
         self._perform(self._core.send_over())
+        self._wake_idle()
+
+    def _wake_idle(self) -> None:
         if not self._core.outstanding and self._idle:
             waiting, self._idle = self._idle, []
             for idle in waiting:

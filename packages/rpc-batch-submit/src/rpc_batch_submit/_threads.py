@@ -106,6 +106,7 @@ class ThreadBatchSubmitter(Generic[_T]):
         """
         with self._changed:
             entry = self._core.abort(request_id)
+            self._changed.notify_all()
         if entry is None:
             return False
         self._tell(entry, BatchAborted(f"request {request_id!r} was aborted before it was sent"))
