@@ -211,7 +211,11 @@ class LlamaEngine:
         #: Where keys and values are gathered; reused by every layer and step, grown when needed.
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._large_tile = _LARGE_TILE_ROWS
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            # cuDNN plans anew for every length of the keys, which took three times as long as the whole step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._settle()
         self._worker = StepWorker(f"llama-{stage.stage_index}", self._prepare_thread)
         if deterministic_rows:

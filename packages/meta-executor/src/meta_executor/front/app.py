@@ -44,6 +44,7 @@ from meta_executor.front.dispatch import Dispatch, Job, Tokens
 from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
+from meta_executor.front.order import LegOrder
 from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
 
 _LOG = logging.getLogger("meta_executor.front")
@@ -109,7 +110,7 @@ class FrontService:
         self.servers = tuple(servers)
         self.directory = directory
         self.metrics = FrontMetrics()
-        self.dispatch = Dispatch(directory, legs, self.metrics, clock)
+        self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group))
         self.running = 0
         self.draining = False
         self.created = int(time.time())

@@ -22,6 +22,7 @@ from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, Endpoin
 from meta_executor import wire
 from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
 from meta_executor.front.metrics import FrontMetrics
+from meta_executor.front.order import LegOrder
 
 #: Servers that are tried when connecting fails (count).
 _CONNECT_TRIES = 3
@@ -97,6 +98,7 @@ class Dispatch:
         legs: HTTP to them.
         metrics: Counted here.
         clock: Monotonic time (s).
+        order: Order of context legs in generation-first; default: as requests arrive.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class Dispatch:
         legs: LegClient,
         metrics: FrontMetrics,
         clock: Callable[[], float] = time.monotonic,
+        order: LegOrder | None = None,
     ) -> None:
+        self._order = order or LegOrder(1)
         self._directory = directory
         self._legs = legs
         self._metrics = metrics
@@ -180,13 +184,17 @@ class Dispatch:
                     async for chunk in chunks:
                         events.put_nowait(chunk)
 
+            async def prefill() -> wire.ContextResponse:
+                await self._order.turn()
+                return await self._post_context(context, job)
+
             def prefilled(answer: wire.ContextResponse) -> None:
                 job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
                 self._ended(context)
                 context.reservation.release("prefilled")
 
             consuming = asyncio.create_task(consume(), name=f"generation {job.request_id}")
-            prefilling = asyncio.create_task(self._post_context(context, job), name=f"context {job.request_id}")
+            prefilling = asyncio.create_task(prefill(), name=f"context {job.request_id}")
             tasks: dict[asyncio.Task[Any], _Leg] = {consuming: generation, prefilling: context}
             for task in tasks:
                 task.add_done_callback(events.put_nowait)
