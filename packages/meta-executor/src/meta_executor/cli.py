@@ -128,6 +128,57 @@ def generate(prompt: str, model: str, max_tokens: int, temperature: float, top_p
         click.echo(result.text)
 
 
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.option("--requests", default=256, show_default=True, type=click.IntRange(1))
+@click.option("--concurrency", default=0, show_default=True, type=click.IntRange(0), help="0: all at once.")
+@click.option("--prompt-tokens", default=64, show_default=True, type=click.IntRange(1))
+@click.option("--answer-tokens", default=8, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--schedule", type=click.Choice(["context-first", "generation-first"]), help="Default: the configuration's."
+)
+@click.option("--engine", type=click.Choice(["synthetic", "llama"]), help="Default: the configuration's.")
+@click.option("--window", type=click.IntRange(1), help="Requests that may wait for peer metadata on the context side.")
+@click.option("--compute-cap", type=click.IntRange(1), help="Requests in one context step.")
+@click.option("--gen-blocks", type=click.IntRange(1), help="KV blocks of each generation rank.")
+@click.option("--order", type=click.Choice(["same", "opposite"]), default="same", show_default=True,
+              help="Whether both instances see requests in the same order (generation-first).")  # fmt: skip
+@click.option(
+    "--evidence", type=click.Path(path_type=Path, file_okay=False), help="Keep evidence files in this folder."
+)
+def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: int, answer_tokens: int,
+          schedule: str | None, engine: str | None, window: int | None, compute_cap: int | None, gen_blocks: int | None,
+          order: str, evidence: Path | None) -> None:  # fmt: skip
+    """Start a service, send it a load through its front, drain it, and judge its evidence.
+
+    CONFIG is a YAML file as for `up`; without one: four context ranks, two generation ranks, asynchronous agreement on. Ends
+    with one JSON line; exit code 0 only if every request was answered and every rank decided and drained all of them.
+    """
+    import json
+    import tempfile
+
+    from meta_executor.bench.load import LoadConfig
+    from meta_executor.bench.run import run_trial
+    from meta_executor.bench.settings import trial_service
+    from meta_executor.preflight import check_service
+
+    base = _read(config) if config is not None else None
+    service = trial_service(
+        base, os.environ, schedule=schedule, engine=engine, window=window, compute_cap=compute_cap, gen_blocks=gen_blocks,
+        opposite=order == "opposite", requests=requests,
+    )  # fmt: skip
+    check_service(service, with_front=True)
+    load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens)
+    with tempfile.TemporaryDirectory(prefix="mx-evidence-") as scratch:
+        try:
+            trial = run_trial(service, load, evidence or Path(scratch), _say)
+        except FileExistsError as error:
+            _fail(2, str(error))
+    click.echo(trial.report.text(), err=True)
+    click.echo(json.dumps(trial.report.to_dict()))
+    sys.exit(0 if trial.report.good else 1)
+
+
 @cli.group()
 def evidence() -> None:
     """What the ranks of a run wrote down about it."""

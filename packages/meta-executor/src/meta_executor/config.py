@@ -169,6 +169,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     #: Requests in the front at once (count); more get 429.
     max_requests: PositiveInt = 4096
     router: RouterConfig = RouterConfig()
+    #: For trials of generation-first: of every so many context legs the last is sent first (count). 1: as they arrive.
+    context_leg_group: PositiveInt = 1
     #: Largest accepted body (bytes).
     body_bytes_max: PositiveInt = 16 * 1024 * 1024
 
