@@ -182,6 +182,65 @@ def test_every_resealed_byte_corruption_of_a_report_is_refused(explicit: bool) -
     validate_report(plan, decode_report(reseal(body)), bound_base=64, operation_id=OPERATION)
 
 
+def test_every_resealed_byte_corruption_of_a_plan_is_refused_or_another_plan() -> None:
+    """With the checksum repaired: what the digest covers cannot change at all; the rest decodes to what it says."""
+    body = encode_plan(transfer_plan())[:-4]
+    reasons, others = set(), 0
+    for at in range(len(body)):
+        for flip in (0x01, 0x80, 0xFF):
+            data = reseal(body[:at] + bytes([body[at] ^ flip]) + body[at + 1 :])
+            try:
+                plan = decode_plan(data)
+            except CodecError as error:
+                reasons.add(error.reason)
+            else:
+                others += 1
+                assert plan.digest == transfer_plan().digest and plan != transfer_plan()
+                assert encode_plan(plan) == data
+    assert {Reason.WRONG_PLAN, Reason.BAD_FIELD, Reason.BAD_MAGIC, Reason.BAD_VERSION} <= reasons and others
+
+
+def _ranges_message(first: int, gaps: bytes, sizes: bytes, count: int = 2) -> bytes:
+    head = struct.pack("<4sBBH16sIIQQ16s", b"KVrp", 1, 1, 0, OPERATION, 0, count, 0, 1, bytes(16))
+    return reseal(head + struct.pack("<Q", first) + gaps + sizes)
+
+
+@pytest.mark.parametrize(
+    ("first", "gaps", "sizes", "words"),
+    [
+        (2**63, "00010000" "01", "00010000" "0101", "does not fit"),
+        (2**63 - 2, "00010000" "01", "00010000" "0102", "beyond the address space"),
+        (2**63 - 3, "00010000" "01", "00010000" "0102", "beyond the address space"),
+        (2**62, "3e010000" "01", "00010000" "0101", "beyond the address space"),
+        (16, "00010000" "01", "00010000" "0100", "without bytes"),
+        (16, "00080000" "ffffffffffffffff", "00010000" "0101", "does not fit into int64"),
+        (16, "3f010000" "01", "00010000" "0101", "column of shift"),
+        (16, "00030000" "010101", "00010000" "0101", "column of shift"),
+        (16, "00010200" "01", "00010000" "0101", "column of shift"),
+    ],
+)  # fmt: skip
+def test_ranges_at_the_end_of_the_address_space(first: int, gaps: str, sizes: str, words: str) -> None:
+    """Sums that would wrap are refused, not wrapped."""
+    with pytest.raises(CodecError, match=words):
+        decode_report(_ranges_message(first, bytes.fromhex(gaps), bytes.fromhex(sizes)))
+
+
+def test_ranges_up_to_the_last_byte_decode() -> None:
+    """The largest address is usable."""
+    report = decode_report(_ranges_message(2**63 - 6, bytes.fromhex("0001000001"), bytes.fromhex("000100000102")))
+    assert report.target_addresses is not None
+    assert report.target_addresses.tolist() == [2**63 - 6, 2**63 - 4]
+
+
+def test_writer_bytes_of_a_plan_must_add_up() -> None:
+    """A stated total that its ranges do not have."""
+    body = encode_plan(transfer_plan())[:-4]
+    total = struct.pack("<Q", writer_plan().total_bytes)
+    assert body.count(total) == 1
+    with pytest.raises(CodecError, match="bytes"):
+        decode_plan(reseal(body.replace(total, struct.pack("<Q", writer_plan().total_bytes + 1))))
+
+
 def test_wrong_magic_version_and_cross_type() -> None:
     """A message of another kind or version is named as such."""
     for name, (data, decode) in MESSAGES.items():

@@ -99,6 +99,8 @@ def test_reports_are_bound_to_their_rank() -> None:
         ([2**63 - 1, 0x3000], [100, 256], Reason.BAD_FIELD),
         ([], [], Reason.BAD_FIELD),
         ([0x3000, 0x3000, 0x3000], [2**62, 2**62, 2**62], Reason.WRONG_BYTES),
+        # The sum wraps around to exactly the plan's bytes.
+        ([0x3000] * 5, [2**62, 2**62, 2**62, 2**62, 356], Reason.WRONG_BYTES),
     ],
 )
 def test_wrong_fragments_are_refused_with_their_code(addresses: list[int], sizes: list[int], reason: Reason) -> None:

@@ -128,7 +128,7 @@ class _Reader:
             lengths = np.frombuffer(self.take(4 * runs), "<u4").astype(np.int64)
             short = np.frombuffer(self.take(width * runs), _WIDTHS[width])
             # Each length is below 2**32 and runs is bounded by count, so the sum cannot wrap.
-            if int(lengths.sum()) != count or int(lengths.min()) == 0:
+            if int(lengths.sum()) != count:
                 raise CodecError("run lengths do not add up", reason=Reason.BAD_FIELD)
             small = np.repeat(short, lengths)
         else:
