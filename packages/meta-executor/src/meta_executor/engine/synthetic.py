@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
 from meta_executor.config import SyntheticConfig
-from meta_executor.engine.base import KVMemory, ModelInfo, StageSpec, StepInput, StepOutput, check_step
+from meta_executor.engine.base import KVMemory, ModelInfo, SequenceStep, StageSpec, StepInput, StepOutput, check_step
 from meta_executor.engine.errors import StepError
 
 #: Activations carry the digest as 16-bit limbs, which float32 holds exactly; the rest of the row is padding.
@@ -27,6 +27,8 @@ _LIMBS = 4
 _HIDDEN = 8
 #: Ids below this are never generated: 0 unknown, 1 begin, 2 end.
 _RESERVED = 3
+#: KV bytes that are read at once: few enough to stay in a cache.
+_READ_BYTES = 4 << 20
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
@@ -154,14 +156,16 @@ class SyntheticEngine:
         self._clock = clock
         self._sleep = sleep
         self._kv: npt.NDArray[np.float32] | None = None
-        #: uint64 words of one token in one layer: keys and values, all heads.
-        self._words = config.kv_head_count * config.head_dim
         layers = np.arange(stage.first_layer, stage.first_layer + stage.layer_count, dtype=_U64)
-        places = np.arange(2 * config.kv_head_count * config.head_dim, dtype=_U64)
+        elements = config.kv_head_count * config.head_dim
+        places = np.arange(2 * elements, dtype=_U64)
+        #: Keys or values of one token in one layer are read as words of this type, the widest that divides them.
+        self._word = np.dtype(np.uint64 if elements % 2 == 0 else np.uint32)
+        words = elements * 4 // self._word.itemsize
         with np.errstate(over="ignore"):
             self._salt = _mix(layers[:, None] * _U64(1 << 20) + places[None, :])
-            #: Odd multipliers per (layer, element), so that swapping any two elements shows.
-            self._weights = (_mix(self._salt) | _U64(1)).reshape(stage.layer_count, 2, 1, -1)
+            #: Odd multipliers per (layer, key or value, word), so that every bit counts and swapping two words shows.
+            self._weights = _mix(self._salt.reshape(stage.layer_count, 2, elements)[:, :, :words]) | _U64(1)
         self._worker = StepWorker(f"synthetic-{stage.stage_index}")
 
     def allocate_kv(self, block_count: int, block_tokens: int) -> KVMemory:
@@ -204,32 +208,38 @@ class SyntheticEngine:
         kv = self._kv
         check_step(step, self.stage, self.model, kv.shape[1], kv.shape[3])
         count = len(step.sequences)
+        sequences = step.sequences
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences])
+        ends = np.cumsum(lengths)
+        if self.stage.is_first:
+            tokens = np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)
+            before = np.zeros(count, _U64)
+        elif step.hidden is not None:
+            # The token itself rides along, so that later stages write the same pattern as a whole model would.
+            tokens = step.hidden[:, _LIMBS].astype(np.int64)
+            limbs = step.hidden[ends - 1, :_LIMBS].astype(_U64)
+            before = (limbs << (np.arange(_LIMBS, dtype=_U64) * _U64(16))).sum(axis=1, dtype=_U64)
+        else:
+            raise StepError(f"step {step.step_id}: no activations")
+        positions = np.concatenate([np.arange(s.start_position, s.end_position) for s in sequences])
+        self._write(kv, tokens, positions, np.concatenate([self._blocks_of_tokens(s, kv.shape[3]) for s in sequences]))
+        digests = before + self._read(kv, sequences)
         token_ids = np.full(count, -1, np.int32)
         margins = np.zeros(count, np.float32)
-        hidden = np.zeros((step.token_count, _HIDDEN), np.float32)
-        row = 0
-        for index, sequence in enumerate(step.sequences):
-            rows = slice(row, row + len(sequence.token_ids))
-            row = rows.stop
-            before = 0
-            if self.stage.is_first:
-                tokens = sequence.token_ids.astype(np.int64)
-            else:
-                if step.hidden is None:
-                    raise StepError(f"step {step.step_id}: no activations")
-                # The token itself rides along, so that later stages write the same pattern as a whole model would.
-                tokens = step.hidden[rows, _LIMBS].astype(np.int64)
-                limbs = step.hidden[rows.stop - 1, :_LIMBS].astype(np.int64)
-                before = sum(int(limb) << (16 * place) for place, limb in enumerate(limbs))
-            self._write(kv, tokens, sequence.start_position, sequence.block_ids)
-            digest = (before + self._read(kv, sequence.end_position, sequence.block_ids)) & (2**64 - 1)
-            hidden[rows, _LIMBS] = tokens
-            hidden[rows.stop - 1, :_LIMBS] = [(digest >> (16 * place)) & 0xFFFF for place in range(_LIMBS)]
-            if self.stage.is_last and sequence.sampling is not None:
-                seed = sequence.sampling.seed if sequence.sampling.temperature > 0 else 0
-                mixed = _mix(np.array([(digest ^ (seed * 0x9E3779B97F4A7C15)) & (2**64 - 1)], _U64))
-                token_ids[index] = _RESERVED + int(mixed[0] % _U64(self.model.vocab_size - _RESERVED))
-                margins[index] = 1.0
+        hidden = np.zeros((len(tokens), _HIDDEN), np.float32)
+        if self.stage.is_last:
+            seeds = [
+                0 if s.sampling is None or s.sampling.temperature == 0 else s.sampling.seed * 0x9E3779B97F4A7C15 % 2**64
+                for s in sequences
+            ]
+            chosen = _RESERVED + _mix(digests ^ np.array(seeds, _U64)) % _U64(self.model.vocab_size - _RESERVED)
+            wanted = np.array([sequence.sampling is not None for sequence in sequences])
+            token_ids[wanted] = chosen[wanted].astype(np.int32)
+            margins[wanted] = 1.0
+        else:
+            hidden[:, _LIMBS] = tokens
+            parts = (digests[:, None] >> (np.arange(_LIMBS, dtype=_U64) * _U64(16))) & _U64(0xFFFF)
+            hidden[ends - 1, :_LIMBS] = parts
         cost_s = (self._config.step_ms + self._config.step_ms_per_token * step.token_count) / 1000.0
         remaining_s = started_s + cost_s - self._clock()
         if remaining_s > 0:
@@ -238,34 +248,60 @@ class SyntheticEngine:
             return StepOutput(step.step_id, hidden=hidden)
         return StepOutput(step.step_id, token_ids=token_ids, margins=margins)
 
+    @staticmethod
+    def _blocks_of_tokens(sequence: SequenceStep, block_tokens: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(sequence.start_position, sequence.end_position)
+        return np.asarray(sequence.block_ids)[positions // block_tokens]
+
     def _write(
-        self, kv: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], start: int, block_ids: npt.NDArray[np.int64]
+        self,
+        kv: npt.NDArray[np.float32],
+        tokens: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        blocks: npt.NDArray[np.int64],
     ) -> None:
-        positions = np.arange(start, start + len(tokens))
-        block_tokens = kv.shape[3]
-        blocks = np.asarray(block_ids)[positions // block_tokens]
+        """Write the pattern of every token of the step, in every layer."""
         with np.errstate(over="ignore"):
             keys = _mix(tokens.astype(_U64) * _U64(0x1_0000_0001) + positions.astype(_U64) * _U64(0xFFFF_FFFB))
             pattern = _mix(keys[:, None, None] ^ self._salt[None])
         # 24 bits in [0, 1): finite and exact, whatever copies or converts it on the way.
         values = ((pattern >> _U64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
-        shaped = values.reshape(len(tokens), self.stage.layer_count, 2, self.model.kv_head_count, self.model.head_dim)
-        for layer in range(self.stage.layer_count):
-            kv[layer, blocks, :, positions % block_tokens] = shaped[:, layer]
+        shape = (len(tokens), self.stage.layer_count, 2, self.model.kv_head_count, self.model.head_dim)
+        kv[:, blocks, :, positions % kv.shape[3]] = values.reshape(shape)
 
-    def _read(self, kv: npt.NDArray[np.float32], end: int, block_ids: npt.NDArray[np.int64]) -> int:
+    def _read(self, kv: npt.NDArray[np.float32], sequences: Sequence[SequenceStep]) -> npt.NDArray[np.uint64]:
+        """Each sequence's digest over this stage's layers: every byte of every position, by its block table.
+
+        A handful of array operations per megabyte, whatever the number of sequences: the time that the interpreter is held
+        for does not grow with the batch.
+        """
         block_tokens = kv.shape[3]
-        count = -(-end // block_tokens)
-        position_weights = _mix(np.arange(count * block_tokens, dtype=_U64)) | _U64(1)
-        position_weights[end:] = 0
-        by_block = position_weights.reshape(count, block_tokens)
-        gathered = np.take(kv, np.asarray(block_ids)[:count], axis=1)
-        words = gathered.view(np.uint32).reshape(self.stage.layer_count, count, 2, block_tokens, -1)
+        counts = np.array([-(-sequence.end_position // block_tokens) for sequence in sequences])
+        digests = np.empty(len(sequences), _U64)
+        bytes_per_block = kv[:, 0].nbytes
+        begin = 0
+        while begin < len(sequences):
+            end = begin + 1
+            while end < len(sequences) and counts[begin : end + 1].sum() * bytes_per_block <= _READ_BYTES:
+                end += 1
+            digests[begin:end] = self._read_group(kv, sequences[begin:end], counts[begin:end])
+            begin = end
+        return digests
+
+    def _read_group(
+        self, kv: npt.NDArray[np.float32], sequences: Sequence[SequenceStep], counts: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint64]:
+        block_tokens = kv.shape[3]
+        blocks = np.concatenate([np.asarray(s.block_ids)[:count] for s, count in zip(sequences, counts)])
+        first = np.cumsum(counts) - counts
+        # Position of every token slot in its own sequence; slots behind the sequence's end weigh nothing.
+        slots = (np.arange(len(blocks)) - np.repeat(first, counts))[:, None] * block_tokens + np.arange(block_tokens)
+        ends = np.repeat([sequence.end_position for sequence in sequences], counts)
+        position_weights = np.where(slots < ends[:, None], _mix(slots.astype(_U64)) | _U64(1), _U64(0))
+        words = np.take(kv, blocks, axis=1).view(self._word)
+        words = words.reshape(self.stage.layer_count, len(blocks), 2, block_tokens, -1)
         with np.errstate(over="ignore"):
-            # einsum would go through float paths for mixed types; plain products keep it exact modulo 2**64.
-            per_token = np.zeros((count, block_tokens), _U64)
-            for layer in range(self.stage.layer_count):
-                for part in (0, 1):
-                    weighted = words[layer, :, part].astype(_U64) * self._weights[layer, part]
-                    per_token += weighted.sum(axis=-1, dtype=_U64)
-            return int((per_token * by_block).sum(dtype=_U64))
+            weighted = words * self._weights[:, None, :, None, :]
+            per_slot = weighted.sum(axis=(0, 2, 4), dtype=_U64)
+            per_block = (per_slot * position_weights).sum(axis=1, dtype=_U64)
+            return np.add.reduceat(per_block, first)
