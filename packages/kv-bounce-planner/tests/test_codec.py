@@ -232,6 +232,18 @@ def test_ranges_up_to_the_last_byte_decode() -> None:
     assert report.target_addresses.tolist() == [2**63 - 6, 2**63 - 4]
 
 
+def test_writers_must_ascend() -> None:
+    """One order of writers, so one encoding; a plan keeps it whatever order it was made with."""
+    plan = transfer_plan()
+    assert encode_plan(TransferPlan(7, dict(reversed(plan.writers.items())), 5, "VRAM", 2)) == encode_plan(plan)
+    body = encode_plan(plan)[:-4]
+    first, second = body.index(struct.pack("<IQ", 3, 9)), body.index(struct.pack("<IQ", 5, 1))
+    with pytest.raises(CodecError, match="ascend"):
+        decode_plan(reseal(body[:first] + body[second:] + body[first:second]))
+    with pytest.raises(CodecError, match="ascend"):
+        decode_plan(reseal(body[:first] + body[first:second] * 2))
+
+
 def test_writer_bytes_of_a_plan_must_add_up() -> None:
     """A stated total that its ranges do not have."""
     body = encode_plan(transfer_plan())[:-4]

@@ -203,7 +203,7 @@ class TransferPlan:
     transfers: Mapping[int, WriterTransfer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "writers", MappingProxyType(dict(self.writers)))
+        object.__setattr__(self, "writers", MappingProxyType(dict(sorted(self.writers.items()))))
         object.__setattr__(self, "transfers", MappingProxyType(dict(self.transfers)))
 
     @property
