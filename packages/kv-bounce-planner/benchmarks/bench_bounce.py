@@ -2,7 +2,7 @@
 
 ``python packages/kv-bounce-planner/benchmarks/bench_bounce.py``
 
-Baseline, measured in turn in the same processes: memcpy gather, one NIXL write with its notification and answer, memcpy scatter.
+Baseline, measured in turn in the same processes: gather, one NIXL write with its notification, scatter, all by memcpy.
 End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region asked for and granted, gather, write, report
 compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
 bytes are checked. Posting is measured by the longest ``poll`` of a sender that writes 32,768 fragments directly.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import os
+import tempfile
 import time
 from typing import Any
 
@@ -82,6 +84,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
     while True:
         while not pipe.poll():
             receiver.poll()
+            os.sched_yield()
         command, number = pipe.recv()
         if command == "stop":
             break
@@ -89,7 +92,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
         if command == "raw":
             pipe.send("go")
             while not any(arrived.mark.operation.operation == number for arrived in transport.poll().marks):
-                pass
+                os.sched_yield()
             landed = time.monotonic()
             copier.submit(table).wait()
             pipe.send((landed, time.monotonic()))
@@ -100,6 +103,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
             receiver.poll()
             released = 0.0
             while not released:
+                os.sched_yield()  # the channel's own thread wants the core too
                 for event in receiver.poll():
                     if type(event).__name__ == "MemoryReleased":
                         released = time.monotonic()
@@ -116,6 +120,11 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
 
 def measure(tls: str | None) -> dict[str, float]:
     """Seconds: medians of RUNS, and minima; measured in turn, one raw, one session, one raw..."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _measure(tls, folder)
+
+
+def _measure(tls: str | None, folder: str) -> dict[str, float]:
     context = mp.get_context("spawn")
     pipe, child = context.Pipe()
     process = context.Process(target=receiver_main, args=(child, tls), daemon=True)
@@ -124,7 +133,7 @@ def measure(tls: str | None) -> dict[str, float]:
     slot[:] = 1
     transport = NixlTransport(SENDER, config=NixlConfig(tls=tls))
     transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, slot)])
-    channel = ZmqControlChannel(SENDER, KEY, "tcp://127.0.0.1:*")
+    channel = ZmqControlChannel(SENDER, KEY, f"ipc://{folder}/c")
     # The first two thirds are the arena; the last is the raw baseline's staging.
     sender = Sender(SENDER, transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
     pipe.send(channel.address)
@@ -139,9 +148,8 @@ def measure(tls: str | None) -> dict[str, float]:
     copier = HostCopier()
     staging = slot.ctypes.data + 2 * TOTAL
     table = copier.prepare(sources, staging + transfer.staging_offsets, transfer.sizes)
-    times: dict[str, list[float]] = {
-        name: [] for name in ("gather", "write", "scatter", "raw", "bounce", "direct", "poll")
-    }
+    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "poll", "poll_cpu")
+    times: dict[str, list[float]] = {name: [] for name in names}
 
     def raw(number: int) -> None:
         pipe.send(("raw", number))
@@ -151,12 +159,11 @@ def measure(tls: str | None) -> dict[str, float]:
         gathered = time.monotonic()
         operation = raw_operation(number)
         transport.start_write(
-            WriteJob(
-                operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL))
-            )  # fmt: skip
+            WriteJob(operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL)))
         )
         state = ""
         while state != "done":
+            os.sched_yield()
             for write in transport.poll().writes:
                 state = write.state
         transport.forget_write(operation)
@@ -173,11 +180,13 @@ def measure(tls: str | None) -> dict[str, float]:
             pass
         began = time.monotonic()
         sender.ready(RequestKey(number, 0), lambda request: transfer, claim=number)
-        longest = 0.0
+        longest = longest_cpu = 0.0
         while not pipe.poll():
-            before = time.monotonic()
+            before, before_cpu = time.monotonic(), time.thread_time()
             sender.poll()
             longest = max(longest, time.monotonic() - before)
+            os.sched_yield()
+            longest_cpu = max(longest_cpu, time.thread_time() - before_cpu)
         released, _ = pipe.recv()
         check(pipe.recv())
         sender.seal(RequestKey(number, 0))
@@ -186,6 +195,7 @@ def measure(tls: str | None) -> dict[str, float]:
         times[tier].append(released - began)
         if tier == "direct":
             times["poll"].append(longest)
+            times["poll_cpu"].append(longest_cpu)
 
     def check(good: bool) -> None:
         if not good:
@@ -199,7 +209,6 @@ def measure(tls: str | None) -> dict[str, float]:
         for step in (raw, lambda n: session("bounce", n), lambda n: session("direct", n)):
             step(number)
             number += 1
-    longest_post = transport.statistics().post_longest_s
     pipe.send(("stop", 0))
     process.join(10)
     if process.is_alive():
@@ -207,7 +216,6 @@ def measure(tls: str | None) -> dict[str, float]:
     figures = {f"{name}_median": float(np.median(values)) for name, values in times.items()}
     figures |= {f"{name}_min": min(values) for name, values in times.items()}
     figures["poll_max"] = max(times["poll"])
-    figures["post_max"] = longest_post
     return figures
 
 
@@ -261,7 +269,7 @@ def main() -> list[dict[str, Any]]:
                 "name": f"longest poll of a sender posting 32,768 fragments, {name} (median of runs)",
                 "value": 1e3 * figures["poll_median"],
                 "unit": "ms",
-                "baseline": f"worst of {RUNS} runs {1e3 * figures['poll_max']:.2f} ms, longest single post {1e3 * figures['post_max']:.2f} ms",
+                "baseline": f"{1e3 * figures['poll_cpu_median']:.2f} ms CPU; worst {1e3 * figures['poll_max']:.2f} ms",
                 "ratio": figures["poll_median"] / 2e-3,
                 "goal": "<= 2 ms",
                 "met": figures["poll_median"] <= 2e-3,
@@ -274,8 +282,7 @@ if __name__ == "__main__":
     table = main()
     for row in table:
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-        print(
-            f"{row['name']:72s} {row['value']:9.3f} {row['unit']:3s} {ratio:>7s} {row['goal']:9s} met={row['met']}  [{row['baseline']}]"
-        )
+        value = f"{row['value']:9.3f} {row['unit']:3s} {ratio:>7s} {row['goal']:9s} met={row['met']}"
+        print(f"{row['name']:72s} {value}  [{row['baseline']}]")
     for row in table:
         print(json.dumps(row))

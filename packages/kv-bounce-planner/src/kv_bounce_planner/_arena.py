@@ -302,6 +302,11 @@ class BounceArena:
                 f"{self._held} bytes are held and {self._quarantined} quarantined: the memory cannot be given back"
             )
 
+    def peek(self, byte_count: int) -> int | None:
+        """Where a region of one part would come to lie if it were reserved now. A guess about later, a promise of nothing."""
+        found = self._find(byte_count)
+        return None if found is None else self.base_address + found[1]
+
     def largest_region_bytes(self) -> int:
         """What an empty arena could give to one writer."""
         return self.capacity_bytes - self._first
@@ -355,18 +360,21 @@ class BounceArena:
         # The last part needs no padding behind it: an exact fit fits.
         return sum(self._rounded(size) for size in sizes[:-1]) + sizes[-1]
 
+    def _find(self, total: int) -> tuple[int, int] | None:
+        """First fit: (index among the spans, offset), or None."""
+        at = self._first
+        for index, span in enumerate(self._spans):
+            if span.offset - at >= total:
+                return index, at
+            at = max(at, self._aligned(span.offset + span.size))
+        return (len(self._spans), at) if at + total <= self.capacity_bytes else None
+
     def _place(self, key: Hashable, parts: dict[int, int]) -> Reservation | None:
         total = self._total(parts)
-        at = self._first
-        index = 0
-        for index, span in enumerate(self._spans):  # noqa: B007 - the index is used below
-            if span.offset - at >= total:
-                break
-            at = max(at, self._aligned(span.offset + span.size))
-        else:
-            index = len(self._spans)
-        if at + total > self.capacity_bytes:
+        found = self._find(total)
+        if found is None:
             return None
+        index, at = found
         offset, bound = at, {}
         for writer, size in parts.items():
             bound[writer] = (offset, size)

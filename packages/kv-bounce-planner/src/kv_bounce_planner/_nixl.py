@@ -79,7 +79,7 @@ class NixlConfig:
     spare_agents: int = 0
     descriptors_per_post_max: int = 128
     bytes_per_post_max: int = 4 << 20
-    post_budget_s: float = 0.0015
+    post_budget_s: float = 0.001
     parts_in_flight_max: int = 64
     error_handling: str = "peer"
     strided: bool = True

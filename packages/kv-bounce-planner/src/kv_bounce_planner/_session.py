@@ -451,6 +451,7 @@ class _Shell:
                 with self._lock:
                     queue = self._outbox.get(peer)
                     if not queue:
+                        self._outbox.pop(peer, None)
                         break
                     message = queue[0]
                 try:
@@ -774,6 +775,7 @@ class Receiver(_Shell):
         """Progress everything, within bounds. Call it in every turn of the loop."""
         self._publish()
         self._receive()
+        self._flush()  # requests and grants leave before any copy runs
         self._progress()
         self._copies()
         self._tick()
@@ -1090,7 +1092,7 @@ class Receiver(_Shell):
 class _Send:
     """Shell state of one request."""
 
-    __slots__ = ("claim", "core", "grants", "owned_claim", "resolve", "served", "slots", "transfers")
+    __slots__ = ("claim", "core", "grants", "prepared", "resolve", "served", "slots", "transfers")
 
     def __init__(self, core: sc.SendTransfer) -> None:
         self.core = core
@@ -1099,6 +1101,7 @@ class _Send:
         self.transfers: dict[OperationIdentity, WriterTransfer] = {}
         self.grants: dict[OperationIdentity, BounceGrant] = {}
         self.slots: dict[OperationIdentity, AdvertisedReservation] = {}
+        self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
         self.served = False
 
 
@@ -1146,6 +1149,7 @@ class Sender(_Shell):
         self._receipts: OrderedDict[OperationIdentity, Sealed | Drained | Doubt] = OrderedDict()
         self._resolves: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
+        self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
 
     # -- the host's calls
@@ -1230,9 +1234,11 @@ class Sender(_Shell):
         self._resolve()
         self._slots()
         self._copies()
+        self._flush()  # a report travels while its write is posted: the notifications are the proof, not the report
         self._progress()
         self._tick()
         self._flush()
+        self._prepare()
         with self._lock:
             self._deliver()
             events, self._events = tuple(self._events), []
@@ -1424,14 +1430,31 @@ class Sender(_Shell):
                 record.slots[operation] = slot  # type: ignore[index]
                 self._step(record, sc.SlotReserved(operation))  # type: ignore[arg-type]
 
+    def _prepare(self) -> None:
+        """While a region is asked for, make the copy list for the slot that will probably be free then."""
+        for _ in range(min(len(self._asking), self.config.copies_per_poll_max)):
+            record, operation = self._asking.popleft()
+            transfer = record.transfers.get(operation)
+            if transfer is None or self._arena is None:
+                continue
+            address = self._arena.peek(transfer.total_bytes)
+            if address is not None:
+                try:
+                    record.prepared[operation] = (address, self._gather_list(transfer, address))
+                except Exception:  # noqa: BLE001 - the gather itself tries again, and its failure is told there
+                    self._counters["prepare_failed"] += 1
+
+    def _gather_list(self, transfer: WriterTransfer, address: int) -> PreparedCopy:
+        return self._copier.prepare(transfer.source_addresses, transfer.staging_offsets + address, transfer.sizes)
+
     def _copies(self) -> None:
         for _ in range(min(len(self._gathers), self.config.copies_per_poll_max)):
             record, operation = self._gathers.popleft()
             transfer, slot = record.transfers[operation], record.slots[operation].bound[0]
             try:
-                prepared = self._copier.prepare(
-                    transfer.source_addresses, transfer.staging_offsets + slot.address, transfer.sizes
-                )
+                address, prepared = record.prepared.pop(operation, (0, None))
+                if prepared is None or address != slot.address:
+                    prepared = self._gather_list(transfer, slot.address)
                 self._gathering.append((record, operation, self._copier.submit(prepared)))
             except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory stays owned
                 self._gathered(record, operation, f"{type(error).__name__}: {error}")
@@ -1507,6 +1530,7 @@ class Sender(_Shell):
             case sc.SendMessage(peer, message):
                 if isinstance(message, BounceWanted):
                     self._queue(peer, message)
+                    self._asking.append((record, message.operation))
                 else:
                     self._reply(peer, message)
             case sc.ReserveSlot(operation):
@@ -1594,6 +1618,7 @@ class Sender(_Shell):
     ) -> None:
         record.grants.pop(operation, None)
         record.transfers.pop(operation, None)
+        record.prepared.pop(operation, None)
         if disposition in ("done", "drained"):
             self._transport.forget_write(operation)
         byte_count = record.core.request_of(operation).byte_count
