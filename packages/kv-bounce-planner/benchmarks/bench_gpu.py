@@ -99,6 +99,7 @@ def copies(torch: Any, sweep: bool) -> list[dict[str, object]]:
         other = torch.zeros(room, dtype=torch.uint8, device="cuda")
         staging = torch.zeros(total, dtype=torch.uint8, device="cuda")
         copied = torch.zeros(total, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()  # copiers have streams of their own
         staged = staging.data_ptr() + np.cumsum(sizes) - sizes
 
         def prepared(shape: KernelShape | None) -> tuple[Any, Any, Any]:

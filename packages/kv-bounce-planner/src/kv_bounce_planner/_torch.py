@@ -139,8 +139,12 @@ class TorchCopier:
         self._host = HostCopier()
         self._cuda = self.device.type == "cuda"
         self._stream = stream
-        if self._cuda and stream is None:
-            self._stream = torch.cuda.Stream(device=self.device)
+        self._uploads: Any = None
+        if self._cuda:
+            if stream is None:
+                self._stream = torch.cuda.Stream(device=self.device)
+            # Indices are made beside the copies: an upload must not wait for a running copy.
+            self._uploads = torch.cuda.Stream(device=self.device)
 
     @property
     def stream(self) -> Any:
@@ -152,9 +156,13 @@ class TorchCopier:
         table = CopyTable.of(source_addresses, target_addresses, sizes)
         if not self._cuda:
             return table
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
             copies = tuple(index_copies(table.source_addresses, table.target_addresses, table.sizes, self.device))
-        self._stream.synchronize()
+        self._uploads.synchronize()
+        for part in copies:
+            # The allocator must not hand the indices out again while a copy reads them, even if its handle was dropped.
+            part.source_index.record_stream(self._stream)
+            part.target_index.record_stream(self._stream)
         return TorchPrepared(table.total_bytes, copies)
 
     def submit(self, prepared: PreparedCopy, *, after: Any = None) -> CopyHandle:

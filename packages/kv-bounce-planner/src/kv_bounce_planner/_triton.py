@@ -127,6 +127,8 @@ class TritonCopier:
         if self.device.type != "cuda":
             raise LayoutError("TritonCopier copies on CUDA devices; HostCopier and TorchCopier serve the others")
         self._stream = stream if stream is not None else torch.cuda.Stream(device=self.device)
+        # Tables are uploaded beside the copies: an upload waits for its own stream, and must not wait for a running copy.
+        self._uploads = torch.cuda.Stream(device=self.device)
         self._shape = shape
 
     @property
@@ -135,14 +137,17 @@ class TritonCopier:
         return self._stream
 
     def prepare(self, source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array) -> TritonPrepared:
-        """Check a list, cut it into tiles and put the tables on the device. Raises LayoutError."""
+        """Check a list, cut it into tiles and put the tables on the device, there when this returns. Raises LayoutError."""
         checked = CopyTable.of(source_addresses, target_addresses, sizes)
         shape = self._shape or default_shape(checked.sizes)
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._uploads):
             launches = tile_tables(
                 checked.source_addresses, checked.target_addresses, checked.sizes, shape, self.device
             )
-        self._stream.synchronize()
+        self._uploads.synchronize()
+        for part in launches:
+            # The allocator must not hand the table out again while a copy reads it, even if its handle was dropped.
+            part.table.record_stream(self._stream)
         return TritonPrepared(checked.total_bytes, shape, launches)
 
     def submit(self, prepared: Any, *, after: Any = None) -> CopyHandle:
