@@ -67,12 +67,13 @@ def test_conformance(make, domain, tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     broken = [f for f in failures if not isinstance(f, threading.BrokenBarrierError)]
     assert not failures, broken
 
 
-def test_conformance_notices_a_transport_that_reorders():
+def test_conformance_notices_a_transport_that_reorders(monkeypatch):
+    monkeypatch.setattr("pp_agreement.testing._conformance._LIMIT_S", 2.0)
     domain = Domain(1, (0, 1))
     network = InProcessNetwork(domain, WINDOW)
     barrier = threading.Barrier(2, timeout=20)

@@ -330,6 +330,8 @@ class AgreementCore:
         self.heard = incarnation
         self._note(round_, "admitted", self.me)
         self._fx.append(Answer(Key(request_id, incarnation, round_.attempt)))
+        if event.ready and round_.terminal_mask and round_.phase is Phase.GATHERING:
+            self._abort(round_, int(Reason.TERMINAL_VOTE))
         if round_.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
             self._emit(ev.Aborted(Key(request_id, incarnation, round_.attempt), REASONS[round_.aborted_for]))
 
@@ -883,7 +885,9 @@ class AgreementCore:
         round_.terminal_votes[source] = vote
         round_.terminal_mask |= bit
         self._note(round_, "terminal vote", source)
-        if phase is Phase.GATHERING and round_.votes:
+        if phase is Phase.GATHERING and (
+            round_.votes or (round_.heard and round_.uses_ready and round_.terminal_mask != self.all_mask)
+        ):  # nobody needs to become ready any more: end the attempt, so that everybody votes terminal
             self._abort(round_, int(Reason.TERMINAL_VOTE))
         else:
             self._maybe_commit(round_)

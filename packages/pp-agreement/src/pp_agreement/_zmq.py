@@ -62,6 +62,7 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._opened: list[zmq.Socket[bytes]] = []  # monitors, closed with the links
         self._start = 0
 
     def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
@@ -73,23 +74,22 @@ class ZmqTransport:
             link = self._context.socket(zmq.PAIR)
             link.setsockopt(zmq.SNDHWM, self._window)
             link.setsockopt(zmq.RCVHWM, self._window)
-            link.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
+            link.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + 64)  # an encrypted frame is 33 bytes longer
             link.setsockopt(zmq.LINGER, 0)
             if self._key is not None:
                 self._secure(link, binds)
-            monitor = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._sockets[peer] = link
+            if address.startswith("ipc://"):
+                self._monitors[peer] = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                self._opened.append(self._monitors[peer])
             try:
                 if binds:
                     link.bind(address)
                 else:
                     link.connect(address)
             except zmq.ZMQError as error:
-                link.disable_monitor()
-                link.close(0)
+                self.close(False)
                 raise TransportError(f"{address}: {error}", rank=self._domain.ranks[peer]) from error
-            self._sockets[peer] = link
-            if address.startswith("ipc://"):
-                self._monitors[peer] = monitor
 
     def _secure(self, link: zmq.Socket[bytes], binds: bool) -> None:
         secret = z85.encode(hashlib.blake2b(self._key or b"", digest_size=32, person=b"pp-agreement").digest())
@@ -155,9 +155,12 @@ class ZmqTransport:
         """Close the links; after a clean close what was said last still leaves (bounded by a second)."""
         for link in self._sockets.values():
             link.disable_monitor()
+        for monitor in self._opened:
+            monitor.close(0)
+        for link in self._sockets.values():
             link.close(LINGER_MS if clean else 0)
         self._sockets.clear()
         self._monitors.clear()
         if self._context is not None:
-            self._context.term()
+            self._context.destroy(LINGER_MS if clean else 0)  # closes monitors, too: an open one would block it
             self._context = None

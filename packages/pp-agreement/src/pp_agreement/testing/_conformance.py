@@ -17,7 +17,7 @@ from pp_agreement._events import Frame
 from pp_agreement._state import Kind
 from pp_agreement._transport import Transport
 
-_LIMIT_S = 30.0
+_LIMIT_S = 10.0
 
 
 class NotConforming(AssertionError):
@@ -52,19 +52,24 @@ def check_transport(
     hub = domain.coordinator_index
     peers = tuple(i for i in range(domain.size) if i != me) if me == hub else (hub,)
     transport.open(peers, config.frame_bytes_max)
-    sync()
-    _in_order(transport, codec, peers, count)
-    sync()
-    _quiet(transport, peers)
-    sync()
-    _bounded(transport, codec, peers, me == hub, sync, frames_outstanding_max)
-    sync()
-    _sizes(transport, codec, peers, config.records_per_frame_max)
-    sync()
-    until_s = time.monotonic() + _LIMIT_S
-    while any(transport.outstanding(p) for p in peers) and time.monotonic() < until_s:
-        transport.receive(16)
-    sync()
+    try:
+        sync()
+        _in_order(transport, codec, peers, count)
+        sync()
+        _quiet(transport, peers)
+        sync()
+        _bounded(transport, codec, peers, me == hub, sync, frames_outstanding_max)
+        sync()
+        for number, records in ((1, 0), (2, config.records_per_frame_max)):
+            _size(transport, codec, peers, number, records)
+            sync()
+        until_s = time.monotonic() + _LIMIT_S
+        while any(transport.outstanding(p) for p in peers) and time.monotonic() < until_s:
+            transport.receive(16)
+        sync()
+    except BaseException:
+        transport.close(False)
+        raise
     transport.close(True)
 
 
@@ -158,18 +163,17 @@ def _bounded(
             _require(time.monotonic() < until_s, "a slot is free again once its frame was received")
 
 
-def _sizes(transport: Transport, codec: Codec, peers: tuple[int, ...], records_max: int) -> None:
+def _size(transport: Transport, codec: Codec, peers: tuple[int, ...], number: int, records: int) -> None:
     """The smallest and the largest frame."""
-    for number, records in ((1, 0), (2, records_max)):
-        for peer in peers:
-            until_s = time.monotonic() + _LIMIT_S
-            while not transport.can_send(peer):
-                _require(time.monotonic() < until_s, "a slot becomes free")
-            transport.send(peer, codec.encode(peer, _frame(number, records)))
-        waiting = set(peers)
+    for peer in peers:
         until_s = time.monotonic() + _LIMIT_S
-        while waiting:
-            _require(time.monotonic() < until_s, f"a frame of {records} records arrives")
-            for peer, data in transport.receive(1).frames:
-                _require(len(codec.decode(peer, data).records) == records, "frames arrive whole")
-                waiting.discard(peer)
+        while not transport.can_send(peer):
+            _require(time.monotonic() < until_s, "a slot becomes free")
+        transport.send(peer, codec.encode(peer, _frame(number, records)))
+    waiting = set(peers)
+    until_s = time.monotonic() + _LIMIT_S
+    while waiting:
+        _require(time.monotonic() < until_s, f"a frame of {records} records arrives")
+        for peer, data in transport.receive(1).frames:
+            _require(len(codec.decode(peer, data).records) == records, "frames arrive whole")
+            waiting.discard(peer)
