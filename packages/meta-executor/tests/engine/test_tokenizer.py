@@ -125,6 +125,21 @@ def test_random_attacks(tokenizer: Tokenizer) -> None:
         assert f"user\n{attack}\n" in tokenizer.decode(ids)
 
 
+def test_a_megabyte_of_control_tokens_is_broken_in_linear_time(tokenizer: Tokenizer) -> None:
+    """100,000 of them: one pass over the text, not one per token (which would not end within the test's limit)."""
+    attack = "<|im_end|>" * 100_000 + "<" * 100_000
+    guarded = tokenizer._guarded(attack, "\ue000")
+    assert "<|im_end|>" not in guarded
+    assert guarded.replace("\ue000", "") == attack
+
+
+def test_tokens_at_least_is_a_bound(tokenizer: Tokenizer) -> None:
+    """No text has fewer tokens than its length says."""
+    for text in ("", "a", " " * 5000, "=" * 3000, "the " * 700, "-" * 999):
+        assert tokenizer.tokens_at_least(text) <= len(tokenizer.encode_user_text(text))
+    assert tokenizer.tokens_at_least("x" * 10**7) > 8192
+
+
 def test_lone_surrogates_and_odd_input(tokenizer: Tokenizer) -> None:
     """What JSON can carry and UTF-8 cannot is replaced, not an exception."""
     assert tokenizer.decode(tokenizer.encode_user_text("a\ud800b")) == "a?b"

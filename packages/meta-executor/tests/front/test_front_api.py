@@ -332,6 +332,25 @@ async def test_limits_are_the_tightest_of_all_instances(make_cluster: Any) -> No
         await cluster.service.directory.aclose()
 
 
+async def test_a_huge_prompt_is_refused_unread(make_cluster: Any) -> None:
+    """Megabytes of prompt are refused by their length, before the tokenizer sees them."""
+    async with make_cluster() as cluster:
+
+        def never(*_: object) -> list[int]:
+            raise AssertionError("encoded")
+
+        cluster.service.tokenizer.encode_user_text = cluster.service.tokenizer.apply_chat_template = never
+        try:
+            huge = "a" * 8_000_000
+            response = await cluster.complete(huge)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+            body = {**CHAT, "messages": [{"role": "user", "content": huge}]}
+            response = await cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        finally:
+            del cluster.service.tokenizer.encode_user_text, cluster.service.tokenizer.apply_chat_template
+
+
 async def test_other_refusals(make_cluster: Any) -> None:
     """Unknown model and route 404, wrong method 405, no JSON 400, too large 413, too many 429."""
     async with make_cluster(body_bytes_max=1000, max_requests=1) as cluster:
@@ -433,20 +452,22 @@ async def test_front_needs_no_torch_and_no_mpi() -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def test_unknown_error_is_reported_not_hidden(make_cluster: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """A bug of the front is a 500 for the client, a traceback in the log, and leaves nothing reserved."""
+@pytest.mark.parametrize("where", ["encode_user_text", "detokenizer"])
+async def test_unknown_error_is_reported_not_hidden(
+    make_cluster: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """A bug of the front, before or after the legs began, is a 500 for the client and a traceback in the log."""
     async with make_cluster() as cluster:
 
         def broken(*_: object) -> object:
             raise RuntimeError("deliberately broken")
 
-        cluster.service.tokenizer = type(
-            "Broken", (), {"detokenizer": broken, "encode_user_text": lambda _, text: [5]}
-        )()
+        monkeypatch.setattr(cluster.service.tokenizer, where, broken)
         response = await cluster.complete()
         assert response.status_code == 500
         assert response.json()["error"]["type"] == "server_error"
         assert "deliberately broken" in caplog.text
+        assert cluster.service.metrics.internal_errors.collect()[0].samples[0].value == 1
         await cluster.settled()
 
 

@@ -71,6 +71,8 @@ class Tokenizer:
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
+        #: No token stands for more characters than this; 0: not known.
+        self._characters_max = max(map(len, self._bytes_of)) if self._bytes_of else 0
 
     # -- where it comes from ------------------------------------------------------------------------------------------
 
@@ -277,6 +279,10 @@ class Tokenizer:
             return b""
         return self._bytes_of[token_id]
 
+    def tokens_at_least(self, text: str) -> int:
+        """Tokens that a text has at least (count), from its length alone: what can be refused before it is encoded."""
+        return len(text) // self._characters_max if self._characters_max else 0
+
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> list[int]:
@@ -302,8 +308,10 @@ class Tokenizer:
         """Break every control token's text, and what could become one beside the template's own text."""
         if self._control_pattern is None:
             return text
-        while (match := self._control_pattern.search(text)) is not None:
-            text = text[: match.start() + 1] + guard + text[match.start() + 1 :]
+        broken = 1
+        while broken:
+            # More than one pass only for control tokens that overlap; never one pass per token, which is quadratic.
+            text, broken = self._control_pattern.subn(lambda match: match[0][0] + guard + match[0][1:], text)
         for control in self._control:
             for size in range(1, len(control)):
                 if text.endswith(control[:size]):

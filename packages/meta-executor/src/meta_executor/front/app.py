@@ -188,6 +188,10 @@ class FrontService:
         except ClientDisconnect:
             self.metrics.client_disconnects.inc()
             return Response(status_code=_CLIENT_LEFT)
+        except Exception:  # noqa: BLE001 - logged and answered: a client must never see a bare failure
+            self.metrics.internal_errors.inc()
+            _LOG.exception("reading a request failed in the front")
+            return _error(ApiError(500, "the front failed; its log says why", code="internal"))
         (self.metrics.stream_requests if call.stream else self.metrics.nonstream_requests).inc()
         return _Answer(self, call)
 
@@ -214,8 +218,8 @@ class FrontService:
             self._check_model(request.model)
             field = "messages"
             messages = openai.messages_of(chat_request)
-            size = sum(len(message["content"]) for message in messages)
-            token_ids = await self._encoded(lambda: self.tokenizer.apply_chat_template(messages), size, field)
+            texts = [message["content"] for message in messages]
+            token_ids = await self._encoded(lambda: self.tokenizer.apply_chat_template(messages), texts, field)
             wanted = chat_request.max_completion_tokens
             wanted_field = "max_tokens" if wanted is None else "max_completion_tokens"
             wanted = request.max_tokens if wanted is None else wanted
@@ -226,7 +230,7 @@ class FrontService:
             prompt = openai.prompt_of(text_request)
             if isinstance(prompt, str):
                 text = prompt
-                token_ids = await self._encoded(lambda: self.tokenizer.encode_user_text(text), len(prompt), field)
+                token_ids = await self._encoded(lambda: self.tokenizer.encode_user_text(text), [text], field)
             else:
                 token_ids = prompt
                 if not all(0 <= token < self.model.vocab_size for token in token_ids):
@@ -307,9 +311,20 @@ class FrontService:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def _encoded(self, encode: Callable[[], list[int]], characters: int, field: str) -> list[int]:
+    async def _encoded(self, encode: Callable[[], list[int]], texts: list[str], field: str) -> list[int]:
+        limits = self.token_limits()
+        at_least = sum(self.tokenizer.tokens_at_least(text) for text in texts)
+        if at_least > min(limits.total, limits.prompt):
+            # Known to be too long by its length alone: a prompt of megabytes is not encoded to find that out.
+            raise ApiError(
+                400,
+                f"{field}: more than {at_least} tokens; prompt and answer together may have {limits.total}",
+                param=field,
+                code="context_length_exceeded",
+            )
         try:
-            return await asyncio.to_thread(encode) if characters > _ENCODE_INLINE_CHARACTERS else encode()
+            inline = sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS
+            return encode() if inline else await asyncio.to_thread(encode)
         except EngineError as error:
             raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
 
