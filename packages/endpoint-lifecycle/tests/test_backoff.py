@@ -26,18 +26,27 @@ def test_schedule_is_zero_then_fifty_microseconds_doubling_to_ten_milliseconds()
     assert waits[-2:] == [0.010, 0.010]
 
 
-def test_notification_before_the_wait_is_not_lost() -> None:
+def test_notification_before_the_wait_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The classical race: work arrives after the poll and before the sleep. A thousand times, never a wait."""
     backoff = IdleBackoff(first_s=0.010, cap_s=0.010)
-    backoff.wait()
+    slept: list[float] = []
+    monkeypatch.setattr(backoff._condition, "wait", slept.append)
+    for _ in range(3):
+        backoff.wait()
+    assert slept == [0.010, 0.010]
+    slept.clear()
     for _ in range(1000):
         backoff.notify()
         assert backoff.wait()
     statistics = backoff.statistics()
     assert (statistics.notified, statistics.notifications) == (1000, 1000)
+    for _ in range(3):
+        backoff.wait()  # the schedule is past its first step, which does not sleep
+    slept.clear()
     backoff.notify()
     backoff.notify()
     assert backoff.wait()
+    assert slept == []
     assert not backoff.wait()
 
 
@@ -108,8 +117,13 @@ def test_async_wait_is_interruptible_and_single() -> None:
         cancelled = asyncio.create_task(backoff.wait(0.001))
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        backoff.notify()
+        for _ in range(10):
+            await backoff.wait()
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        backoff.notify()  # before the wait: it must not sleep
         assert await backoff.wait()
+        assert loop.time() == started_s
         backoff.reset()
         statistics = backoff.statistics()
         assert (statistics.notified, statistics.notifications) == (2, 3)

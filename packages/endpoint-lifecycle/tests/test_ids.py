@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -168,25 +169,23 @@ def test_threads_share_one_generator_without_a_duplicate() -> None:
     assert all(part == sorted(part) for part in results)
 
 
-def _killed_maker(path: str, connection: Any) -> None:
-    ids = DurableRequestIds(path, 2)
-    made = [ids.next_id() for _ in range(10_000)]
-    connection.send(made)
-    connection.recv()  # killed here, with the file open
+KILLED_MAKER = """
+import sys, threading
+from endpoint_lifecycle import DurableRequestIds
+ids = DurableRequestIds(sys.argv[1], 2)
+print(*(ids.next_id() for _ in range(10_000)), flush=True)
+threading.Event().wait()  # killed here, with the file open
+"""
 
 
 def test_killed_process_leaves_nothing_that_its_successor_repeats(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
     seen: set[int] = set()
     for _ in range(3):
-        here, there = context.Pipe()
-        process = context.Process(target=_killed_maker, args=(str(tmp_path / "ids"), there))
-        process.start()
-        seen.update(here.recv())
-        process.kill()
-        process.join()
-        here.close()
-        there.close()
+        command = [sys.executable, "-c", KILLED_MAKER, str(tmp_path / "ids")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            seen.update(map(int, process.stdout.readline().split()))
+            process.kill()
     assert len(seen) == 30_000
 
 

@@ -160,7 +160,9 @@ async def restart_under_load(restarts: int) -> None:
     await instance.start()
     try:
         first = await instance.published()
-        directory = AsyncEndpointDirectory(fetch, DirectoryConfig(probe_ready_s=1.0))
+        # Generous bounds on one probe: a loaded test machine is not a dead instance.
+        config = DirectoryConfig(probe_ready_s=1.0, attempt_timeout_s=5.0, total_timeout_s=10.0)
+        directory = AsyncEndpointDirectory(fetch, config)
         async with directory:
             directory.add_server(instance.url, "context", "ctx-0")
             await directory.prepare()
@@ -207,7 +209,7 @@ async def restart_under_load(restarts: int) -> None:
             audit = directory.audit()
             assert audit.faults == () and all(view.count == view.weight == 0 for view in audit.loads)
             outcomes = [outcome for client in clients for _, outcome, _ in client.results]
-            assert outcomes.count("ok") > 100
+            assert outcomes.count("ok") >= 3 * len(clients)
             # Every request that was taken in was taken in once: nothing is replayed.
             received = json.loads(await get(instance.url, "/received"))
             taken = [request_id for _, request_id in received["taken"]]
@@ -237,7 +239,8 @@ def test_draining_instance_finishes_its_stream_and_the_other_takes_the_rest() ->
                 await instance.start()
             for instance in instances:
                 await instance.published()
-            async with AsyncEndpointDirectory(fetch, DirectoryConfig(probe_ready_s=0.2)) as directory:
+            config = DirectoryConfig(probe_ready_s=0.2, attempt_timeout_s=5.0, total_timeout_s=10.0)
+            async with AsyncEndpointDirectory(fetch, config) as directory:
                 for instance in instances:
                     directory.add_server(instance.url, "context")
                 await directory.prepare()

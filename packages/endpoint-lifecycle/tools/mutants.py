@@ -397,7 +397,8 @@ def killed(mutant: Mutant) -> tuple[bool, str]:
                 return False, f"pytest ended with {done.returncode}: {done.stdout[-300:]}{done.stderr[-300:]}"
             if done.returncode != 0:
                 failed = next(
-                    (line for line in done.stdout.splitlines() if line.startswith("FAILED")), "FAILED (no end)"
+                    (line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))),
+                    "FAILED (no end)",
                 )
                 return True, failed.removeprefix("FAILED ").split(" - ")[0].rpartition("::")[2]
     return False, "all its tests passed"

@@ -447,7 +447,7 @@ class AsyncEndpointDirectory:
     @property
     def task_count(self) -> int:
         """Tasks of the directory's that run now, the background one aside."""
-        return len(self._tasks) + len(self._hook_tasks)
+        return sum(not task.done() for task in (*self._tasks.values(), *self._hook_tasks))
 
 
 def _expire_waiter(future: asyncio.Future[Any], message: str) -> None:
