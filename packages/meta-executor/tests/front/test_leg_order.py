@@ -29,8 +29,12 @@ async def test_one_keeps_the_order_of_arrival() -> None:
 
 
 async def test_full_groups_are_turned_round() -> None:
-    """Of each group the last goes first; groups keep their order."""
-    assert await sent_in(LegOrder(3, patience_s=1000), 6) == [2, 1, 0, 5, 4, 3]
+    """Of each group the last goes first."""
+    order = LegOrder(3, patience_s=1000)
+    assert await sent_in(order, 3) == [2, 1, 0]
+    sent = await sent_in(order, 6)
+    assert [leg for leg in sent if leg < 3] == [2, 1, 0]
+    assert [leg for leg in sent if leg >= 3] == [5, 4, 3]
 
 
 async def test_a_group_that_does_not_fill_goes_after_its_patience() -> None:
