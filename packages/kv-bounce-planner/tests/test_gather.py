@@ -82,7 +82,8 @@ def random_list(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
 def test_copies_equal_the_loop_and_touch_nothing_else(memmove_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 random lists: equal, few and skewed sizes; any alignment; dense or not on either side."""
     monkeypatch.setattr(gather_module, "MEMMOVE_BYTES_MIN", memmove_from)
-    monkeypatch.setattr(gather_module, "GATHER_STEP_BYTES", 4096)
+    monkeypatch.setattr(gather_module, "STEP_BYTES", 4096)
+    monkeypatch.setattr(gather_module, "STEP_COUNT_MAX", 7)
     for seed in range(300):
         source, target, source_at, target_at, sizes, expected = random_list(seed)
         table = CopyTable.of(source_at + source.ctypes.data, target_at + target.ctypes.data, sizes)

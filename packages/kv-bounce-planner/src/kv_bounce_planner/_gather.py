@@ -23,8 +23,9 @@ from kv_bounce_planner._reasons import Reason
 
 #: From this size on, one memmove per fragment (about 0.5 us each) costs less than a percent or two of the copy itself.
 MEMMOVE_BYTES_MIN = 32 << 10
-#: An indexed read goes through a temporary of at most so many bytes.
-GATHER_STEP_BYTES = 256 << 10
+#: One step of an indexed copy: bytes, and fragments, at most.
+STEP_BYTES = 256 << 10
+STEP_COUNT_MAX = 4096
 #: Few fragments are memmoved whatever their size: cheaper than building an index.
 MEMMOVE_COUNT_MAX = 16
 #: Up to so many distinct sizes each get a pass of their own; beyond, sizes are cut into powers of two.
@@ -66,27 +67,26 @@ class CopyTable:
         source, target, size = (frozen_int64(a) for a in (source_addresses, target_addresses, sizes))
         if not len(source) == len(target) == len(size):
             raise LayoutError(f"{len(source)} sources, {len(target)} targets, {len(size)} sizes")
-        if len(size) and (
-            int(size.min()) <= 0
-            or int(source.min()) < 0
-            or int(target.min()) < 0
-            or bool((source > ADDRESS_MAX - size).any())
-            or bool((target > ADDRESS_MAX - size).any())
-        ):
-            raise LayoutError("a fragment without bytes or beyond the address space", reason=Reason.BAD_FIELD)
+        if len(size) and (int(size.min()) <= 0 or int(source.min()) < 0 or int(target.min()) < 0):
+            raise LayoutError("a fragment without bytes or at no address", reason=Reason.BAD_FIELD)
+        for addresses in (source, target):
+            # The exact check makes temporaries as large as the list: only where the largest values could reach it.
+            near = len(size) > 0 and int(addresses.max()) > ADDRESS_MAX - int(size.max())
+            if near and bool((addresses > ADDRESS_MAX - size).any()):
+                raise LayoutError("a fragment beyond the address space", reason=Reason.BAD_FIELD)
         return CopyTable(source, target, size, int(size.sum()), tuple(_classes(source, target, size)))
 
     @staticmethod
     def gather(addresses: Int64Array, sizes: Int64Array, staging_address: int) -> CopyTable:
         """Fragments into one contiguous region, in order."""
         sizes = frozen_int64(sizes)
-        return CopyTable.of(addresses, np.cumsum(sizes) - sizes + staging_address, sizes)
+        return CopyTable.of(addresses, _contiguous(staging_address, sizes), sizes)
 
     @staticmethod
     def scatter(staging_address: int, addresses: Int64Array, sizes: Int64Array) -> CopyTable:
         """One contiguous region into fragments, in order."""
         sizes = frozen_int64(sizes)
-        return CopyTable.of(np.cumsum(sizes) - sizes + staging_address, addresses, sizes)
+        return CopyTable.of(_contiguous(staging_address, sizes), addresses, sizes)
 
     def run(self) -> int:
         """Copy now, in this thread, through the host's memory. Returns bytes copied."""
@@ -100,8 +100,19 @@ class CopyTable:
         return self.total_bytes
 
 
+def _contiguous(address: int, sizes: Int64Array) -> Int64Array:
+    """Addresses of pieces that follow one another, read-only."""
+    offsets = np.cumsum(sizes)
+    offsets -= sizes
+    offsets += address
+    return read_only(offsets)
+
+
 def _classes(source: Int64Array, target: Int64Array, sizes: Int64Array) -> Iterator[_Class]:
     if len(sizes) == 0:
+        return
+    if len(sizes) > MEMMOVE_COUNT_MAX and int(sizes.min()) == int(sizes.max()) < MEMMOVE_BYTES_MIN:
+        yield _Class(int(sizes[0]), source, target)
         return
     large = sizes >= MEMMOVE_BYTES_MIN
     if len(sizes) <= MEMMOVE_COUNT_MAX:
@@ -149,27 +160,35 @@ def _copy_class(part: _Class) -> None:
     target_low, target_high = int(part.target.min()), int(part.target.max())
     source = np.asarray(_Span(source_low, source_high, part.size))
     target = np.asarray(_Span(target_low, target_high, part.size))
-    if _dense(part.target, part.size):
-        flat = target[:: part.size]
-        if _dense(part.source, part.size):
-            flat[:] = source[:: part.size]
-            return
-        # An indexed read makes a temporary; in steps that fit the cache it costs little and touches no new pages.
-        step = max(1, GATHER_STEP_BYTES // part.size)
-        offsets = part.source - source_low
-        for begin in range(0, len(offsets), step):
-            flat[begin : begin + step] = source[offsets[begin : begin + step]]
-    elif _dense(part.source, part.size):
-        target[part.target - target_low] = source[:: part.size]
-    else:
-        step = max(1, GATHER_STEP_BYTES // part.size)
-        into, offsets = part.target - target_low, part.source - source_low
-        for begin in range(0, len(offsets), step):
-            target[into[begin : begin + step]] = source[offsets[begin : begin + step]]
+    dense_source, dense_target = _dense(part.source, part.size), _dense(part.target, part.size)
+    if dense_source and dense_target:
+        target[:: part.size] = source[:: part.size]
+        return
+    # An indexed read makes a temporary, and so does shifting the indices: in steps that fit the cache they cost little and
+    # touch no new pages.
+    step = min(max(1, STEP_BYTES // part.size), STEP_COUNT_MAX)
+    from_flat, to_flat = (
+        source[:: part.size] if dense_source else source,
+        target[:: part.size] if dense_target else target,
+    )
+    for begin in range(0, len(part.source), step):
+        end = begin + step
+        read = from_flat[begin:end] if dense_source else from_flat[part.source[begin:end] - source_low]
+        if dense_target:
+            to_flat[begin:end] = read
+        else:
+            to_flat[part.target[begin:end] - target_low] = read
 
 
 def _dense(addresses: Int64Array, size: int) -> bool:
-    return bool((addresses[1:] - addresses[:-1] == size).all())
+    """Whether the fragments follow one another without a gap."""
+    if int(addresses[-1]) - int(addresses[0]) != (len(addresses) - 1) * size:
+        return False
+    for begin in range(0, len(addresses), STEP_COUNT_MAX):
+        part = addresses[begin : begin + STEP_COUNT_MAX + 1]
+        if not bool((part[1:] - part[:-1] == size).all()):
+            return False
+    return True
 
 
 def gather(source_addresses: Int64Array, sizes: Int64Array, staging_address: int) -> int:

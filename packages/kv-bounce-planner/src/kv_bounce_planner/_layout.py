@@ -56,8 +56,14 @@ def read_only(array: Int64Array) -> Int64Array:
 
 
 def frozen_int64(values: npt.ArrayLike) -> Int64Array:
-    """A read-only one-dimensional int64 copy; refuses floats, bools, other shapes and values that do not fit."""
+    """A read-only one-dimensional int64 copy; refuses floats, bools, other shapes and values that do not fit.
+
+    What nobody can change any more (read-only, with memory of its own) is returned as it is: copies of large arrays cost
+    page faults.
+    """
     array = np.asarray(values)
+    if array.dtype == np.int64 and array.ndim == 1 and array.flags.owndata and not array.flags.writeable:
+        return array
     if array.size == 0 and array.ndim == 1:
         return read_only(np.empty(0, np.int64))
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -135,7 +135,10 @@ class WriterPlan:
         state = hashlib.sha256(b"kv-writer-plan.1")
         state.update(struct.pack("<qq", self.rank, len(self.sizes)))
         state.update(np.ascontiguousarray(self.target_addresses, "<i8").data)
-        state.update(np.ascontiguousarray(self.sizes, "<i8").data)
+        uniform = len(self.sizes) > 0 and int(self.sizes.min()) == int(self.sizes.max())
+        state.update(struct.pack("<?q", uniform, int(self.sizes[0]) if uniform else 0))
+        if not uniform:
+            state.update(np.ascontiguousarray(self.sizes, "<i8").data)
         return state.digest()[:16]
 
     def __eq__(self, other: object) -> bool:
