@@ -77,11 +77,11 @@ def test_perplexity_of_plain_text(make_llama: Callable[..., LlamaEngine], tokeni
 
 
 def test_batch_equals_single(llama_runner: SequenceRunner, tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
-    """Greedy tokens of eight sequences decoded together, long and short mixed, equal those of each alone."""
-    chosen = [prompts[index] for index in (0, 2, 5, 13, 17, 10, 3)] + [prompts[18][:300]]
-    together, _ = run_batch(llama_runner, chosen, 6)
+    """Greedy tokens of seven sequences decoded together, long and short mixed, equal those of each alone."""
+    chosen = [prompts[index] for index in (0, 2, 13, 17, 10, 3)] + [prompts[18][:150]]
+    together, _ = run_batch(llama_runner, chosen, 5)
     for prompt, answer in zip(chosen, together):
-        alone = generate(llama_runner, tokenizer, prompt, SamplingParams(6, ignore_eos=True))
+        alone = generate(llama_runner, tokenizer, prompt, SamplingParams(5, ignore_eos=True))
         assert list(alone.token_ids) == answer
 
 
@@ -149,27 +149,27 @@ def test_mixed_step_of_chunks_and_decodes(
 
 def test_deterministic_rows_are_bit_equal(make_llama: Callable[..., LlamaEngine], prompts: list[list[int]]) -> None:
     """With deterministic_rows the logits are equal to the last bit at any batch, any order and any chunk size."""
-    chosen = [prompts[index] for index in (0, 17, 5, 13)] + [prompts[18][:100]]
+    chosen = [prompts[0], prompts[17], prompts[5], prompts[18][:70]]
     runner = SequenceRunner(make_llama(deterministic_rows=True), block_count=64)
-    together, whole = run_batch(runner, chosen, 3, want_logits=True)
-    order = [3, 0, 4, 2, 1]
-    shuffled_tokens, shuffled = run_batch(runner, [chosen[index] for index in order], 3, want_logits=True)
+    together, whole = run_batch(runner, chosen, 2, want_logits=True)
+    order = [3, 0, 2, 1]
+    shuffled_tokens, shuffled = run_batch(runner, [chosen[index] for index in order], 2, want_logits=True)
     for place, index in enumerate(order):
         assert shuffled_tokens[place] == together[index]
         for left, right in zip(shuffled[place], whole[index]):
             assert left.tobytes() == right.tobytes()
-    for index in (0, 4):
-        _, alone = run_batch(runner, [chosen[index]], 3, want_logits=True)
+    for index in (0, 3):
+        _, alone = run_batch(runner, [chosen[index]], 2, want_logits=True)
         for left, right in zip(alone[0], whole[index]):
             assert left.tobytes() == right.tobytes()
     # The same prompt in chunks of 33 tokens.
-    prompt = np.asarray(chosen[4], np.int32)
+    prompt = np.asarray(chosen[3], np.int32)
     blocks = np.asarray(runner.pool.allocate("chunks", 8))
     for start in range(0, len(prompt), 33):
         part = prompt[start : start + 33]
         out = runner.step([SequenceStep(0, part, start, blocks, SamplingParams(1))], want_logits=True)
     runner.close()
-    assert out.logits[0].tobytes() == whole[4][0].tobytes()
+    assert out.logits[0].tobytes() == whole[3][0].tobytes()
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(llama_runner: SequenceRunner, prompts: list[list[int]]) -> None:
