@@ -245,15 +245,12 @@ def test_hybrid_model_counts_blocks_and_state() -> None:
     blocks = RequestBlocks({0: RequestBlocks.single(range(67)).tables[0], 1: RequestBlocks.single([3]).tables[0]})
     plan = plan_destination(source, KVLayout(0, (attention, state)), blocks, TokenRange(0, 67))
     assert plan.total_bytes == 67 * 884_736 + 454_459_392
-    # A trailing group without layers changes nothing.
+    # A trailing group without layers changes nothing, whether or not it has a block table.
     empty = replace(state, group_id=2, layer_ids=(), key_bases=())
-    again = plan_destination(
-        source,
-        KVLayout(0, (attention, state, empty)),
-        RequestBlocks({**blocks.tables, 2: RequestBlocks.single([]).tables[0]}),
-        TokenRange(0, 67),
-    )
-    assert again == plan
+    with_table = RequestBlocks({**blocks.tables, 2: RequestBlocks.single([]).tables[0]})
+    for tables in (blocks, with_table):
+        again = plan_destination(source, KVLayout(0, (attention, state, empty)), tables, TokenRange(0, 67))
+        assert again == plan
 
 
 def test_recurrent_state_moves_whole_whatever_the_token_range() -> None:

@@ -417,7 +417,7 @@ def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
 
 
 def _target_pieces(group: LayerGroup, blocks: RequestBlocks, tokens: TokenRange) -> _Pieces:
-    if not group.opaque and tokens.count == 0:
+    if not group.layer_ids or (not group.opaque and tokens.count == 0):
         return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
     table = _table(blocks, group, "target")
     ids, size = table.block_ids, group.block_tokens
