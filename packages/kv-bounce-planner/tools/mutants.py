@@ -437,6 +437,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="run only mutants whose name holds this text (repeatable)")
     parser.add_argument("--list", action="store_true")
+    parser.add_argument("--nightly", action="store_true", help="every mutant, which is the default too")
     options = parser.parse_args(arguments)
     chosen = [m for m in MUTANTS if not options.only or any(text in m.name for text in options.only)]
     if not chosen:

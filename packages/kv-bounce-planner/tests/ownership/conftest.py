@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,27 +37,45 @@ PROGRAM = Path(__file__).with_name("nixl_peer.py")
 TRANSPORTS = {"tcp": "tcp", "cma": None}
 
 
-class PeerProcess:
-    """One rank process; each method call is one command, answered before the next."""
+@pytest.fixture(scope="session")
+def peer_source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A process that has imported everything and forks a rank process per connection. Returns its socket's path."""
+    path = str(tmp_path_factory.mktemp("p") / "s")
+    process = subprocess.Popen([sys.executable, str(PROGRAM), path], stdin=subprocess.DEVNULL)
+    yield path
+    process.kill()
+    process.wait()
 
-    def __init__(self, instance: str, generation: str, rank: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+
+class PeerProcess:
+    """One rank process; each call is one command, answered before the next."""
+
+    def __init__(self, path: str, instance: str, generation: str, rank: int) -> None:
+        limit = time.monotonic() + 60
+        while True:  # the source of processes may still be importing
+            self.socket = socket.socket(socket.AF_UNIX)
+            try:
+                self.socket.connect(path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError):
+                self.socket.close()
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.01)
+        self.reader, self.writer = self.socket.makefile("r"), self.socket.makefile("w")
+        self.pid = int(self.reader.readline())
         self.peer: list[Any] = [instance, generation, rank]
         self.address = ""
         self.base = 0
 
     def start(self, name: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([name, arguments]) + "\n")
-        self.process.stdin.flush()
+        self.writer.write(json.dumps([name, arguments]) + "\n")
+        self.writer.flush()
 
     def finish(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.reader.readline()
         if not line:
-            raise RuntimeError(f"{self.peer} ended with {self.process.wait()}")
+            raise RuntimeError(f"{self.peer} has ended")
         good, answer = json.loads(line)
         if not good:
             raise RuntimeError(f"{self.peer}: {answer}")
@@ -78,27 +100,25 @@ class PeerProcess:
 
     def kill(self) -> None:
         """SIGKILL, and reaped: the process is gone when this returns."""
-        self.process.kill()
-        self.process.wait()
+        os.kill(self.pid, signal.SIGKILL)
+        while Path(f"/proc/{self.pid}").exists():
+            time.sleep(0.001)
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                try:
-                    stream.close()
-                except BrokenPipeError:
-                    pass
+        self.reader.close()
+        try:
+            self.writer.close()
+        except BrokenPipeError:
+            pass
+        self.socket.close()
 
 
 @pytest.fixture
-def make_peer() -> Iterator[Callable[..., PeerProcess]]:
+def make_peer(peer_source: str) -> Iterator[Callable[..., PeerProcess]]:
     made: list[PeerProcess] = []
 
     def make(instance: str, generation: str, rank: int = 0) -> PeerProcess:
-        made.append(PeerProcess(instance, generation, rank))
+        made.append(PeerProcess(peer_source, instance, generation, rank))
         return made[-1]
 
     yield make
@@ -139,8 +159,8 @@ def session_pair(
             peer("session", role=role, config=config or {})
         receiver("connect", peer=sender.peer, address=sender.address)
         receiver("introduce", peer=sender.peer)
-        for _ in range(20):
-            both((receiver, "poll", {"seconds": 0.02}), (sender, "poll", {"seconds": 0.02}))
+        for _ in range(500):
+            both((receiver, "poll", {"seconds": 0.005}), (sender, "poll", {"seconds": 0.005}))
             if receiver("statistics").get("frames_received", 0):
                 break
         return receiver, sender

@@ -1,12 +1,15 @@
-"""One rank process for tests and benchmarks, driven by JSON lines on stdin; each answer is one JSON line on stdout.
+"""Rank processes for tests, driven by JSON lines over a local socket; each answer is one JSON line.
 
-The parent decides when each side polls, so "a target that makes no progress" is a fact and not a matter of timing.
+``python nixl_peer.py SOCKET`` imports everything once and forks one rank process per connection. The test decides when each
+side polls, so "a target that makes no progress" is a fact and not a matter of timing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -327,21 +330,33 @@ def _short(event: Any) -> list[Any]:
     return []
 
 
-def main() -> None:
+def serve(connection: socket.socket) -> None:
     peer = Peer()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints goes to stderr
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        if name == "exit":
-            break
-        try:
-            answer: Any = [True, getattr(peer, name)(**arguments)]
-        except Exception as error:
-            answer = [False, f"{type(error).__name__}: {error}"]
-        answers.write(json.dumps(answer) + "\n")
+    with connection.makefile("r") as commands, connection.makefile("w") as answers:
+        answers.write(json.dumps(os.getpid()) + "\n")
         answers.flush()
+        for line in commands:
+            name, arguments = json.loads(line)
+            try:
+                answer: Any = [True, getattr(peer, name)(**arguments)]
+            except Exception as error:
+                answer = [False, f"{type(error).__name__}: {error}"]
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
     os._exit(0)  # the library's teardown with writes in doubt is not what is tested
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped the moment they end
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen(16)
+        while True:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                serve(connection)
+            connection.close()
 
 
 if __name__ == "__main__":

@@ -81,6 +81,31 @@ def test_two_writers_hold_until_both_and_scatter_only_then(make_lab):
     assert lab.in_place()
 
 
+def test_a_second_success_of_one_writer_never_counts_for_another(make_lab):
+    """c12: rank 0 reports twice and its notifications come twice; rank 1 has written nothing: no success, no scatter."""
+    lab = make_lab(2)
+    lab.open(tier="bounce")
+    lab.ready(ranks=[0])
+    lab.run()
+    sender = lab.senders[0].self_id
+    (result,) = sent_to(lab, lab.peer, WriterResult)
+    lab.network.inject(sender, lab.peer, encode_message(result))
+    for inbox in lab.world.inbox.values():
+        inbox.extend(
+            (agent, mark)
+            for agent, mark in [(name, encoded(result.operation)) for name in lab.receiver._agents.values()]
+        )
+    lab.run()
+    assert "TransferSucceeded" not in lab.names()
+    assert not lab.target.any()
+
+
+def encoded(operation):
+    from kv_bounce_planner._identity import Mark, encode_mark
+
+    return encode_mark(Mark(operation, 0, 4))
+
+
 def test_settling_again_changes_nothing(make_lab):
     """d1: replayed results and marks after the end are counted, not believed."""
     lab = make_lab(1)
