@@ -69,7 +69,7 @@ class TestThreads:
             return sender(batch)
 
         submitter = ThreadBatchSubmitter(
-            send, BatchSubmitConfig(batch_max=2), register=tracker.register, rollback=tracker.rollback
+            send, BatchSubmitConfig(batch_max=2, delay_ms=60_000), register=tracker.register, rollback=tracker.rollback
         )
         tickets = [submitter.submit(number) for number in range(4)]
         sender.fail(0, OSError("later"))
@@ -87,7 +87,10 @@ class TestThreads:
         tracker = Tracker()
         sender = FakeSender()
         submitter = ThreadBatchSubmitter(
-            sender, BatchSubmitConfig(batch_max=3), register=tracker.register, rollback=tracker.rollback
+            sender,
+            BatchSubmitConfig(batch_max=3, delay_ms=60_000),
+            register=tracker.register,
+            rollback=tracker.rollback,
         )
         tickets = [submitter.submit(number) for number in range(3)]
         sender.accept(0, [None, "too long", None])
@@ -99,7 +102,7 @@ class TestThreads:
     @pytest.mark.parametrize("result", [[None], "text", 5, {"a": 1}])
     def test_an_answer_of_another_form(self, result: Any) -> None:
         """Not one outcome per request: an error for all of them, not a guess."""
-        submitter = ThreadBatchSubmitter(lambda batch: result, BatchSubmitConfig(batch_max=2))
+        submitter = ThreadBatchSubmitter(lambda batch: result, BatchSubmitConfig(batch_max=2, delay_ms=60_000))
         tickets = [submitter.submit(number) for number in range(2)]
         assert all(isinstance(ticket.exception(PATIENCE_S), BatchOutcomeError) for ticket in tickets)
 

@@ -1,9 +1,10 @@
 """A worker's loop beside 2,000 submits per second: how late it wakes, and what it loses while it works.
 
-One process, as on rank 0: a loop thread wakes every 5 ms and then computes for about a millisecond; another thread submits 1,024-token
-requests at a fixed rate to the worker that the loop belongs to. Modes take turns of a second each. Lateness is the wake-up's time
-minus its due time minus the time that the kernel kept the thread in a run queue (schedstat), so that what is left is timer and
-interpreter lock. The loss is the computation's wall time minus its own CPU time minus its run-queue time: waiting for the lock.
+One process, as on rank 0: a loop thread wakes every 5 ms and then computes for about a millisecond; another thread
+submits 1,024-token requests at a fixed rate to the worker that the loop belongs to. Modes take turns of a second each.
+Lateness is the wake-up's time minus its due time minus the time that the kernel kept the thread in a run queue
+(schedstat), so that what is left is timer and interpreter lock. The loss is the computation's wall time minus its own
+CPU time minus its run-queue time: waiting for the lock.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def show(figures: list[dict]) -> None:
     for line in figures:
         ratio = "" if line["ratio"] is None else f"{line['ratio']:>9.2f}"
         print(
-            f"{line['name']:<44}{line['value']:>10.4f} {line['unit']:<6}{line['baseline']:>10.4f}{ratio:>10}  {line['goal']:<20}{line['met']}"
+            f"{line['name']:<44}{line['value']:>10.4f} {line['unit']:<6}{line['baseline']:>10.4f}{ratio:>10}  "
+            f"{line['goal']:<20}{line['met']}"
         )
     for line in figures:
         print(json.dumps(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import functools
 import inspect
@@ -220,7 +219,7 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _on_result(self, entries: tuple[Entry[_T], ...], result: concurrent.futures.Future[Any]) -> None:
         if result.cancelled():
-            self._failed(entries, asyncio.CancelledError("the send was cancelled"))
+            self._failed(entries, concurrent.futures.CancelledError("the send was cancelled"))
             return
         error = result.exception()
         if error is not None:

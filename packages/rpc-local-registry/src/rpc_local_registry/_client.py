@@ -8,7 +8,6 @@ anything ran, and never revised.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import itertools
 import os
@@ -21,6 +20,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final
 
+from rpc_local_registry import _asyncio as aio
 from rpc_local_registry import _nvtx, _registry
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._codec import TypedDecoder, encode
@@ -36,6 +36,7 @@ from rpc_local_registry._engine import (
     again,
 )
 from rpc_local_registry._errors import (
+    RpcCancelled,
     RpcClosed,
     RpcError,
     RpcMethodNotFound,
@@ -297,7 +298,7 @@ class Call:
         call_id = self._submit(engine, wire.CALL, pending, timeout_s, timed=True)
         try:
             return await pending.future
-        except asyncio.CancelledError:
+        except aio.CancelledError:
             engine.abandon(call_id)
             raise
 
@@ -360,7 +361,7 @@ class Call:
         core = method.core
         if core.fast_path:
             kinds: tuple[str, ...] = (GENERATOR, PUSH)
-            if asyncio._get_running_loop() is not None:
+            if aio.running_loop() is not None:
                 kinds = (GENERATOR, ASYNC_GENERATOR, PUSH)
             target = core.local_target(method.name, kinds)
             if target is not None:
@@ -412,16 +413,16 @@ class Call:
         core = self._method.core
         timeout_s = self._timeout(timeout_s)
         try:
-            task = asyncio.ensure_future(spec.function(worker, *self.args, **self.keywords))
+            task = aio.ensure_future(spec.function(worker, *self.args, **self.keywords))
         except TypeError as error:
             raise core.local_error(spec, self, error) from error
-        guard = LocalTask(asyncio.get_running_loop(), task)
+        guard = LocalTask(aio.get_running_loop(), task)
         entry.attach(guard)
         if entry.closed:
             guard.end_stopped()
         try:
-            done, _ = await asyncio.wait((task,), timeout=timeout_s)
-        except asyncio.CancelledError:
+            done, _ = await aio.wait((task,), timeout=timeout_s)
+        except aio.CancelledError:
             task.cancel()
             raise
         if not done:
@@ -432,7 +433,7 @@ class Call:
                 task.exception()
             raise RpcServerStopped(f"{entry.address} stopped")
         if task.cancelled():
-            raise rebuild(describe(asyncio.CancelledError("cancelled by the worker")), core.causes)
+            raise RpcCancelled(f"{spec.name}: cancelled")
         failure = task.exception()
         if failure is not None:
             raise core.local_error(spec, self, failure) from failure
@@ -492,7 +493,7 @@ class LocalTask:
 
     __slots__ = ("__weakref__", "_loop", "_task", "stopped")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, task: asyncio.Future[Any]) -> None:
+    def __init__(self, loop: aio.AbstractEventLoop, task: aio.Future[Any]) -> None:
         self._loop = loop
         self._task = task
         self.stopped = False
@@ -592,7 +593,7 @@ class RemoteStream(RpcStream):
     async def __anext__(self) -> Any:
         try:
             item = await self._inbox.get_async(self._item_timeout_s)
-        except (RpcTimeout, asyncio.CancelledError):
+        except (RpcTimeout, aio.CancelledError):
             self.cancel()
             raise
         if item is _EMPTY:
@@ -678,7 +679,7 @@ class PushStream(_LocalStream):
         self._check(StopAsyncIteration)
         try:
             item = await self._inbox.get_async(self._wait_s())
-        except (RpcTimeout, asyncio.CancelledError):
+        except (RpcTimeout, aio.CancelledError):
             self.cancel()
             raise
         if item is _EMPTY:
@@ -704,7 +705,7 @@ class GeneratorStream(_LocalStream):
     def __init__(self, core: Core, generator: Any, deadline_s: float | None, item_timeout_s: float | None) -> None:
         super().__init__(core, deadline_s, item_timeout_s)
         self._generator = generator
-        self._loop = asyncio._get_running_loop()
+        self._loop = aio.running_loop()
 
     def _advance(self, stop: type[Exception]) -> Any:
         self._check(stop)
@@ -731,7 +732,7 @@ class GeneratorStream(_LocalStream):
             return self._advance(StopAsyncIteration)
         self._check(StopAsyncIteration)
         try:
-            async with asyncio.timeout(self._wait_s()):
+            async with aio.timeout(self._wait_s()):
                 item = await anext(self._generator)
         except StopAsyncIteration:
             self._over = True
@@ -739,7 +740,7 @@ class GeneratorStream(_LocalStream):
         except TimeoutError:
             self.cancel()
             raise RpcTimeout(f"{self.text}: timed out") from None
-        except asyncio.CancelledError:
+        except aio.CancelledError:
             self.cancel()
             raise
         except Exception as error:
@@ -763,14 +764,14 @@ class GeneratorStream(_LocalStream):
         self._stopped = True
 
 
-def _close_soon(loop: asyncio.AbstractEventLoop, generator: Any) -> None:
+def _close_soon(loop: aio.AbstractEventLoop, generator: Any) -> None:
     task = loop.create_task(generator.aclose())
     # The loop keeps only a weak reference.
     _closing.add(task)
     task.add_done_callback(_closing.discard)
 
 
-_closing: set[asyncio.Task[None]] = set()
+_closing: set[aio.Task[None]] = set()
 
 
 class RpcClient:

@@ -7,7 +7,6 @@ outcome: the I/O thread with an answer, or the caller with a timeout or a cancel
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rpc_local_registry import _asyncio as aio
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._codec import DECODE_ERRORS, TypedDecoder
 from rpc_local_registry._config import RpcConfig
@@ -88,8 +88,8 @@ class AsyncPending(Pending):
 
     def __init__(self, decoder: TypedDecoder, text: str) -> None:
         super().__init__(decoder, text)
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
+        self.loop = aio.get_running_loop()
+        self.future: aio.Future[Any] = self.loop.create_future()
 
     def finish(self, engine: Engine, value: Any, error: BaseException | None) -> None:
         engine.resolve_soon(self.loop, self.future, value, error)
@@ -183,7 +183,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, str]] = []
         self._new_deadlines: deque[tuple[float, int, str]] = deque()
         self._closing = False
-        self._resolutions: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any, Any]]] = {}
+        self._resolutions: dict[aio.AbstractEventLoop, list[tuple[aio.Future[Any], Any, Any]]] = {}
         self._opened = threading.Event()
         self._link = Link.connect(address, config)
         self._thread = threading.Thread(target=self._run, name=f"rpc-client-{name or address}"[:48], daemon=True)
@@ -337,7 +337,7 @@ class Engine:
             self._on_lost(error)
 
     def resolve_soon(
-        self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[Any], value: Any, error: BaseException | None
+        self, loop: aio.AbstractEventLoop, future: aio.Future[Any], value: Any, error: BaseException | None
     ) -> None:
         """Collect an answer for a loop; delivered by ``_flush_resolutions``."""
         self._resolutions.setdefault(loop, []).append((future, value, error))
@@ -348,7 +348,7 @@ class Engine:
         resolutions, self._resolutions = self._resolutions, {}
         for loop, answers in resolutions.items():
             try:
-                loop.call_soon_threadsafe(_resolve, answers)
+                loop.call_soon_threadsafe(aio.resolve, answers)
             except RuntimeError:
                 if not loop.is_closed():
                     raise
@@ -572,12 +572,3 @@ def again(error: RpcError) -> RpcError:
     fresh = type(error)(*error.args)
     fresh.__cause__ = error.__cause__
     return fresh
-
-
-def _resolve(answers: list[tuple[asyncio.Future[Any], Any, BaseException | None]]) -> None:
-    for future, value, error in answers:
-        if not future.done():
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(value)

@@ -1,4 +1,4 @@
-"""Where handlers run that may block: one bounded lane of threads per method, and one event loop for coroutines.
+"""Where handlers run that may block: one bounded lane of threads per method.
 
 A lane belongs to a method, so calls of a slow method queue behind each other and never before another method's. Threads
 are made on demand, shared by all lanes, and leave when the server stops; a handler that never returns costs its own
@@ -7,7 +7,6 @@ lane one thread.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections import deque
@@ -94,62 +93,13 @@ class Lanes:
             self._condition.notify_all()
             busy = len(self._busy)
             idle = [thread for thread in self._threads if thread not in self._busy]
-        return _join(idle, timeout_s) and not busy
+        return join_threads(idle, timeout_s) and not busy
 
 
-def _join(threads: list[threading.Thread], timeout_s: float) -> bool:
+def join_threads(threads: list[threading.Thread], timeout_s: float) -> bool:
+    """Wait for threads, except the calling one; True if all have ended."""
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads if thread is not threading.current_thread())
-
-
-class LoopThread:
-    """An event loop in a thread of its own, started when the first coroutine needs it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopped = False
-
-    def call(self, function: Callable[[asyncio.AbstractEventLoop], None]) -> bool:
-        """Run ``function(loop)`` on the loop soon; False once stopped."""
-        with self._lock:
-            if self._stopped:
-                return False
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
-            loop = self._loop
-            loop.call_soon_threadsafe(function, loop)
-        return True
-
-    @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            asyncio.set_event_loop(None)
-            loop.close()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Cancel what runs and end the loop; True if it had ended in time."""
-        with self._lock:
-            self._stopped = True
-            loop, thread = self._loop, self._thread
-            if loop is None or thread is None:
-                return True
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(loop.stop)
-        return _join([thread], timeout_s)

@@ -9,7 +9,6 @@ One-way calls of a session form a strand: the next begins when the one before ha
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import heapq
@@ -26,6 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rpc_local_registry import _asyncio as aio
 from rpc_local_registry import _registry
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._codec import encode
@@ -43,7 +43,7 @@ from rpc_local_registry._errors import (
     RpcTimeout,
     describe,
 )
-from rpc_local_registry._lanes import Lane, Lanes, LoopThread
+from rpc_local_registry._lanes import Lane, Lanes
 from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, SYNC, MethodSpec, methods_of
 from rpc_local_registry._session import ServerHandshake, Session
 from rpc_local_registry._streams import _EMPTY, StreamSource
@@ -125,7 +125,7 @@ class _Call:
         self.spec = spec
         self.over = False
         self.deadline_s: float | None = None
-        self.task: asyncio.Task[None] | None = None
+        self.task: aio.Task[None] | None = None
         self.generator: Any = None
         self.source: StreamSource[Any] | None = None
         self.credit = credit
@@ -186,7 +186,7 @@ class RpcServer:
         self._acknowledge_by_s: float | None = None
         self._lanes = Lanes("rpc-lane")
         self._lane_of: dict[str, Lane] = {}
-        self._loop = LoopThread("rpc-loop")
+        self._loop = aio.LoopThread("rpc-loop")
         self._handshake = ServerHandshake(
             self._key,
             name,
@@ -577,7 +577,7 @@ class RpcServer:
         kind, body, buffers = self._outcome(call.peer, call.message, call.spec)
         self._post(lambda: self._settle(call, kind, body, buffers))
 
-    def _start_task(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_task(self, call: _Call, loop: aio.AbstractEventLoop) -> None:
         if not call.over:
             call.task = loop.create_task(self._run_task(call))
 
@@ -589,7 +589,7 @@ class RpcServer:
             args, keywords = call.spec.decode_arguments(call.message)
             value = await call.spec.function(self._worker, *args, **keywords)
             kind, body, buffers = self._encode_result(call.peer, call.spec, wire.RESULT, value)
-        except asyncio.CancelledError:
+        except aio.CancelledError:
             kind, (body, buffers) = wire.ERROR, _error_frames(RpcCancelled(f"{call.spec.name}: cancelled"))
         except BaseException as error:  # noqa: BLE001 - see _outcome
             kind, (body, buffers) = wire.ERROR, _error_frames(error)
@@ -795,14 +795,14 @@ class RpcServer:
             self._send(call.peer, wire.ITEM, call.message.call_id, call.items_sent, body, buffers)
             call.items_sent += 1
 
-    def _start_stream_task(self, call: _Call, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_stream_task(self, call: _Call, loop: aio.AbstractEventLoop) -> None:
         if not call.over:
-            call.lock = asyncio.Event()
+            call.lock = aio.Event()
             call.task = loop.create_task(self._run_stream_task(call))
 
-    def _grant(self, call: _Call, count: int, loop: asyncio.AbstractEventLoop) -> None:
+    def _grant(self, call: _Call, count: int, loop: aio.AbstractEventLoop) -> None:
         call.credit = min(call.credit + count, self._config.stream_credit)
-        if isinstance(call.lock, asyncio.Event):
+        if isinstance(call.lock, aio.Event):
             call.lock.set()
 
     async def _run_stream_task(self, call: _Call) -> None:
@@ -824,7 +824,7 @@ class RpcServer:
                 call.credit -= 1
                 self._post(functools.partial(self._send_item, call, body, buffers))
                 kind, body, buffers = wire.END, b"", ()
-        except asyncio.CancelledError:
+        except aio.CancelledError:
             kind, (body, buffers) = wire.ERROR, _error_frames(RpcCancelled(f"{call.spec.name}: cancelled"))
         except BaseException as error:  # noqa: BLE001 - see _outcome
             kind, (body, buffers) = wire.ERROR, _error_frames(error)

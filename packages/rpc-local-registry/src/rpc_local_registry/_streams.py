@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 import time
@@ -10,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from rpc_local_registry import _asyncio as aio
 from rpc_local_registry._errors import RpcBackpressure, RpcStreamingError, RpcTimeout
 
 _T = TypeVar("_T")
@@ -114,9 +114,9 @@ class Inbox(Generic[_T]):
             item = self.take_nowait()
             if item is not _EMPTY:
                 return item
-            loop = asyncio.get_running_loop()
-            gate: asyncio.Future[None] = loop.create_future()
-            if not self.watch(functools.partial(_release, loop, gate)):
+            loop = aio.get_running_loop()
+            gate: aio.Future[None] = loop.create_future()
+            if not self.watch(functools.partial(aio.release, loop, gate)):
                 if self._items:
                     continue
                 return _EMPTY
@@ -124,7 +124,7 @@ class Inbox(Generic[_T]):
                 if timeout_s is None:
                     await gate
                 else:
-                    async with asyncio.timeout(timeout_s):
+                    async with aio.timeout(timeout_s):
                         await gate
             except TimeoutError:
                 self.unwatch()
@@ -134,23 +134,9 @@ class Inbox(Generic[_T]):
                 if self.closed:
                     return _EMPTY
                 raise RpcTimeout(f"no item within {timeout_s} s") from None
-            except asyncio.CancelledError:
+            except aio.CancelledError:
                 self.unwatch()
                 raise
-
-
-def _release(loop: asyncio.AbstractEventLoop, gate: asyncio.Future[None]) -> None:
-    """Wake a coroutine from any thread; a loop that closed meanwhile has nobody left to wake."""
-    try:
-        loop.call_soon_threadsafe(_set, gate)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-
-
-def _set(gate: asyncio.Future[None]) -> None:
-    if not gate.done():
-        gate.set_result(None)
 
 
 class StreamSource(Generic[_T]):

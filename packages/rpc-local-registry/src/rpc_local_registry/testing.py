@@ -24,6 +24,7 @@ from rpc_local_registry._codec import encode
 from rpc_local_registry._config import RpcConfig, new_key
 from rpc_local_registry._errors import (
     RpcArgumentError,
+    RpcCancelled,
     RpcError,
     RpcMethodNotFound,
     RpcRemoteError,
@@ -267,6 +268,11 @@ class ConformanceWorker:
             raise
 
     @rpc_method(non_blocking=True)
+    async def give_up(self) -> None:
+        """A coroutine that ends by cancellation."""
+        raise asyncio.CancelledError
+
+    @rpc_method(non_blocking=True)
     async def fail_later(self) -> None:
         """A coroutine that raises."""
         raise KeyError("later")
@@ -487,6 +493,12 @@ def check_asyncio(pair: Pair) -> None:
             _equal((error.type_name, type(error.cause)), ("KeyError", KeyError))
         else:
             raise AssertionError("fail_later did not raise")
+        try:
+            await client.give_up().remote_async()
+        except RpcCancelled:
+            pass
+        else:
+            raise AssertionError("give_up did not raise")
         try:
             await client.never().remote_async(timeout_s=0.05)
         except RpcTimeout:
