@@ -1,3 +1,4 @@
+# ruff: noqa: T201
 """Many random interleavings of two in-process instances: ``python packages/meta-executor/tools/random_pairs.py --count N``.
 
 Prints what was run; exit 1 with the seed of the first failure, which replays it alone (``--seed S --count 1``).

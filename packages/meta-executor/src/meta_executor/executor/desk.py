@@ -12,7 +12,7 @@ otherwise wait for each other for ever). Generation: every request is routed to 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,6 +23,9 @@ import numpy.typing as npt
 from meta_executor import wire
 from meta_executor.executor.messages import Admit, Answer, Peer, Stop, WorkItem
 from meta_executor.executor.ownership import Outcome, Role, ScheduleStyle
+
+#: Ids of ended requests that are remembered (count).
+_PAST_MAX = 65_536
 
 
 class DeskError(Exception):
@@ -126,6 +129,7 @@ class Desk:
         deliver: Gets each batch of answers, once per hand-over, from the loop's thread.
         wake: Wakes the loop, from any thread.
         clock: Monotonic time (s).
+        peer_wait_max_s: A generation-first context request whose peer does not ask within this time is failed (s).
     """
 
     def __init__(
@@ -137,7 +141,11 @@ class Desk:
         deliver: Callable[[list[Answer]], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
+        peer_wait_max_s: float = 60.0,
     ) -> None:
+        self._peer_wait_max_s = peer_wait_max_s
+        #: Ids that were here: an id is used once, because the ranks and the peer remember it.
+        self._past: OrderedDict[int, None] = OrderedDict()
         self._role = role
         self._admission = admission
         self._requests_max = requests_max
@@ -304,10 +312,10 @@ class Desk:
 
     def _enter(self, submission: Submission, now_s: float) -> None:
         request_id = submission.request_id
-        if request_id in self._clients:
+        if request_id in self._clients or request_id in self._past:
             # The one that is here goes on; this second owner of the id is told, and nothing of the first is touched.
             self._answers.append(
-                Answer(request_id, (), "error", wire.DUPLICATE_REQUEST, f"request {request_id} is here already")
+                Answer(request_id, (), "error", wire.DUPLICATE_REQUEST, f"request {request_id} is or was here already")
             )
             with self._lock:
                 self._live_count -= 1
@@ -316,8 +324,7 @@ class Desk:
         self._clients[request_id] = client
         self._unadmitted[request_id] = client
         self._counts.waiting_peak = max(self._counts.waiting_peak, len(self._unadmitted))
-        if submission.deadline_s is not None:
-            self._next_deadline_s = min(self._next_deadline_s, submission.deadline_s)
+        self._next_deadline_s = min(self._next_deadline_s, self._due_s(client))
         self._rescan = True
 
     def _admit(self) -> list[WorkItem]:
@@ -348,7 +355,9 @@ class Desk:
     ) -> None:
         client = self._clients.get(request_id)
         if client is None:
-            # Answered already: a context request lives on between the ranks until its KV was fetched.
+            # Answered already: a context request lives on between the ranks until its KV was fetched. Or never here: it
+            # was overtaken by its own abort, and must not begin any more.
+            self._remember(request_id)
             stops.append((request_id, outcome, reason, code))
             return
         if client.stopping:
@@ -358,24 +367,43 @@ class Desk:
             stops.append((request_id, outcome, reason, code))
             return
         self._unadmitted.pop(request_id, None)
+        if client.submission.schedule_style == "generation_first" and self._role == "context":
+            # Its peer may be waiting for KV that will never come: every rank refuses it.
+            stops.append((request_id, outcome, reason, code))
         finish = "cancelled" if outcome is Outcome.CANCELLED else "error"
         self.answer([Answer(request_id, (), finish, code, reason)])
+
+    def _due_s(self, client: Client) -> float:
+        """When the request must be looked at: its own deadline, or the end of waiting for its peer."""
+        deadline_s = client.submission.deadline_s
+        due_s = float("inf") if deadline_s is None else deadline_s
+        waits = self._role == "context" and not client.admitted
+        if waits and client.submission.schedule_style == "generation_first":
+            due_s = min(due_s, client.submitted_s + self._peer_wait_max_s)
+        return due_s
 
     def _expire(self, now_s: float, stops: list[tuple[int, Outcome, str, str]]) -> None:
         self._next_deadline_s = float("inf")
         for client in list(self._clients.values()):
-            deadline_s = client.submission.deadline_s
-            if deadline_s is None or client.stopping:
+            request_id, deadline_s = client.submission.request_id, client.submission.deadline_s
+            if client.stopping:
                 continue
-            if now_s >= deadline_s:
-                self._stop(
-                    client.submission.request_id, Outcome.CANCELLED, "its deadline has passed", wire.DEADLINE, stops
-                )
+            if deadline_s is not None and now_s >= deadline_s:
+                self._stop(request_id, Outcome.CANCELLED, "its deadline has passed", wire.DEADLINE, stops)
+            elif now_s >= self._due_s(client):
+                reason = f"no generation instance asked for it within {self._peer_wait_max_s:g} s"
+                self._stop(request_id, Outcome.FAILED, reason, wire.TRANSFER_FAILED, stops)
             else:
-                self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+                self._next_deadline_s = min(self._next_deadline_s, self._due_s(client))
+
+    def _remember(self, request_id: int) -> None:
+        self._past[request_id] = None
+        while len(self._past) > _PAST_MAX:
+            self._past.popitem(last=False)
 
     def _finish(self, client: Client, answer: Answer) -> None:
         del self._clients[client.submission.request_id]
+        self._remember(client.submission.request_id)
         self._unadmitted.pop(client.submission.request_id, None)
         if answer.finish_reason == "error":
             self._counts.failed += 1

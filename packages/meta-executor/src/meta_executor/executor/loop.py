@@ -221,18 +221,23 @@ class RankLoop:
         """Rank 0: end a request on every rank. On a pipeline no later schedule will name it."""
         sequence = self.registry.get(request_id)
         last_step_id = -1
-        if sequence is not None and self.role == "context":
-            if sequence.state is State.QUIESCENT or not self.registry.end(sequence, outcome, reason, code):
+        if self.role == "context":
+            if sequence is None and self.registry.is_finished(request_id):
                 return
-            last_step_id = sequence.last_step_id
-            self._active.pop(request_id, None)
-        elif self.role == "context":
-            return
+            if sequence is not None:
+                if sequence.state is State.QUIESCENT or not self.registry.end(sequence, outcome, reason, code):
+                    return
+                last_step_id = sequence.last_step_id
+                self._active.pop(request_id, None)
         self._work.publish([stop_item(request_id, outcome, reason, code, last_step_id)])
 
     def _stop(self, item: Stop) -> None:
         sequence = self.registry.get(item.request_id)
-        if sequence is None or sequence.state is State.QUIESCENT:
+        if sequence is None:
+            if not self.registry.is_finished(item.request_id):
+                self._transceiver.refuse(item.request_id, item.reason)
+            return
+        if sequence.state is State.QUIESCENT:
             return
         self.registry.end(sequence, Outcome(item.outcome), item.reason, item.error_code)
         if self.role == "context":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -281,7 +281,11 @@ class Pair:
 
     def _layout(self, memory: KVMemory, rank: int, stage: StageSpec) -> KVLayout:
         return from_kv_memory(
-            memory, rank=rank, layer_ids=tuple(stage.layers), head_total=self.model.kv_head_count, dtype="float32"
+            cast(Any, memory),
+            rank=rank,
+            layer_ids=tuple(stage.layers),
+            head_total=self.model.kv_head_count,
+            dtype="float32",
         )
 
     def _desk(self, role: Any, admission: Any, answers: dict[int, list[Answer]]) -> Desk:

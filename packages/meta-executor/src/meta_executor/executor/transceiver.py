@@ -108,6 +108,10 @@ class Transceiver(Protocol):
         """The sequence has ended early or needs no transfer (its outcome is set): seal, withdraw, cancel. Idempotent."""
         ...
 
+    def refuse(self, request_id: int, reason: str) -> None:
+        """A request that was never admitted never will be: tell the peer that waits for it, now or when it asks."""
+        ...
+
     def compute_ended(self, sequence: Sequence) -> None:
         """The last step that held an ending sequence's blocks has retired on this rank."""
         ...

@@ -8,6 +8,7 @@ and its sender has proven every operation.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,8 @@ from pp_agreement import (
 
 #: How often the scheduling rank looks for KV that nobody fetches (s).
 _EXPIRY_SCAN_S = 0.5
+#: Refused ids that are remembered (count).
+_REFUSED_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class ContextTransceiver:
         #: Destinations that have arrived, by request (operations): also of requests that this rank has not heard of yet.
         #: Bounded by the sender, which refuses more than its own limit.
         self._metadata: dict[int, int] = {}
+        self._refused: OrderedDict[int, None] = OrderedDict()
         self.counters = TransferCounters()
 
     # -- the loop's calls ---------------------------------------------------------------------------------------------
@@ -205,6 +209,19 @@ class ContextTransceiver:
         self._registry.open_leg(sequence, Leg.TRANSCEIVER)
         self.counters.opened += 1
         self._sender.ready(self._key(sequence), lambda wanted: self._resolve(sequence, wanted), sequence)
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        """Seal it unposted on this rank; a receive request that comes later is answered the same way."""
+        if request_id in self._refused:
+            return
+        self._refused[request_id] = None
+        while len(self._refused) > _REFUSED_MAX:
+            self._refused.popitem(last=False)
+        key = RequestKey(request_id, 0)
+        self._metadata.pop(request_id, None)
+        self._sender.fail(key, reason)
+        self._sender.seal(key)
+        self._sender.forget(key)
 
     def compute_ended(self, sequence: Sequence) -> None:
         """Compute's leg of a stopped sequence has ended."""
@@ -424,7 +441,12 @@ class ContextTransceiver:
             self._layouts[payload.layout] = target
         target_blocks, tokens = decode_blocks(payload.blocks)
         source_blocks = RequestBlocks.single(sequence.block_ids)
-        return plan_writer(self._source, self._rank, source_blocks, target, target_blocks, tokens)
+        transfer = plan_writer(self._source, self._rank, source_blocks, target, target_blocks, tokens)
+        if transfer is None:
+            raise ValueError(
+                f"{sequence.request.describe()}: rank {self._rank} has nothing to write of tokens {tokens}"
+            )
+        return transfer
 
     def _take(self, event: Any) -> None:
         if isinstance(event, FatalDiagnosis):

@@ -179,6 +179,9 @@ class GenerationTransceiver:
             self._registry.apply(sequence, Event.STOPPED)
         self._settle(sequence)
 
+    def refuse(self, request_id: int, reason: str) -> None:
+        """No peer waits for a generation instance."""
+
     def compute_ended(self, sequence: Sequence) -> None:
         """Compute's leg of an ending sequence has ended: give back what nobody else touches."""
         self._settle(sequence)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -186,7 +186,11 @@ def assemble(
     domain = Domain(1, tuple(range(size))) if role == "context" else None
     bounds = agreement_config(config, limits) if role == "context" else None
     layout = from_kv_memory(
-        memory, rank=rank, layer_ids=tuple(stage.layers), head_total=model.kv_head_count, dtype=model.kv_dtype
+        cast(Any, memory),
+        rank=rank,
+        layer_ids=tuple(stage.layers),
+        head_total=model.kv_head_count,
+        dtype=model.kv_dtype,
     )
     facts = RankFacts(
         rank=rank,
@@ -329,6 +333,7 @@ def assemble(
             deliver=deliver,
             wake=backoff.notify,
             clock=time.monotonic,
+            peer_wait_max_s=transceiver_config.transfer_timeout_s,
         )
     loop = RankLoop(
         role=role,

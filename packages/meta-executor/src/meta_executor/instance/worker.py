@@ -28,6 +28,7 @@ from meta_executor.executor.drive import drive
 from meta_executor.executor.messages import Status
 from meta_executor.executor.service import ExecutorService
 from meta_executor.instance.assemble import Rank, assemble, log
+from meta_executor.instance.batching import batching_of
 from meta_executor.instance.endpoint import OwnedEndpoint, info_json
 from meta_executor.instance.procfs import resident_bytes
 from meta_executor.instance.proxy import Proxy
@@ -35,7 +36,6 @@ from meta_executor.instance.report import Reporter
 from meta_executor.instance.server import ApiServer, ServerThread
 from meta_executor.instance.shm import unlink_mpich_segments
 from meta_executor.instance.startup import barrier
-from rpc_batch_submit import BatchSubmitConfig
 from rpc_local_registry import RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
@@ -47,10 +47,10 @@ TEARDOWN_TRIES = 3
 class FrontOfHouse:
     """What only rank 0 has: the worker's service, and the API server."""
 
-    def __init__(self, rank: Rank, service: ExecutorService) -> None:
+    def __init__(self, rank: Rank, service: ExecutorService, endpoint: OwnedEndpoint) -> None:
         spec, config = rank.spec, rank.instance.config
         self.service = service
-        self.endpoint = OwnedEndpoint(rank.owner, rank.info)
+        self.endpoint = endpoint
         self._rpc = RpcServer(
             service, f"ipc://{spec.path('ipc', f'{rank.instance.owner_id}.w')}", spec.key(), name=rank.instance.owner_id
         )
@@ -61,7 +61,7 @@ class FrontOfHouse:
         if config.proxy == "spawn":
             from meta_executor.instance.spawned import SpawnedServer
 
-            self._spawned = SpawnedServer(spec, rank.instance, rank.instance_id, str(self._rpc.address))
+            self._spawned = SpawnedServer(spec, rank.instance, str(self._rpc.address))
             self.url = self._spawned.url
             return
         proxy = Proxy(
@@ -92,15 +92,6 @@ class FrontOfHouse:
         self._rpc.shutdown()
 
 
-def batching_of(instance: InstanceSpec) -> BatchSubmitConfig:
-    """When the proxy sends a batch."""
-    rpc = instance.config.rpc
-    return BatchSubmitConfig(
-        batch_max=rpc.submit_batch_max or 1,
-        delay_ms=0.5 if rpc.submit_batch_delay_ms is None else rpc.submit_batch_delay_ms,
-    )
-
-
 def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     """Build this rank, serve, drain, take apart. Returns the exit code."""
     comm = MPI.COMM_WORLD
@@ -121,15 +112,14 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         instance_id,
         comm,
         deliver=deliver,
-        phase=lambda text: reporter.send("status", phase=text) and None,
+        phase=lambda text: _told(reporter, text),
     )
     statistics = _Statistics(rank)
     house = None
     if rank.desk is not None:
-        holder["service"] = ExecutorService(
-            rank.desk, statistics=statistics.instance_json, info=lambda: info_json(house.endpoint)() if house else b"{}"
-        )
-        house = FrontOfHouse(rank, holder["service"])
+        endpoint = OwnedEndpoint(rank.owner, rank.info)
+        holder["service"] = ExecutorService(rank.desk, statistics=statistics.instance_json, info=info_json(endpoint))
+        house = FrontOfHouse(rank, holder["service"], endpoint)
     _install_signals(rank, house)
     reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.memory.total_bytes)
     barrier(comm)
@@ -142,6 +132,10 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         rank.loop.fault = f"{type(error).__name__}: {error}"
         log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
     return _leave(rank, house, statistics, reporter)
+
+
+def _told(reporter: Reporter, phase: str) -> None:
+    reporter.send("status", phase=phase)
 
 
 class _Statistics:

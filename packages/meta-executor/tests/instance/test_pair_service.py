@@ -1,0 +1,285 @@
+"""Two real instances (six MPI ranks, NIXL, authenticated sockets) from start to proof, driven over their own HTTP."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from meta_executor import wire
+from meta_executor.config import ServiceConfig, service_config
+from meta_executor.engine.base import StageSpec
+from meta_executor.engine.synthetic import SyntheticEngine
+from meta_executor.evidence.verify import verify_folder
+from meta_executor.executor.testing import reference_tokens
+from meta_executor.instance.testing import RunningPair
+
+PROMPTS = [[3 + (13 * i + j * j) % 900 for j in range(n)] for i, n in enumerate((1, 600, 20, 45, 100, 7, 300, 64))]
+
+
+def config(
+    *,
+    style: str = "generation_first",
+    asynchronous: bool = True,
+    bounce: bool = True,
+    reuse: bool = True,
+    fast_path: bool = True,
+    batch: int = 8,
+    proxy: str = "thread",
+    window: int | None = 64,
+    context_batch: int = 8,
+    generation_tokens: int = 8192,
+) -> ServiceConfig:
+    def side(**fields: Any) -> dict[str, Any]:
+        return {
+            "max_num_tokens": 64,
+            "proxy": proxy,
+            "rpc": {"local_fastpath": fast_path, "submit_batch_max": batch},
+            **fields,
+        }
+
+    cache = {"tokens_per_block": 16, "max_tokens": 8192, "enable_block_reuse": reuse}
+    agreement = {
+        "enable_async_terminal_agreement": asynchronous,
+        "enable_async_readiness_agreement": asynchronous,
+        "enable_bounce": bounce,
+        "max_num_generation_first_pre_active_requests": window,
+    }
+    return service_config(
+        {
+            "schedule_style": style,
+            "engine": {"kind": "synthetic", "synthetic": {"vocab_size": 997}},
+            "context_servers": side(
+                pipeline_parallel_size=4,
+                max_batch_size=context_batch,
+                kv_cache_config=cache,
+                cache_transceiver_config=agreement,
+            ),
+            "generation_servers": side(
+                tensor_parallel_size=2,
+                enable_attention_dp=True,
+                max_batch_size=8,
+                kv_cache_config={**cache, "tokens_per_block": 8, "max_tokens": generation_tokens},
+                cache_transceiver_config={"enable_bounce": bounce},
+            ),
+        }
+    )
+
+
+def reference(pair: RunningPair, prompt: list[int], max_tokens: int) -> list[int]:
+    shape = pair.config.engine.synthetic
+    engine = SyntheticEngine(shape, StageSpec(0, 1, 0, shape.layer_count))
+    try:
+        return reference_tokens(engine, prompt, max_tokens, 16)
+    finally:
+        engine.close()
+
+
+def check_equality(pair: RunningPair, style: str, max_tokens: int = 10) -> None:
+    """Eight prompts at once, one of a single token and two over 256: the reference's tokens."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda p: pair.serve(p, max_tokens, style=style), PROMPTS))
+    for prompt, tokens in zip(PROMPTS, answers):
+        assert tokens == reference(pair, prompt, max_tokens)
+
+
+def check_refusals(pair: RunningPair) -> None:
+    """Every refusal has its status, code and field, and comes before anything is touched."""
+
+    def refused(owner: str, path: str, body: Any, status: int, code: str, field: str | None) -> wire.ErrorBody:
+        response = pair.post(owner, path, body)
+        error = msgspec.json.decode(response.content, type=wire.ErrorBody)
+        assert (response.status_code, error.error, error.field) == (status, code, field), response.text
+        return error
+
+    good = msgspec.to_builtins(pair.context_body(pair.request_id(), [5, 6], 4))
+    stale = refused(
+        "ctx-0", "/internal/context", {**good, "endpoint_generation": "old"}, 409, "STALE_GENERATION",
+        "endpoint_generation",
+    )  # fmt: skip
+    assert stale.endpoint_generation == pair.infos["ctx-0"].generation
+    for change, field in (
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [5, 997]}, "token_ids"),
+        ({"token_ids": [5, -1]}, "token_ids[1]"),
+        ({"request_id": 0}, "request_id"),
+        ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 8192}}, "sampling.max_tokens"),
+        ({"schedule_style": "sideways"}, "schedule_style"),
+    ):
+        refused("ctx-0", "/internal/context", {**good, **change}, 400, "INVALID_REQUEST", field)
+    missing = {k: v for k, v in good.items() if k != "token_ids"}
+    refused("ctx-0", "/internal/context", missing, 400, "INVALID_REQUEST", "token_ids")
+    generation = msgspec.to_builtins(pair.generation_body(pair.request_id(), [5, 6], 4, None))
+    refused("gen-0", "/internal/generation", generation, 400, "INVALID_REQUEST", "first_token")
+    old = {**generation, "first_token": 7, "context": {**generation["context"], "endpoint_generation": "old"}}
+    refused("gen-0", "/internal/generation", old, 409, "STALE_GENERATION", "context.endpoint_generation")
+    unauthorised = httpx.post(f"{pair.urls['ctx-0']}/internal/context", json=good, trust_env=False)
+    assert unauthorised.status_code == 401
+    before = pair.statistics("gen-0")
+    assert sum(r.kv_blocks_used_now for r in before.ranks) == 0
+
+
+def check_leaving_clients(pair: RunningPair) -> None:
+    """A reader that goes away mid-stream, and an abort by id: both legs end, every block comes back."""
+    prompt = PROMPTS[3]
+    for how in ("close", "abort"):
+        request_id = pair.request_id()
+        first = pair.context_leg(pair.context_body(request_id, prompt, 2000))
+        lines = pair.generation_leg(pair.generation_body(request_id, prompt, 2000, first.first_token))
+        next(lines)
+        if how == "close":
+            lines.close()  # type: ignore[attr-defined]
+        else:
+            pair.post("gen-0", "/internal/abort", wire.AbortRequest(request_id=request_id))
+            assert [chunk.finish_reason for chunk in lines][-1] == "cancelled"
+        wait_until(lambda: all(r.active_now == 0 for o in pair.urls for r in pair.statistics(o).ranks))
+    wait_until(lambda: all(r.kv_blocks_used_now == 0 for o in pair.urls for r in pair.statistics(o).ranks))
+
+
+def wait_until(condition: Any, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check_what_is_shown(pair: RunningPair) -> None:
+    """Counters, health, metrics, routing."""
+    wait_until(lambda: all(r.agreement_opened == r.agreement_decided > 0 for r in pair.statistics("ctx-0").ranks))
+    generation = pair.statistics("gen-0")
+    assert sum(generation.routed_per_rank) == sum(r.requests_taken for r in generation.ranks)
+    assert all(count > 0 for count in generation.routed_per_rank)
+    assert sum(r.transfers_coalesced for r in generation.ranks) > 0
+    assert sum(r.transfers_direct for r in generation.ranks) > 0
+    assert sum(r.prefix_hit_tokens for r in generation.ranks) > 0
+    for owner in pair.urls:
+        health = pair.client.get(f"{pair.urls[owner]}/health")
+        assert health.status_code == 200 and health.json()["status"] == "ok"
+        metrics = pair.client.get(f"{pair.urls[owner]}/metrics").text
+        assert 'meta_executor_rank_kv_blocks_total{rank="0"}' in metrics
+    decisions = pair.client.get(f"{pair.urls['gen-0']}/debug/routing").json()
+    assert decisions and {"request_id", "rank", "why"} <= set(decisions[-1])
+
+
+def check_proof(pair: RunningPair) -> None:
+    """Drain: exit 0 everywhere, N of N in the files, a clean log, no socket left."""
+    codes = pair.drain()
+    assert set(codes.values()) == {0}, pair.logs()
+    result = verify_folder(pair.folder / "evidence")
+    assert result.ok, result.text()
+    logs = pair.logs()
+    assert not any(word in logs for word in ("Traceback", "KeyError", "Exception", "Error:")), logs
+    assert list((pair.folder / "ipc").iterdir()) == []
+
+
+@pytest.mark.service
+@pytest.mark.timeout(110)
+def test_one_pair_from_start_to_proof() -> None:
+    """Both schedules on one pair, all opt-ins on; refusals, leaving clients, counters; then the drain."""
+    segments = set(Path("/dev/shm").glob("mpich_shm_*"))
+    with RunningPair(config()) as pair:
+        check_equality(pair, "generation_first")
+        check_equality(pair, "context_first")
+        check_refusals(pair)
+        check_leaving_clients(pair)
+        check_what_is_shown(pair)
+        statistics = pair.statistics("gen-0")
+        assert statistics.local_submits > 0 and statistics.rpc_submits == 0
+        pids = [int(process.split("/")[1]) for info in pair.infos.values() for process in info.processes]
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        names = {line.split()[-1] for line in maps.splitlines() if "mpich_shm" in line and "(deleted)" not in line}
+        assert names == set(), f"segments that still have a name: {names} (before: {segments})"
+        check_proof(pair)
+
+
+@pytest.mark.service
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"asynchronous": False},
+        {"bounce": False},
+        {"reuse": False},
+        {"fast_path": False},
+        {"batch": 1},
+        {"proxy": "spawn"},
+        {"asynchronous": False, "bounce": False, "reuse": False, "fast_path": False, "batch": 1},
+        {"style": "context_first"},
+    ],
+    ids=lambda change: ",".join(f"{k}={v}" for k, v in change.items()),
+)
+def test_each_opt_in_off_gives_the_same_tokens(change: dict[str, Any]) -> None:
+    """Fast path, batching, asynchronous agreement, bounce, prefix cache, topology: results do not depend on them."""
+    made = config(**change)
+    with RunningPair(made) as pair:
+        check_equality(pair, made.schedule_style)
+        check_equality(pair, "context_first")
+        if change.get("proxy") == "spawn":
+            assert pair.statistics("gen-0").local_submits == 0 and pair.statistics("gen-0").rpc_submits > 0
+        check_proof(pair)
+
+
+@pytest.mark.service
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("count", "window", "generation_tokens", "order"),
+    [(256, 256, 65536, "same"), (256, 256, 65536, "opposite"), (64, 4, 192, "opposite")],
+)
+def test_generation_first_at_compute_cap_one(count: int, window: int, generation_tokens: int, order: str) -> None:
+    """All answered; READY, PREPARE, ACTIVATE, COMPLETE and terminal commits N of N on every rank before teardown."""
+    prompt, max_tokens = PROMPTS[2], 6
+    made = config(window=window, context_batch=1, reuse=False, generation_tokens=generation_tokens)
+    with RunningPair(made) as pair:
+        want = reference(pair, prompt, max_tokens)
+        ids = [pair.request_id() for _ in range(count)]
+        client = httpx.Client(
+            headers=dict(pair.client.headers), timeout=150, limits=httpx.Limits(max_connections=None), trust_env=False
+        )
+
+        def leg(owner: str, path: str, body: Any) -> httpx.Response:
+            return client.post(f"{pair.urls[owner]}{path}", content=wire.encode_json(body))
+
+        def generation(request_id: int) -> list[int]:
+            body = pair.generation_body(request_id, prompt, max_tokens, None, style="generation_first")
+            response = leg("gen-0", "/internal/generation", body)
+            assert response.status_code == 200
+            return [t for line in response.content.splitlines() for t in wire.decode_chunk(line).tokens]
+
+        def context(request_id: int) -> int:
+            body = pair.context_body(request_id, prompt, max_tokens, style="generation_first")
+            return leg("ctx-0", "/internal/context", body).status_code
+
+        with client, ThreadPoolExecutor(2 * count) as pool:
+            tokens = [pool.submit(generation, r) for r in ids]
+            statuses = [pool.submit(context, r) for r in (ids if order == "same" else reversed(ids))]
+            assert all(t.result() == want for t in tokens)
+            assert {s.result() for s in statuses} == {200}
+        check_proof(pair)
+        for record in pair.evidence():
+            if record["role"] == "context":
+                assert set(record["ready"].values()) == {count}
+                assert record["agreement"]["committed"] == count
+
+
+@pytest.mark.service
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+def test_a_kill_is_not_taken_for_a_drain() -> None:
+    """SIGKILL of one rank: whatever files there are, they are not verified, and the lost rank is named."""
+    import os
+    import signal
+
+    with RunningPair(config()) as pair:
+        pair.serve(PROMPTS[2], 4, style="generation_first")
+        pid = int(pair.infos["ctx-0"].processes[2].split("/")[1])
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pair._worlds["ctx-0"].poll() is not None)
+        result = verify_folder(pair.folder / "evidence")
+        assert not result.ok
