@@ -119,6 +119,15 @@ def test_credits_are_spent_at_admission():
     assert authority.heard == 4
 
 
+def test_silence_needs_an_empty_ring():
+    """R7: a peer whose frames wait to be read is not silent, however long."""
+    one = core()
+    for second in range(600):
+        assert one.step(ev.SweepCompleted(0), float(second)) == ()
+    events = [e for second in range(600, 1200) for e in one.step(ev.SweepCompleted(1), float(second))]
+    assert [type(e) for e in events] == [ev.SilenceVerdict]
+
+
 def test_first_diagnosis_stays():
     """S17: nothing is decided after a fault, calls are refused with the first one."""
     one = core()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,22 +17,29 @@ from pp_agreement import (
     AllgatherAgreement,
     Committed,
     Completed,
+    DeathVerdict,
     Domain,
     Drained,
+    Fault,
+    FaultCode,
     Finalized,
     FinalizeMode,
     Key,
     Outcome,
+    PidWatch,
     Prepared,
     PublishResult,
     Reason,
     Released,
+    SilenceVerdict,
     verify,
 )
+from pp_agreement.testing import check_transport
 
 CONFIG = AgreementConfig(credits=512, heartbeat_s=0.2, silence_s=20.0)
 LIMIT_S = 30.0
 SCHEDULE_TAG = 11
+WINDOW = 3
 
 
 def domain_of(comm, **fields):
@@ -215,20 +225,235 @@ class AgreementBehaviour:
             assert agreement.close()
             assert verify(gathered(comm, evidence)) == ()
 
+    def check_conformance(self, comm):
+        """The transport suite over MPI: order, bounded window, receiving without send space, whole frames."""
+        from pp_agreement import MpiTransport
+
+        domain = Domain(11, tuple(range(comm.Get_size())))
+        transport = MpiTransport(comm, domain, window=WINDOW)
+        check_transport(
+            transport, domain, comm.Get_rank(), sync=comm.Barrier, frames_outstanding_max=2 * WINDOW, count=60
+        )
+
+    def check_foreign_traffic(self, comm):
+        """S18: a message on the world communicator with the same tag survives, and no collective is needed while polling."""
+        domain = domain_of(comm)
+        rank, size = comm.Get_rank(), comm.Get_size()
+        with make(comm, domain) as agreement:
+            comm.send(f"from {rank}", dest=(rank + 1) % size, tag=0)
+            key = agreement.admit(1, 1, ready=False)
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+            poll_until(agreement, lambda es: count(Committed)(es) == 1)
+            assert comm.recv(source=(rank - 1) % size, tag=0) == f"from {(rank - 1) % size}"
+            drain_and_close(agreement, 1)
+
+    def check_window_one(self, comm):
+        """Capacity: one frame outstanding and tiny frames still decide everything, in the same order everywhere."""
+        domain = domain_of(comm)
+        config = AgreementConfig(credits=128, frame_bytes_max=256)
+        with make(comm, domain, config, window=1) as agreement:
+            for number in range(1, 101):
+                agreement.vote_terminal(agreement.admit(number, number, ready=False), Outcome.COMPLETED)
+            poll_until(agreement, lambda es: count(Committed)(es) == 100)
+            report, evidence = drain_and_close(agreement, 100)
+            assert verify(comm.allgather(evidence)) == ()
+            assert len(set(comm.allgather(report.digest))) == 1
+
+    def check_skewed_outcomes(self, comm):
+        """Votes at different times, one FAILED: FAILED on all ranks."""
+        domain = domain_of(comm)
+        rank = comm.Get_rank()
+        with make(comm, domain) as agreement:
+            key = agreement.admit(1, 1, ready=False)
+            until_s = time.monotonic() + 0.03 * rank
+            poll_until(agreement, lambda _: time.monotonic() >= until_s)
+            agreement.vote_terminal(key, Outcome.FAILED if rank == 1 else Outcome.COMPLETED)
+            events = poll_until(agreement, lambda es: count(Committed)(es) == 1)
+            assert [e.outcome for e in events if isinstance(e, Committed)] == [Outcome.FAILED]
+            drain_and_close(agreement, 1)
+
+    def check_incomplete_round(self, comm):
+        """A round that lacks votes stops everybody by its timeout, without a commit; no clean close is claimed."""
+        domain = domain_of(comm)
+        config = AgreementConfig(round_timeout_s=0.2)
+        agreement = make(comm, domain, config)
+        agreement.open()
+        key = agreement.admit(1, 1, ready=False)
+        if comm.Get_rank() == 0:
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+        events = []
+        poll_until(agreement, lambda es: count(Fault)(es) == 1, events)
+        assert not count(Committed)(events) and agreement.stopped.code is FaultCode.ROUND_TIMEOUT
+        assert agreement.open_rounds == 1
+        done = comm.Ibarrier()
+        while not done.Test():
+            agreement.poll()
+        assert agreement.close(1.0) is False
+
+    def check_staggered_shutdown(self, comm):
+        """Ranks reach drain and close at different times; everybody closes cleanly."""
+        domain = domain_of(comm)
+        rank = comm.Get_rank()
+        with make(comm, domain) as agreement:
+            for number in range(1, 11):
+                agreement.vote_terminal(agreement.admit(number, number, ready=False), Outcome.COMPLETED)
+            if agreement.is_scheduler:
+                agreement.start_drain(10)
+            until_s = time.monotonic() + 0.1 * (comm.Get_size() - rank)
+            poll_until(agreement, lambda _: time.monotonic() >= until_s)
+            assert agreement.drain(LIMIT_S).drained
+            time.sleep(0.05 * rank)
+            assert agreement.close(LIMIT_S)
+
+    def check_subset_domains(self, comm):
+        """Two domains of the same processes, one of them a subset in another order: nothing crosses."""
+        rank, size = comm.Get_rank(), comm.Get_size()
+        wide = Domain(1, tuple(range(size)))
+        narrow = Domain(2, tuple(range(size - 1, 0, -1)), coordinator_rank=1)
+        agreements = [make(comm, wide)] + ([make(comm, narrow)] if rank in narrow.ranks else [])
+        for agreement in agreements:
+            agreement.open()
+            key = agreement.admit(agreement.domain.domain_id, 1, ready=False)
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+            if agreement.is_scheduler:
+                agreement.start_drain(1)
+        until_s = time.monotonic() + LIMIT_S
+        while not all(a.drain_state().drained for a in agreements):
+            assert time.monotonic() < until_s
+            for agreement in agreements:
+                for event in agreement.poll():
+                    if isinstance(event, Committed):
+                        assert event.key.request_id == agreement.domain.domain_id
+        for agreement in agreements:
+            assert agreement.close(LIMIT_S)
+
+    def check_flood_fairness(self, comm):
+        """Rank 0 floods; the one round of the others is decided although frames per poll are few."""
+        domain = domain_of(comm)
+        config = AgreementConfig(credits=400, frame_bytes_max=256, frames_per_poll_max=2)
+        with make(comm, domain, config) as agreement:
+            keys = [agreement.admit(n, n, ready=False) for n in range(1, 301)]
+            mine = keys if agreement.rank == 0 else [keys[-1]]
+            for key in mine:
+                agreement.vote_terminal(key, Outcome.COMPLETED)
+            poll_until(agreement, lambda es: any(isinstance(e, Committed) and e.key == keys[-1] for e in es))
+            for key in keys[:-1]:
+                agreement.vote_terminal(key, Outcome.COMPLETED)
+            drain_and_close(agreement, 300)
+
 
 @pytest.mark.mpi(4)
 class TestFourRanks(AgreementBehaviour):
-    def test_terminal_flood(self, world_comm):
-        self.check_terminal_flood(world_comm)
-
-    def test_readiness(self, world_comm):
-        self.check_readiness(world_comm)
-
-    def test_withdraw_race(self, world_comm):
-        self.check_withdraw_race(world_comm)
+    def test_everything(self, world_comm):
+        for name in CHECKS:
+            getattr(self, name)(world_comm)
 
     def test_late_rank_drain(self, world_comm):
         self.check_late_rank_drain(world_comm)
 
-    def test_baseline(self, world_comm):
-        self.check_baseline(world_comm)
+    def test_a_stopped_rank_is_named_by_every_other(self, world_comm):
+        """SIGSTOP: a verdict on every rank within the bound, none about a rank that declared itself busy, nothing freed."""
+        comm = world_comm
+        rank = comm.Get_rank()
+        config = AgreementConfig(heartbeat_s=0.1, silence_s=1.0, startup_s=5.0, round_timeout_s=None)
+        agreement = make(comm, domain_of(comm), config)
+        agreement.open()
+        key = agreement.admit(1, 1, ready=False)
+        events = []
+        if rank not in (1, 2):
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+        settled_s = time.monotonic() + 0.5
+        poll_until(agreement, lambda _: time.monotonic() > settled_s, events)
+        if rank == 2:  # announces that it will not poll, and does not
+            assert agreement.busy(20.0, "graph capture")
+            time.sleep(3.0)
+        elif rank == 1:  # is stopped from outside, and resumed when the others have seen it
+            stopper = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3.5; kill -CONT {os.getpid()}"])
+            stopper.wait()
+        else:
+            began_s = time.monotonic()
+            poll_until(agreement, lambda es: count(SilenceVerdict)(es) == 1, events)
+            assert time.monotonic() - began_s < 3.4
+        ended_s = time.monotonic() + 3.0
+        poll_until(agreement, lambda _: time.monotonic() > ended_s, events)
+        named = {(e.observer_rank, e.suspect_rank) for e in events if isinstance(e, SilenceVerdict)}
+        assert named <= {(3, 1)}, named
+        assert named == {(3, 1)} or rank in (1, 2)
+        assert agreement.stopped is None and agreement.open_rounds == 1 and not count(Committed)(events)
+        if rank in (1, 2):
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+        drain_and_close(agreement, 1)
+
+
+@pytest.mark.mpi(2)
+class TestTwoRanks(AgreementBehaviour):
+    def test_everything(self, world_comm):
+        for name in CHECKS:
+            getattr(self, name)(world_comm)
+
+
+@pytest.mark.mpi(3)
+class TestThreeRanks(AgreementBehaviour):
+    def test_everything(self, world_comm):
+        for name in CHECKS:
+            getattr(self, name)(world_comm)
+
+
+@pytest.mark.mpi(6)
+class TestSixRanks(AgreementBehaviour):
+    def test_everything(self, world_comm):
+        for name in ("check_readiness", "check_terminal_flood", "check_withdraw_race", "check_staggered_shutdown"):
+            getattr(self, name)(world_comm)
+
+
+@pytest.mark.mpi(2)
+def test_death_seen_by_a_guard_that_outlives_its_rank(world_comm, tmp_path):
+    """Hydra would kill the survivors of a killed rank, so rank 0 is a guard whose child speaks and is then killed: pidfd
+    tells rank 1, which stops, names it and frees nothing."""
+    comm = world_comm
+    domain = Domain(1, (0, 1))
+    if comm.Get_rank() == 0:
+        agreement = make(comm, domain)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        comm.send(child.pid, dest=1, tag=5)
+        agreement.open()
+        key = agreement.admit(1, 1, ready=False)
+        agreement.poll()
+        comm.recv(source=1, tag=6)
+        child.kill()
+        child.wait()  # the guard outlives its rank
+        poll_until(agreement, lambda es: count(Fault)(es) == 1)
+    else:
+        pid = comm.recv(source=0, tag=5)
+        with PidWatch({0: pid}) as watch:
+            agreement = make(comm, domain, watch=watch.dead)
+            agreement.open()
+            key = agreement.admit(1, 1, ready=False)
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+            agreement.poll()
+            comm.send(None, dest=0, tag=6)
+            events = poll_until(agreement, lambda es: count(Fault)(es) == 1)
+            verdicts = [e for e in events if isinstance(e, DeathVerdict)]
+            assert [v.suspect_rank for v in verdicts] == [0] and not count(Committed)(events)
+            assert agreement.stopped.code is FaultCode.DEATH
+    assert agreement.open_rounds == 1 and key.incarnation == 1
+    done = comm.Ibarrier()
+    while not done.Test():
+        agreement.poll()
+    assert agreement.close(1.0) is False
+
+
+CHECKS = (
+    "check_terminal_flood",
+    "check_readiness",
+    "check_withdraw_race",
+    "check_baseline",
+    "check_conformance",
+    "check_foreign_traffic",
+    "check_window_one",
+    "check_skewed_outcomes",
+    "check_staggered_shutdown",
+    "check_subset_domains",
+    "check_flood_fairness",
+    "check_incomplete_round",
+)

@@ -29,7 +29,8 @@ class MpiTransport:
         comm: Parent communicator (``mpi4py.MPI.Intracomm``); ``domain.ranks`` are its ranks. Only members take part in
             ``open``, which makes the private communicator (collective over the members, once, at start-up).
         domain: Who decides together.
-        window: Outstanding frames per stream and receives posted per peer, 1..64.
+        window: Outstanding frames per stream and receives posted per peer, 1..64. A frame that matched a posted receive
+            is the peer's, so at most ``2 * window`` frames of a stream lie between two hosts.
         watch: Gives (rank, evidence) of dead ranks of the parent communicator, for instance ``PidWatch.dead``.
 
     Raises:
