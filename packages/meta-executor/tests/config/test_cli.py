@@ -91,6 +91,7 @@ def test_a_folder_that_is_no_model(tmp_path):
 def test_no_mpiexec(tmp_path, monkeypatch):
     """Names where it was looked for and how to get it."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="pip install mpich"):
         check_service(service_config({"port": 0}), with_front=True)
 

@@ -46,15 +46,20 @@ _KEY_HEADER = "x-meta-executor-key"
 
 
 def find_mpiexec() -> Path:
-    """The launcher that belongs to this interpreter's MPI.
+    """The launcher that belongs to this interpreter's MPI: the one beside it, else the first on the path.
+
+    Two MPI distributions both bring an ``mpiexec``; the wrong one gives as many worlds of one rank, which the ranks refuse.
 
     Raises:
-        ConfigError: There is none beside the interpreter.
+        ConfigError: There is none.
     """
     path = Path(sys.executable).with_name("mpiexec")
-    if not path.exists():
-        raise ConfigError("mpiexec", f"not found beside {sys.executable}; install one there: pip install mpich")
-    return path
+    if path.exists():
+        return path
+    found = shutil.which("mpiexec")
+    if found is None:
+        raise ConfigError("mpiexec", f"not found beside {sys.executable} nor on the path; pip install mpich brings one")
+    return Path(found)
 
 
 @dataclass(frozen=True)
