@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
 
+import gguf
 import pytest
 from tokenizers import Tokenizer as Backend
 
@@ -200,6 +202,96 @@ def test_synthetic_tokenizer_round_trips() -> None:
         assert tokenizer.decode(ids) == text
     assert tokenizer.decode([500, 1, 501]) == " w500 w501"
     assert tokenizer.vocab_size == 1000
+
+
+# -- other kinds of GGUF ----------------------------------------------------------------------------------------------
+
+
+def write_sentence_piece(path: Path, seed: int = 0) -> dict[str, float]:
+    """A small SentencePiece vocabulary with scores, as a GGUF file; returns normal pieces and their scores."""
+    rng = random.Random(seed)
+    letters = "▁abcd"
+    pieces = list(letters)
+    while len(pieces) < 60:
+        piece = rng.choice(pieces) + rng.choice(pieces)
+        if piece not in pieces and len(piece) < 7 and "▁" not in piece[1:]:
+            pieces.append(piece)
+    scores = dict(zip(pieces, [float(-i) for i in rng.sample(range(200), len(pieces))]))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [scores[piece] for piece in pieces])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return scores
+
+
+def best_score_first(text: str, scores: dict[str, float]) -> list[str]:
+    """SentencePiece's rule, as plainly as it can be put."""
+    parts = list(text)
+    while True:
+        unions = [(scores[a + b], -at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in scores]
+        if not unions:
+            return parts
+        at = -max(unions)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_sentence_piece_vocabularies(tmp_path: Path) -> None:
+    """600 random texts encode by the best score first, after the begin token; any text comes back, bytes included."""
+    for seed in range(3):
+        scores = write_sentence_piece(tmp_path / "sp.gguf", seed)
+        tokenizer = Tokenizer.from_gguf(tmp_path / "sp.gguf")
+        names = {index: piece for piece, index in zip(scores, range(259, 400))}
+        rng = random.Random(seed)
+        for _ in range(200):
+            text = "".join(rng.choices("abcd ", k=rng.randrange(1, 20)))
+            first, *ids = tokenizer.encode_user_text(text)
+            assert first == 1
+            assert [names[token] for token in ids] == best_score_first("▁" + text.replace(" ", "▁"), scores)
+            assert tokenizer.decode(ids) == text
+    for text in ("a日本b 🚀", "<s>abc</s><unk>", "  two  spaces "):
+        ids = tokenizer.encode_user_text(text)[1:]
+        assert not tokenizer.control_token_ids.intersection(ids)
+        assert tokenizer.decode(ids) == text
+        detokenizer = tokenizer.detokenizer()
+        assert "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "pieces"),
+    [
+        ("smollm", "ab12 cd", ["ab", "1", "2", "Ġcd"]),
+        ("gpt-2", "ab12 cd", ["ab", "12", "Ġcd"]),
+        ("llama-bpe", "ab1234 cd", ["ab", "123", "4", "Ġcd"]),
+    ],
+)
+def test_splitting_rules(tmp_path: Path, rule: str, text: str, pieces: list[str]) -> None:
+    """Digits one by one, in runs, or in threes, as the file's rule has it; other rules are refused by name."""
+
+    def write(name: str) -> Path:
+        characters = sorted({c for piece in (*pieces, "1234") for c in piece})
+        words = [word for piece in ("12", "123", "ab", "cd", "Ġcd") if (word := piece) not in characters]
+        writer = gguf.GGUFWriter(tmp_path / "b.gguf", "llama")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_list(["<|end|>", *characters, *words])
+        writer.add_token_types([3] + [1] * (len(characters) + len(words)))
+        writer.add_token_merges(["1 2", "12 3", "a b", "c d", "Ġ cd"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return tmp_path / "b.gguf"
+
+    tokenizer = Tokenizer.from_gguf(write(rule))
+    assert [tokenizer._backend.id_to_token(token) for token in tokenizer.encode_user_text(text)] == pieces
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.pre 'unheard-of'"):
+        Tokenizer.from_gguf(write("unheard-of"))
 
 
 # -- Hugging Face folders ---------------------------------------------------------------------------------------------

@@ -421,7 +421,8 @@ async def test_what_operators_ask(make_cluster: Any) -> None:
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         for name, want in {
             "total_requests_total": 3, "stream_requests_total": 1, "nonstream_requests_total": 1,
-            "validation_exceptions_total": 1, "http_exceptions_total": 0, "internal_errors_total": 0,
+            "validation_exceptions_total": 1, "http_exceptions_total": 0,
+            "client_disconnects_total": 0, "internal_errors_total": 0,
             "total_responses_total": 2, "queue_latency_seconds_count": 2, "ctx_total_requests_total": 2,
             "ctx_completed_requests_total": 2, "ctx_error_requests_total": 0, "ctx_retry_requests_total": 0,
             "ctx_first_token_latency_seconds_count": 2, "ctx_complete_latency_seconds_count": 2,

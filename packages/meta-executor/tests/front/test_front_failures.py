@@ -229,6 +229,20 @@ async def test_unreachable_server_is_left_for_another(make_cluster: Any) -> None
         await cluster.settled()
 
 
+async def test_no_instance_is_a_503(make_cluster: Any) -> None:
+    """Nothing was sent to anybody: the client may try again, and hears so in bounded time."""
+    async with make_cluster() as cluster:
+        cluster.context.ready = False
+        await cluster.servers.stop(cluster.generation.url)
+        with contextlib.suppress(Exception):
+            await cluster.service.directory.refresh(cluster.context.url)
+        for _ in range(2):
+            response = await cluster.complete()
+            assert response.status_code in (502, 503)
+        assert (await cluster.complete()).status_code == 503
+        await cluster.settled()
+
+
 async def test_instance_restarts_at_its_address(make_cluster: Any) -> None:
     """The server goes away and comes back at the same port as a new instance: the front finds it by itself."""
     async with make_cluster() as cluster:

@@ -128,41 +128,22 @@ class Tokenizer:
         Raises:
             ModelFormatError: Its kind or its splitting rule is not supported; names the field.
         """
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Backend
-
-        file = GgufFile(path)
-        metadata = file.metadata
+        metadata = GgufFile(path).metadata
         kind = metadata.get("tokenizer.ggml.model")
-        if kind != "gpt2":
-            raise ModelFormatError(
-                f"{path}: tokenizer.ggml.model is {kind!r}, only 'gpt2' (byte-level BPE) is supported"
-            )
-        try:
-            tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-            merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-        except KeyError as error:
-            raise ModelFormatError(f"{path}: {error.args[0]} is missing") from None
-        kinds = metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL))
-        splitter: Any
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        rule = metadata.get("tokenizer.ggml.pre", "default")
-        if rule in ("smollm", "starcoder", "refact", "command-r"):
-            splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-        elif rule in ("gpt-2", "default"):
-            splitter = byte_level
-        elif rule in ("llama-bpe", "llama3", "llama-v3"):
-            split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
-            splitter = pre_tokenizers.Sequence(
-                [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-            )
+        for key in ("tokens", "merges" if kind == "gpt2" else "scores"):
+            if f"tokenizer.ggml.{key}" not in metadata:
+                raise ModelFormatError(f"{path}: tokenizer.ggml.{key} is missing")
+        tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+        kinds = np.asarray(metadata.get("tokenizer.ggml.token_type", np.full(len(tokens), _NORMAL)))
+        if len(kinds) != len(tokens):
+            raise ModelFormatError(f"{path}: tokenizer.ggml.token_type has {len(kinds)} entries, not {len(tokens)}")
+        if kind == "gpt2":
+            backend, wants_bos = _byte_level_backend(metadata, tokens, str(path))
+        elif kind == "llama":
+            backend, wants_bos = _sentence_piece_backend(metadata, tokens, kinds), True
         else:
-            raise ModelFormatError(f"{path}: tokenizer.ggml.pre {rule!r} is not supported")
-        vocabulary = {token: index for index, token in enumerate(tokens)}
-        backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.startswith("llama")))
-        backend.pre_tokenizer = splitter
-        backend.decoder = decoders.ByteLevel()
-        control = {tokens[index]: int(index) for index in np.flatnonzero(np.asarray(kinds) == _CONTROL)}
+            raise ModelFormatError(f"{path}: tokenizer.ggml.model is {kind!r}; 'gpt2' and 'llama' are supported")
+        control = {tokens[index]: int(index) for index in np.flatnonzero(kinds == _CONTROL)}
         backend.add_special_tokens(list(control))
         eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
         bos = metadata.get("tokenizer.ggml.bos_token_id")
@@ -172,7 +153,7 @@ class Tokenizer:
             chat_template=metadata.get("tokenizer.chat_template"),
             bos_token_id=None if bos is None else int(bos),
             eos_token_ids=tuple(dict.fromkeys(int(token) for token in eos if token is not None)),
-            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", rule.startswith("llama"))),
+            add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", wants_bos)),
         )
 
     @staticmethod
@@ -436,6 +417,60 @@ class StopStrings:
         """What was held back, once no more text comes."""
         shown, self._held = self._held, ""
         return shown
+
+
+def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str], where: str) -> tuple[Any, bool]:
+    """BPE over bytes, and whether its models want a begin token."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    splitter: Any
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rule = metadata.get("tokenizer.ggml.pre", "default")
+    is_llama3 = rule in ("llama-bpe", "llama3", "llama-v3")
+    if rule in ("smollm", "starcoder", "refact", "command-r"):
+        splitter = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    elif rule in ("gpt-2", "default"):
+        splitter = byte_level
+    elif is_llama3:
+        split = pre_tokenizers.Split(Regex(_LLAMA3_SPLIT), behavior="isolated")
+        splitter = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    else:
+        raise ModelFormatError(f"{where}: tokenizer.ggml.pre {rule!r} is not supported")
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.ByteLevel()
+    return backend, is_llama3
+
+
+def _sentence_piece_backend(metadata: Mapping[str, Any], tokens: list[str], kinds: Any) -> Any:
+    """SentencePiece's BPE: of all neighbours whose union is a piece, the best scored union is made first.
+
+    That is a merge list: every split of every piece into two pieces, in the order of the scores. Control tokens are in no
+    merge, so text cannot become one.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, normalizers
+
+    scores = np.asarray(metadata["tokenizer.ggml.scores"])
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pieces = {tokens[index] for index in np.flatnonzero(np.isin(kinds, (_NORMAL, _USER_DEFINED)))}
+    merges = []
+    for index in np.lexsort((np.arange(len(scores)), -scores)):
+        piece = tokens[index]
+        if piece in pieces:
+            splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+            merges += [(left, right) for left, right in splits if left in pieces and right in pieces]
+    unknown = next((tokens[index] for index in np.flatnonzero(kinds == _UNKNOWN)), None)
+    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()] + [decoders.Strip(" ", 1, 0)] * prefix
+    )
+    return backend
 
 
 def _byte_characters() -> dict[int, str]:

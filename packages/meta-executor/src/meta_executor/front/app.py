@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 from endpoint_lifecycle import (
     AsyncEndpointDirectory,
     EndpointError,
+    EndpointTimeout,
     RequestIdGenerator,
     StaleGeneration,
     cluster_info_body,
@@ -345,7 +346,9 @@ class FrontService:
                 503, "the instance was replaced while the request was sent; try again", code="stale"
             ) from error
         except EndpointError as error:
-            raise ApiError(http_status(error), error.message, code="unavailable") from error
+            # A wait for an instance that ended without one is no gateway's timeout: nothing was sent.
+            status = 503 if isinstance(error, EndpointTimeout) else http_status(error)
+            raise ApiError(status, error.message, code="unavailable") from error
 
     # -- what else is asked -------------------------------------------------------------------------------------------
 
