@@ -126,5 +126,5 @@ def test_an_empty_folder_and_foreign_files_are_not_verified(tmp_path: Path) -> N
     assert "there is no evidence" in verify_folder(tmp_path).text()
     (tmp_path / "x.json").write_text('{"format": "something else"}')
     assert not verify_folder(tmp_path).ok
-    with pytest.raises(EvidenceError, match="x.json"):
+    with pytest.raises(EvidenceError, match=r"x\.json"):
         read_record(tmp_path / "x.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -64,10 +65,9 @@ def test_no_other_bytes_are_taken_for_a_frame_or_crash(body: object) -> None:
             del broken[chance.randrange(len(broken)) :]
         else:
             broken[chance.randrange(len(broken))] ^= 1 << chance.randrange(8)
-        try:
+        # Any other exception fails the test: only FrameError may leave the decoder.
+        with contextlib.suppress(FrameError):
             decode_frame(kind, bytes(broken))
-        except FrameError as error:
-            assert str(int(kind)) in str(error)
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -25,8 +25,8 @@ def pairs() -> Iterator[list[Pair]]:
         pair.close()
 
 
-def make(pairs: list[Pair], config: PairConfig = PairConfig(), **kwargs: object) -> Pair:
-    pairs.append(Pair(config, **kwargs))  # type: ignore[arg-type]
+def make(pairs: list[Pair], config: PairConfig | None = None, **kwargs: object) -> Pair:
+    pairs.append(Pair(config or PairConfig(), **kwargs))  # type: ignore[arg-type]
     return pairs[-1]
 
 
@@ -41,7 +41,7 @@ def start_generation_first(pair: Pair, request_id: int, prompt: list[int] = PROM
 def test_output_equals_the_reference(pairs: list[Pair], style: str, bounce: bool, reuse: bool) -> None:
     """Both schedules, bounce and prefix cache on and off: tokens equal a whole engine's, token for token."""
     pair = make(pairs, PairConfig(bounce=bounce, reuse=reuse))
-    prompts = {i: PROMPT[: 8 + 3 * i] + [5, i] for i in range(1, 5)}
+    prompts = {i: [*PROMPT[: 8 + 3 * i], 5, i] for i in range(1, 5)}
     for request_id, prompt in prompts.items():
         if style == "context_first":
             assert pair.serve(request_id, prompt, max_tokens=5) == pair.reference(prompt, 5)

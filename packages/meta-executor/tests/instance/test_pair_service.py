@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+
 from meta_executor import wire
 from meta_executor.config import ServiceConfig, service_config
 from meta_executor.engine.base import StageSpec

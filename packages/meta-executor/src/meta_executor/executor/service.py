@@ -86,10 +86,15 @@ class ExecutorService:
 
     @rpc_method(non_blocking=True)
     def announce_peer(
-        self, name: str, layout: bytes, control_addresses: tuple[str, ...], processes: tuple[str, ...] = ()
+        self,
+        name: str,
+        layout: bytes,
+        control_addresses: tuple[str, ...],
+        processes: tuple[str, ...] = (),
+        replaces: str = "",
     ) -> None:
         """Tell every rank of a context instance."""
-        self._desk.announce_peer(Peer(name, layout, control_addresses, processes))
+        self._desk.announce_peer(Peer(name, layout, control_addresses, processes, replaces))
 
     @rpc_method(non_blocking=True)
     def drain(self, deadline_s: float) -> int:

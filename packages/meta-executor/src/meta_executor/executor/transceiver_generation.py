@@ -121,6 +121,8 @@ class GenerationTransceiver:
         """Connect to every rank of a context instance. A peer that is known already is left as it is."""
         if peer.name in self._peers:
             return
+        if peer.replaces:
+            self.retire_peer(peer.replaces)
         layout = decode_instance(peer.layout)
         instance_id, generation = peer.name.split("/", 1)
         for rank, address in enumerate(peer.control_addresses):
@@ -132,7 +134,10 @@ class GenerationTransceiver:
         self._peers[peer.name] = layout
 
     def retire_peer(self, name: str) -> None:
-        """A context instance is gone for good: its operations fail, and what the transport class proves is proven."""
+        """A context instance is gone for good: its operations fail, and what the transport class proves is proven.
+
+        Its processes are judged by their own end first: writes that a sender executes are over only with it.
+        """
         if self._peers.pop(name, None) is not None:
             instance_id, generation = name.split("/", 1)
             self._receiver.retire_peer(instance_id, generation)

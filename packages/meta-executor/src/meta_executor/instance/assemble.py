@@ -54,7 +54,16 @@ from meta_executor.instance.startup import (
     process_is_gone,
     this_process,
 )
-from pp_agreement import Agreement, AgreementConfig, AllgatherAgreement, Domain, MpiTransport, contribution, negotiate
+from pp_agreement import (
+    Agreement,
+    AgreementConfig,
+    AllgatherAgreement,
+    Domain,
+    MpiTransport,
+    PidWatch,
+    contribution,
+    negotiate,
+)
 
 #: Open incarnations of the agreement at once: every admitted request until its memory is back (count).
 CREDITS_MIN = 256
@@ -95,6 +104,8 @@ class Rank:
     backoff: IdleBackoff
     info: wire.ServerInfo
     modes: dict[str, Any]
+    #: Other ranks' processes; None where the agreement looks at them itself.
+    watch: PidWatch | None
     buffers: list[Any]
 
 
@@ -255,6 +266,7 @@ def assemble(
 
     registry = Registry()
     link = MpiLink(comm)
+    watch = watch_of(everyone, rank)
     work: WorkChannel
     desk = None
     admission: Any = None
@@ -271,7 +283,7 @@ def assemble(
             blocks = FollowedBlocks(block_count, block_tokens)
         asynchronous = mode.terminal or (size == 1)
         if asynchronous:
-            agreement = Agreement(domain, rank, MpiTransport(comm, domain), bounds)
+            agreement = Agreement(domain, rank, MpiTransport(comm, domain, watch=watch.dead), bounds)
         else:
             agreement = AllgatherAgreement(domain, rank, comm, bounds)
         agreement.open()
@@ -347,7 +359,7 @@ def assemble(
         work=work,
         transceiver=transceiver,
         desk=desk,
-        on_fault=lambda diagnosis: log(f"{instance.owner_id} rank {rank}: fault: {diagnosis}"),
+        on_fault=lambda diagnosis: backoff.notify(),
     )
     modes = {
         "schedule_style": service.schedule_style,
@@ -392,8 +404,20 @@ def assemble(
         backoff=backoff,
         info=info,
         modes=modes,
+        watch=None if role == "context" and mode.terminal else watch,
         buffers=[arena_memory, aux],
     )
+
+
+def watch_of(facts: list[RankFacts], rank: int) -> PidWatch:
+    """The other ranks' processes, those of this host."""
+    here = facts[rank].process.split("/")[0]
+    pids = {}
+    for fact in facts:
+        boot, pid, _ = fact.process.split("/")
+        if fact.rank != rank and boot == here:
+            pids[fact.rank] = int(pid)
+    return PidWatch(pids)
 
 
 def _stage(role: str, model: ModelInfo, rank: int, size: int) -> StageSpec:

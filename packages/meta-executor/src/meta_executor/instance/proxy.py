@@ -33,6 +33,8 @@ class Tracked:
 
     request_id: int
     answers: asyncio.Queue[Answer | ProxyError] = field(default_factory=asyncio.Queue)
+    #: Resolves when the worker has taken it, or raises what it was refused with.
+    ticket: asyncio.Future[None] | None = None
     ended: bool = False
 
 
@@ -112,10 +114,31 @@ class Proxy:
         if request.request_id in self._tracked:
             raise ProxyError(wire.DUPLICATE_REQUEST, f"request {request.request_id} is here already")
         try:
-            self._submitter.submit(request).add_done_callback(_retrieve)
+            ticket = self._submitter.submit(request)
         except BatchSubmitError as error:
             raise ProxyError(wire.BACKPRESSURE, str(error)) from error
-        return self._tracked[request.request_id]
+        ticket.add_done_callback(_retrieve)
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            # Refused before this call returned: the ticket says why.
+            tracked = Tracked(request.request_id)
+        tracked.ticket = ticket
+        return tracked
+
+    async def taken(self, tracked: Tracked) -> None:
+        """Wait until the worker has taken the request.
+
+        Raises:
+            ProxyError: It was refused; it is not tracked any more.
+        """
+        if tracked.ticket is None:
+            return
+        try:
+            await asyncio.shield(tracked.ticket)
+        except Exception as error:
+            tracked.ended = True
+            self.forget(tracked)
+            raise _refusal(error) from error
 
     async def answers(self, tracked: Tracked, *, single: bool = False) -> AsyncIterator[Answer]:
         """Answers of one request, the last one included; stopping early aborts it.
@@ -159,10 +182,16 @@ class Proxy:
             self._client.abort(request_id, reason).remote_future().add_done_callback(_retrieve)
 
     async def announce_peer(
-        self, name: str, layout: bytes, control_addresses: tuple[str, ...], processes: tuple[str, ...]
+        self,
+        name: str,
+        layout: bytes,
+        control_addresses: tuple[str, ...],
+        processes: tuple[str, ...],
+        replaces: str,
     ) -> None:
         """Tell the ranks of a context instance, before the first request that names it."""
-        await self._client.announce_peer(name, layout, control_addresses, processes).remote_async(timeout_s=10.0)
+        call = self._client.announce_peer(name, layout, control_addresses, processes, replaces)
+        await call.remote_async(timeout_s=10.0)
 
     async def drain(self, deadline_s: float) -> int:
         """Begin to drain."""
@@ -196,10 +225,7 @@ class Proxy:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        code, message = split_error(str(error))
-        if isinstance(error, RpcBackpressure):
-            code = wire.BACKPRESSURE
-        tracked.answers.put_nowait(ProxyError(code, message))
+        tracked.answers.put_nowait(_refusal(error))
 
     async def _send(self, batch: list[SubmitRequest]) -> list[str | None] | None:
         self._batch_count += 1
@@ -235,6 +261,11 @@ class Proxy:
     def _fail_all(self, error: ProxyError) -> None:
         for tracked in list(self._tracked.values()):
             tracked.answers.put_nowait(error)
+
+
+def _refusal(error: BaseException) -> ProxyError:
+    code, message = split_error(str(error))
+    return ProxyError(wire.BACKPRESSURE if isinstance(error, RpcBackpressure) else code, message)
 
 
 def _retrieve(future: object) -> None:

@@ -75,6 +75,8 @@ class ApiServer:
         self._drain_timeout_s = drain_timeout_s
         self._http: httpx.AsyncClient | None = None
         self._peers: dict[str, asyncio.Task[None]] = {}
+        #: The lifetime that was last announced behind each address.
+        self._peer_at: dict[str, str] = {}
         self._started_s = time.monotonic()
 
     def app(self) -> Starlette:
@@ -111,7 +113,7 @@ class ApiServer:
         with self._endpoint.admit(body.endpoint_generation):
             info = self._endpoint.info()
             self._check(body.token_ids, body.sampling, info, keeps=len(body.token_ids))
-            answers = self._submitted(_submit_request(body, body.sampling, info), single=True)
+            answers = await self._submitted(_submit_request(body, body.sampling, info), single=True)
             answer = await _first(answers, request)
             if answer.finish_reason in ("error", "cancelled"):
                 raise Refused(
@@ -146,7 +148,7 @@ class ApiServer:
             submit = msgspec.structs.replace(
                 _submit_request(body, body.sampling, info), first_token=body.first_token, peer=peer
             )
-            answers = self._submitted(submit)
+            answers = await self._submitted(submit)
             held = stack.pop_all()
         return _Stream(self._lines(answers, held, body.request_id), media_type="application/x-ndjson")
 
@@ -176,11 +178,14 @@ class ApiServer:
             finally:
                 await answers.aclose()  # type: ignore[attr-defined]
 
-    def _submitted(self, submit: SubmitRequest, *, single: bool = False) -> AsyncIterator[Any]:
+    async def _submitted(self, submit: SubmitRequest, *, single: bool = False) -> AsyncIterator[Any]:
+        """Submit and wait until the worker has taken it, so that a refusal still has a status of its own."""
         try:
-            return self._proxy.answers(self._proxy.submit(submit), single=single)
+            tracked = self._proxy.submit(submit)
+            await self._proxy.taken(tracked)
         except ProxyError as error:
             raise Refused(wire.ErrorBody(error=error.code, message=str(error), request_id=submit.request_id)) from error
+        return self._proxy.answers(tracked, single=single)
 
     def _check(self, token_ids: list[int], sampling: wire.Sampling, info: wire.ServerInfo, *, keeps: int) -> None:
         limits = info.limits
@@ -245,7 +250,11 @@ class ApiServer:
             )
         layout = msgspec.json.encode(info.layout)
         InstanceLayout.from_json(layout)  # refuse a layout that is none before the ranks see it
-        await self._proxy.announce_peer(name, layout, tuple(info.control_addresses), tuple(info.processes))
+        replaces = self._peer_at.get(context.url, "")
+        self._peer_at[context.url] = name
+        await self._proxy.announce_peer(
+            name, layout, tuple(info.control_addresses), tuple(info.processes), "" if replaces == name else replaces
+        )
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         log(f"{instance.owner_id}: ready at {house.url}, {rank.size} ranks, generation {rank.generation}")
     try:
         drive(rank.loop, rank.backoff, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
+        if rank.loop.fault:
+            log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}")
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
         rank.loop.fault = f"{type(error).__name__}: {error}"
         log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
@@ -149,6 +151,9 @@ class _Statistics:
     def update(self, now_s: float) -> None:
         """Look again."""
         rank = self._rank
+        if rank.watch is not None and not rank.loop.left:
+            for dead, evidence in rank.watch.dead():
+                rank.loop.fault = rank.loop.fault or f"rank {dead} has died: {evidence}"
         self.latest = rank_statistics(rank.loop, rank.transceiver, rank.blocks, rank.agreement, rank.block_bytes)
         data = wire.encode_json(self.latest)
         if data == self._last:

@@ -1,0 +1,27 @@
+"""The long runs, a little of each: they start, find nothing, and find what was planted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=100)
+
+
+def test_the_explorer_runs_and_says_what_it_saw() -> None:
+    """A few states of one scope: exit 0, counts, no violation."""
+    done = run(str(TOOLS / "explore_composition.py"), "--scope", "one request, cancelled", "--states", "40")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 violations" in done.stdout and " transitions" in done.stdout
+
+
+def test_random_pairs_runs_and_says_what_it_saw() -> None:
+    """Three runs of each schedule beyond the seeds of the test."""
+    done = run(str(TOOLS / "random_pairs.py"), "--count", "3", "--seed", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "6 runs" in done.stdout and "0 failures" in done.stdout
