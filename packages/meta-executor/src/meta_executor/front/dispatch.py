@@ -351,12 +351,15 @@ class Dispatch:
             conversation_id=job.conversation_id,
         )
         self._sending(leg, job)
-        async with self._legs.generation(leg.server, request) as chunks:
-            yield self._measured(leg, chunks)
+        async with (
+            self._legs.generation(leg.server, request) as chunks,
+            contextlib.aclosing(self._measured(leg, chunks)) as measured,
+        ):
+            yield measured
 
     async def _measured(
         self, leg: _Leg, chunks: AsyncIterator[wire.GenerationChunk]
-    ) -> AsyncIterator[wire.GenerationChunk]:
+    ) -> AsyncGenerator[wire.GenerationChunk, None]:
         first_s = None
         count = 0
         async for chunk in chunks:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 import msgspec
@@ -148,7 +148,8 @@ class LegClient:
                 except httpx.HTTPError:
                     refusal = b""
                 raise _refusal("generation", server, response.status_code, refusal)
-            yield _chunks(server, response)
+            async with contextlib.aclosing(_chunks(server, response)) as chunks:
+                yield chunks
         finally:
             await response.aclose()
 
@@ -173,7 +174,7 @@ class LegClient:
             raise LegError(role, server, CUT, _words(error), received=True) from error
 
 
-async def _chunks(server: str, response: httpx.Response) -> AsyncIterator[wire.GenerationChunk]:
+async def _chunks(server: str, response: httpx.Response) -> AsyncGenerator[wire.GenerationChunk, None]:
     rest = b""
     body = response.aiter_raw()
     try:
