@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -170,6 +171,34 @@ def test_killed_etcd_keeps_routes_and_everything_heals_when_it_is_back(server: S
     asyncio.run(main())
 
 
+def test_etcd_that_falls_silent_is_noticed_and_found_again(server: Server) -> None:
+    """Stopped, not killed: the connection stands and nothing comes. The idle bound ends the watch; a listing tells."""
+
+    async def main() -> None:
+        worker = FakeWorker("http://a", "context", "ctx-0")
+        directory = AsyncEndpointDirectory(FakeTransport(worker).fetch, DirectoryConfig(probe_ready_s=None))
+        store = EtcdLeaseStore(server.url, timeout_s=0.5, idle_s=1.0)
+        async with AsyncReconciler(store, directory, backoff_max_s=0.3) as reconciler:
+            await reconciler.wait_synced()
+            assert server.process is not None
+            server.process.send_signal(signal.SIGSTOP)
+            try:
+                await becomes(lambda: reconciler.statistics().failures >= 2)
+            finally:
+                server.process.send_signal(signal.SIGCONT)
+            publishing = EtcdLeaseStore(server.url)
+            async with AsyncLeasePublisher(publishing, worker.owner, "http://a", 5.0):
+                await becomes(lambda: directory.ready(context=1))
+                listings = reconciler.statistics().listings
+                await becomes(lambda: reconciler.statistics().listings > listings)  # quiet: it looks again by itself
+                assert directory.ready(context=1)
+            await publishing.aclose()
+        await directory.aclose()
+        await store.aclose()
+
+    asyncio.run(main())
+
+
 def test_compacted_revision_and_closed_store_are_told(server: Server) -> None:
     async def main() -> None:
         store = EtcdLeaseStore(server.url)
@@ -177,7 +206,7 @@ def test_compacted_revision_and_closed_store_are_told(server: Server) -> None:
         revision = 0
         for number in range(5):
             revision = await store.put("/k/a", str(number).encode(), lease) or 0
-        await store._call(lambda: store._post("/kv/compaction", {"revision": str(revision), "physical": True}))
+        await store._call(lambda: store._client.post("/kv/compaction", {"revision": str(revision), "physical": True}))
         watch = store.watch("/k/", 0)
         with pytest.raises(StoreCompacted):
             while True:

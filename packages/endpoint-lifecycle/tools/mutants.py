@@ -355,11 +355,11 @@ MUTANTS = (
     # -- discovery
     Mutant("listing removes nothing", "_discovery.py", "            elif key not in self._suspects:\n                self._delete(key)", "            elif key not in self._suspects:\n                pass", STORE),
     Mutant("forgetful store removes at once", "_discovery.py", "forgetful = snapshot.revision < self._revision", "forgetful = False", STORE),
-    Mutant("watch from now instead of the listing", "_discovery_asyncio.py", "await self._follow(snapshot.revision)", "await self._follow(snapshot.revision + 1)", STORE),
+    Mutant("watch from now instead of the listing", "_asyncio_discovery.py", "await self._follow(snapshot.revision)", "await self._follow(snapshot.revision + 1)", STORE),
     Mutant("bad entry ends the following", "_discovery.py", "        except EndpointError as error:\n            # The last good", "        except ZeroDivisionError as error:\n            # The last good", STORE),
-    Mutant("withdrawal without comparing", "_discovery_asyncio.py", "        if old is None or old[1] != revision:\n            return False", "        if old is None:\n            return False", STORE),
-    Mutant("lost lease is not noticed", "_discovery_asyncio.py", "if not await self._store.keep_alive(self._lease):", "if not await self._store.keep_alive(self._lease) and False:", STORE),
-    Mutant("retries in step", "_discovery_asyncio.py", "self._retry_in_s = limit_s * (0.5 + 0.5 * self._random())", "self._retry_in_s = limit_s", STORE),
+    Mutant("withdrawal without comparing", "_asyncio_discovery.py", "        if old is None or old[1] != revision:\n            return False", "        if old is None:\n            return False", STORE),
+    Mutant("lost lease is not noticed", "_asyncio_discovery.py", "if not await self._store.keep_alive(self._lease):", "if not await self._store.keep_alive(self._lease) and False:", STORE),
+    Mutant("retries in step", "_asyncio_discovery.py", "self._retry_in_s = limit_s * (0.5 + 0.5 * self._random())", "self._retry_in_s = limit_s", STORE),
     # -- idle and ids
     Mutant("notification lost before the wait", "_backoff.py", "if self._seen == self._notifications and wait_s > 0.0:", "if wait_s > 0.0:", ("backoff",)),
     Mutant("sleep beyond the cap", "_backoff.py", "self._next_s = min(2 * wait_s, self.cap_s) if wait_s else self.first_s", "self._next_s = 2 * wait_s if wait_s else self.first_s", ("backoff", "invariants")),

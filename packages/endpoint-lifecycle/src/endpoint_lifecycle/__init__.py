@@ -9,8 +9,9 @@ Layout:
     _views.py       configuration, statuses, audit and statistics as plain data
     _asyncio.py     the router side on an event loop
     _discovery.py   where servers come from: interface of sources and stores, the book that compares
-    _discovery_asyncio.py  static list, in-memory store, reconciler, publisher
-    _etcd.py        the store on etcd v3; the only file that imports etcd3gw
+    _asyncio_discovery.py  static list, in-memory store, reconciler, publisher
+    _etcd.py        etcd v3, blocking; the only file that imports etcd3gw
+    _asyncio_etcd.py  the lease store made of it
     etcd.py         its public name
     _backoff.py     idle waiting for threads
     _ids.py         63-bit request ids
@@ -27,6 +28,14 @@ from endpoint_lifecycle._asyncio import (
     ReleaseNotice,
     ReservedStream,
 )
+from endpoint_lifecycle._asyncio_discovery import (
+    AsyncLeasePublisher,
+    AsyncReconciler,
+    MemoryLeaseStore,
+    PublisherStatistics,
+    ReconcilerStatistics,
+    StaticServers,
+)
 from endpoint_lifecycle._backoff import BackoffSchedule, BackoffStatistics, IdleBackoff
 from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._discovery import (
@@ -39,14 +48,6 @@ from endpoint_lifecycle._discovery import (
     StoreEvent,
     decode_registration,
     registration_key,
-)
-from endpoint_lifecycle._discovery_asyncio import (
-    AsyncLeasePublisher,
-    AsyncReconciler,
-    MemoryLeaseStore,
-    PublisherStatistics,
-    ReconcilerStatistics,
-    StaticServers,
 )
 from endpoint_lifecycle._errors import (
     AlreadyOwned,
