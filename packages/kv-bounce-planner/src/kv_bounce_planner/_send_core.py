@@ -332,6 +332,13 @@ class SendTransfer:
         return tuple(op for op, record in self._records.items() if not record.machine.terminal)
 
     @property
+    def clock_runs(self) -> bool:
+        """Whether some operation will be quarantined unless a proof comes: then time matters."""
+        return any(
+            record.drain_until_s is not None and not record.machine.terminal for record in self._records.values()
+        )
+
+    @property
     def served(self) -> bool:
         """Whether the expected number of operations has ended."""
         return self.expected is not None and len(self._records) >= self.expected and not self.outstanding

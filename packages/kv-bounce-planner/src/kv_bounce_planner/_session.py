@@ -683,6 +683,10 @@ class Receiver(_Shell):
         self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
         self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
         self._copying: list[tuple[_Receive, list[CopyHandle]]] = []
+        # An idle poll looks at none of the open transfers but these: thousands may wait for their prefill.
+        self._unpublished: deque[_Receive] = deque()
+        self._draining: dict[TransferIdentity, _Receive] = {}
+        self._waiting: dict[TransferIdentity, _Receive] = {}
 
     # -- the host's calls
 
@@ -751,6 +755,7 @@ class Receiver(_Shell):
             self._next_operation += len(specs)
             record = _Receive(core, expected, claim, blocks)
             self._transfers[identity] = record
+            self._unpublished.append(record)
             self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
             _bound(self._incarnations, OVER_MAX)
             for operation in expected:
@@ -819,11 +824,9 @@ class Receiver(_Shell):
 
     def _publish(self) -> None:
         """Under the lock each record turns EXPOSED and its request is queued: a cancel comes wholly before or after."""
-        for identity in [key for key, record in self._transfers.items() if not record.published]:
+        while self._unpublished:
             with self._lock:
-                record = self._transfers.get(identity)
-                if record is None or record.published:
-                    continue
+                record = self._unpublished.popleft()
                 record.published = True
                 self._step(record, rc.Published())
 
@@ -941,14 +944,17 @@ class Receiver(_Shell):
             if self._arena is not None:
                 for reservation in self._arena.pump():
                     self._reserved(reservation)
-            for record in list(self._transfers.values()):
-                if record.wait_until_s is not None and now_s >= record.wait_until_s:
+            for identity, record in list(self._waiting.items()):
+                if record.wait_until_s is None:
+                    del self._waiting[identity]
+                elif now_s >= record.wait_until_s:
+                    del self._waiting[identity]
                     record.wait_until_s = None
-                    if self._arena is not None and self._arena.withdraw(record.core.identity):
+                    if self._arena is not None and self._arena.withdraw(identity):
                         self._counters["bounce_no_space"] += 1
                         self._step(record, rc.RegionRefused("no_space"))
-                until_s = record.core.drain_until_s
-                if until_s is not None and now_s >= until_s:
+            for record in list(self._draining.values()):
+                if record.core.drain_until_s is not None and now_s >= record.core.drain_until_s:
                     self._step(record, rc.Ticked())
 
     def _reserved(self, reservation: Reservation) -> None:
@@ -1040,6 +1046,7 @@ class Receiver(_Shell):
             self._step(record, rc.RegionRefused(refusal.reason.value))
             return
         record.wait_until_s = self._clock() + self.config.bounce_wait_s
+        self._waiting[record.core.identity] = record
         for reservation in self._arena.pump():
             self._reserved(reservation)
 
@@ -1059,6 +1066,8 @@ class Receiver(_Shell):
 
     def _ended(self, record: _Receive, outcome: Outcome, reason: str) -> None:
         identity = record.core.identity
+        if outcome is not Outcome.SUCCEEDED:
+            self._draining[identity] = record
         if outcome is Outcome.SUCCEEDED:
             self._counters["succeeded"] += 1
             tiers = tuple(
@@ -1083,6 +1092,8 @@ class Receiver(_Shell):
 
     def _forget(self, record: _Receive) -> None:
         del self._transfers[record.core.identity]
+        self._draining.pop(record.core.identity, None)
+        self._waiting.pop(record.core.identity, None)
         for operation in record.expected:
             del self._of_operation[operation]
         self._over[record.core.identity] = None
@@ -1151,6 +1162,9 @@ class Sender(_Shell):
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
+        self._clocked: dict[RequestKey, _Send] = {}
+        self._stepped: dict[RequestKey, _Send] = {}
 
     # -- the host's calls
 
@@ -1169,7 +1183,9 @@ class Sender(_Shell):
         if operation_count is not None and operation_count < 0:
             raise ValueError(f"operation_count wants >= 0, got {operation_count}")
         with self._lock:
-            self._record(request).core.expected = operation_count
+            record = self._record(request)
+            record.core.expected = operation_count
+            self._stepped[request] = record
 
     def ready(
         self, request: RequestKey, resolve: Callable[[ReceiveRequest], WriterTransfer], claim: Any = None
@@ -1489,9 +1505,14 @@ class Sender(_Shell):
 
     def _tick(self) -> None:
         with self._lock:
-            for record in list(self._requests.values()):
-                if record.core.outstanding and (record.core.sealed or record.core.ready):
-                    self._step(record, sc.Ticked())
+            for key, record in list(self._clocked.items()):
+                self._step(record, sc.Ticked())
+                if not record.core.clock_runs:
+                    del self._clocked[key]
+            stepped, self._stepped = self._stepped, {}
+            for record in stepped.values():
+                if record.core.clock_runs:
+                    self._clocked[record.core.request] = record
                 if record.core.served and not record.served:
                     record.served = True
                     self._events.append(RequestServed(record.core.request))
@@ -1519,6 +1540,7 @@ class Sender(_Shell):
     # -- performing effects (under the lock)
 
     def _step(self, record: _Send, event: sc.SendEvent) -> None:
+        self._stepped[record.core.request] = record
         for effect in record.core.step(event, self._clock()):
             self._perform(record, effect)
 

@@ -574,3 +574,31 @@ def test_expect_and_arguments_are_validated(make_lab):
     with pytest.raises(LocalProtocolError):
         lab.senders[0].snapshot(RequestKey(77))
     assert BounceArena(64, 1024).largest_region_bytes() == 1024 - 448
+
+
+def test_an_idle_poll_steps_no_machine_however_many_requests_wait(make_lab, monkeypatch):
+    """2,000 requests before their prefill cost an idle poll nothing on either side."""
+    from kv_bounce_planner._receive_core import ReceiveTransfer
+    from kv_bounce_planner._send_core import SendTransfer
+
+    lab = make_lab(1, config=SessionConfig(frames_per_poll_max=4096))
+    for request in range(2000):
+        lab.open(request)
+    lab.run(3)
+    assert len(lab.senders[0].pending()) == 2000
+    steps = []
+    for core in (ReceiveTransfer, SendTransfer):
+        original = core.step
+
+        def counted(self, event, now_s, original=original):
+            steps.append(event)
+            return original(self, event, now_s)
+
+        monkeypatch.setattr(core, "step", counted)
+    lab.run(5)
+    assert steps == []
+    lab.ready(77)
+    lab.receiver.cancel(lab.identity(78))
+    lab.run(10)
+    assert 0 < len(steps) < 60
+    assert sorted(lab.names()) == ["MemoryReleased", "MemoryReleased", "TransferCancelled", "TransferSucceeded"]
