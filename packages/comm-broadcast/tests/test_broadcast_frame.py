@@ -20,10 +20,10 @@ def packed(frame, size=256):
 
 def test_golden_bytes():
     """The header's layout is fixed: a change is a new version."""
-    frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1)
+    frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1, 9)
     wanted = (
         "4342584d 01 00 01 00 0500000000000000 7011010000000000 0010000000000000"
-        "02000000 01000000 00000000 01000000 5cf94b1b 000000000000000000000000"
+        "02000000 01000000 00000000 01000000 0900000000000000 fd01adfb 00000000"
     )
     assert packed(frame)[:64] == bytes.fromhex(wanted)
     assert Frame.unpack(memoryview(packed(frame)), 5, 0) == frame
@@ -32,7 +32,7 @@ def test_golden_bytes():
 def test_every_damaged_byte_of_a_header_is_refused():
     """The checksum covers the header, itself included."""
     good = packed(Frame(5, Status.GOOD, Kind.INLINE, 10))
-    for position in range(52):
+    for position in range(60):
         bad = bytearray(good)
         bad[position] ^= 0x40
         with pytest.raises(RemoteProtocolError):
@@ -80,6 +80,14 @@ def test_damaged_blocks_are_refused():
     for data in (b"", b"\1\0\0\0", b"\1\0\0\0" + (1000).to_bytes(8, "little")):
         with pytest.raises(RemoteProtocolError):
             block.split(memoryview(data), [])
+    size, entries, _ = block.plan(
+        [BufferSegment(b"x"), BufferSegment(b"y" * 500)], BroadcastConfig(gather_bytes_max=100)
+    )
+    data = memoryview(bytearray(size))
+    block.write(data, [BufferSegment(b"x"), BufferSegment(b"y" * 500)], entries)
+    for buffers in ([], [memoryview(b"y" * 499)], [memoryview(b"y" * 500)] * 2):
+        with pytest.raises(RemoteProtocolError, match="large segment"):
+            block.split(data, buffers)
     with pytest.raises(RemoteProtocolError):
         block.read_sizes(memoryview(bytes(10)), 2)
 
@@ -93,3 +101,10 @@ def test_the_package_imports_without_mpi_and_torch():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "ok", done.stderr
+
+
+def test_a_frame_without_chunks_is_refused():
+    """Chunks of no bytes would never end."""
+    bad = Frame(1, Status.GOOD, Kind.FOLLOWS, 10_000, 0)
+    with pytest.raises(RemoteProtocolError, match="chunks of 0"):
+        Frame.unpack(memoryview(packed(bad)), 1, 0)

@@ -91,8 +91,10 @@ def check_all(comm):
     data = bytes(range(256)) * 500
     assert chunks.broadcast(data if rank == 0 else None) == data
     chunks.close()
-    with pytest.raises(BroadcastConfigError):
-        BroadcastConfig(chunk_bytes=0)
+    # e: a bad setting of one rank alone is refused by all of them, at construction
+    for bad in range(2):
+        with pytest.raises(BroadcastConfigError, match=f"rank {bad}: chunk_bytes"):
+            Broadcaster(MpiComm(comm), config=BroadcastConfig(chunk_bytes=0 if rank == bad else 1 << 20))
     # f: ranks that disagree on the root are refused at construction, everywhere
     if size > 1:
         with pytest.raises(BroadcastConfigError, match="root"):
@@ -144,19 +146,100 @@ def test_token_batches_through_a_shared_window(world_comm):
 
     config = BroadcastConfig(shared_slot_bytes=1 << 20)
     broadcaster = Broadcaster(MpiComm(world_comm), config=config, codec=TokenBatchCodec(Request))
-    previous = None
+    kept = []
     for step in range(50):
         batch = [Request(i, np.full(2000 + step, step * 10 + i, np.int32)) for i in range(8)]
         current = broadcaster.broadcast(batch if world_comm.rank == 0 else None)
-        for age, kept in ((0, current), (1, previous)):
-            if kept is not None:
-                for i, request in enumerate(kept):
-                    assert (request.tokens == (step - age) * 10 + i).all()
-        previous = current
-    statistics = broadcaster.statistics()
-    assert statistics.shared == (50 if world_comm.rank == 0 else 0)
-    previous = current = None
+        kept = [*kept[-1:], (step, current)] if step < 40 else [*kept, (step, current)]
+        for then, requests in kept:
+            for i, request in enumerate(requests):
+                assert (request.tokens == then * 10 + i).all()
+    shared = broadcaster.statistics().shared
+    # Some went through the window, and from the 42nd on none could: its slots are held by views.
+    assert 0 < shared <= 43 if world_comm.rank == 0 else shared == 0
     broadcaster.close()
+    for then, requests in kept:
+        assert all((request.tokens == then * 10 + i).all() for i, request in enumerate(requests))
+
+
+def check_interruptions(comm):
+    """Callers that give up while MPI still writes to their buffers; a decode failure before gathers; windows and gathers."""
+    from comm_broadcast import MpiComm
+
+    rank, size = comm.rank, comm.size
+    last = size - 1
+
+    def interrupt(timeout_s):
+        raise KeyboardInterrupt
+
+    broadcaster = Broadcaster(MpiComm(comm), config=BroadcastConfig(gather_bytes_max=4096, chunk_bytes=8192))
+    for step in range(5):
+        sent = np.full(50_000, step)
+        if rank == last:
+            handle = broadcaster.start_broadcast()
+            if not handle.test():
+                with pytest.raises(KeyboardInterrupt):
+                    handle.wait(interrupt)
+            del handle
+        elif rank == 0:
+            time.sleep(0.02)
+            broadcaster.broadcast(sent)
+        else:
+            assert (broadcaster.broadcast() == step).all()
+        second = broadcaster.broadcast(sent + 100 if rank == 0 else None)
+        assert (second == step + 100).all()
+    for call in (broadcaster.allgather, broadcaster.gather):
+        if rank == last:
+            with pytest.raises(BroadcastError):
+                broadcaster.broadcast()
+        else:
+            broadcaster.broadcast(FailsOn(last) if rank == 0 else None)
+        with pytest.raises(BroadcastError) as caught:
+            call(rank)
+        assert (caught.value.rank, caught.value.earlier) == (last, True)
+        assert call(rank) == (list(range(size)) if call == broadcaster.allgather or rank == 0 else None)
+    # The reports that the root finds now were told already.
+    time.sleep(0.05)
+    for n in range(3):
+        assert broadcaster.broadcast(n if rank == 0 else None) == n
+    broadcaster.close()
+    window = Broadcaster(MpiComm(comm), config=BroadcastConfig(shared_slot_bytes=1 << 20))
+    for step in range(10):
+        assert (window.broadcast(np.full(10_000, step) if rank == 0 else None) == step).all()
+        assert window.allgather(rank) == list(range(size))
+        window.gather(rank)
+    assert window.statistics().shared == (10 if rank == 0 else 0)
+    window.close()
+
+
+@pytest.mark.mpi(2)
+def test_interruptions_on_two_ranks(world_comm):
+    """Abandoned exchanges, failures told by gathers, windows with gathers."""
+    check_interruptions(world_comm)
+
+
+@pytest.mark.mpi(4)
+def test_interruptions_on_four_ranks(world_comm):
+    """Abandoned exchanges, failures told by gathers, windows with gathers."""
+    check_interruptions(world_comm)
+
+
+@pytest.mark.mpi(2)
+def test_errors_of_mpi_are_the_packages_own(world_comm):
+    """Mapped once, with the operation and the cause kept."""
+    from mpi4py import MPI
+
+    from comm_broadcast import MpiComm, TransportError
+
+    comm = MpiComm(world_comm)
+    with pytest.raises(TransportError, match="Ibcast") as caught:
+        comm.ibcast(bytearray(8), root=99)
+    assert isinstance(caught.value.__cause__, MPI.Exception)
+    with pytest.raises(TransportError, match="Isend"):
+        comm.isend(bytearray(8), 99)
+    with pytest.raises(TransportError, match="Irecv"):
+        comm.irecv(bytearray(8), 99)
+    comm.free()
 
 
 @pytest.mark.mpi(2)

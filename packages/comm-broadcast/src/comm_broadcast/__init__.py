@@ -2,10 +2,10 @@
 
 Layout:
 
-- ``_exchange``: the exchanges as non-blocking steps; ``Broadcaster`` and its handles
-- ``_frame``: the first frame; ``_block``: what does not fit in it
-- ``_codec``: values as segments of bytes: pickle 5, or typed token batches
-- ``_config``, ``_errors``
+- ``_exchange``: the exchanges as non-blocking steps, ``Broadcaster``; ``_handle``: who drives them
+- ``_settings``: what ranks agree on at construction; ``_config``, ``_errors``
+- ``_frame``: the first frame; ``_block``: what does not fit in it; ``_pool``, ``_window``: memory
+- ``_codec``: values as segments of bytes: pickle 5, raw bytes; ``_tokens``: typed token batches
 - ``_comm``: what an adapter offers; ``_mpi`` (``MpiComm``), ``_torch`` (``TorchComm``): the adapters, imported on first use
 - ``testing``: a communicator of threads that records every rank's operations
 """
@@ -13,7 +13,7 @@ Layout:
 from typing import Any
 
 from comm_broadcast.__about__ import __version__
-from comm_broadcast._codec import Codec, PickleCodec, TokenBatchCodec
+from comm_broadcast._codec import BytesCodec, Codec, PickleCodec
 from comm_broadcast._comm import Comm
 from comm_broadcast._config import BroadcastConfig
 from comm_broadcast._errors import (
@@ -22,8 +22,11 @@ from comm_broadcast._errors import (
     CommBroadcastError,
     LocalProtocolError,
     RemoteProtocolError,
+    TransportError,
 )
-from comm_broadcast._exchange import Broadcaster, BroadcastStatistics, Handle
+from comm_broadcast._exchange import Broadcaster, BroadcastStatistics
+from comm_broadcast._handle import Handle
+from comm_broadcast._tokens import TokenBatchCodec
 
 BroadcastHandle = Handle
 
@@ -34,6 +37,7 @@ __all__ = [
     "BroadcastHandle",
     "BroadcastStatistics",
     "Broadcaster",
+    "BytesCodec",
     "Codec",
     "Comm",
     "CommBroadcastError",
@@ -44,6 +48,7 @@ __all__ = [
     "RemoteProtocolError",
     "TokenBatchCodec",
     "TorchComm",
+    "TransportError",
     "__version__",
 ]
 

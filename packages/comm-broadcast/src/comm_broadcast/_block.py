@@ -83,11 +83,17 @@ def split(block: memoryview, large: Sequence[memoryview]) -> list[memoryview]:
     """
     entries = _entries(block)
     position = _COUNT.size + 8 * len(entries)
+    count_large = sum(entry >> 63 for entry in entries)
+    if count_large != len(large):
+        raise RemoteProtocolError(f"table of {count_large} large segments, {len(large)} came")
     follow = iter(large)
     found = []
     for entry in entries:
         if entry & _LARGE:
-            found.append(next(follow))
+            buffer = next(follow)
+            if buffer.nbytes != entry & ~_LARGE:
+                raise RemoteProtocolError(f"large segment of {entry & ~_LARGE} bytes, {buffer.nbytes} came")
+            found.append(buffer)
             continue
         position = _aligned(position)
         if position + entry > len(block):

@@ -9,34 +9,22 @@ Buffer = Any
 
 
 class Request(Protocol):
-    """An operation under way."""
+    """An operation under way. It keeps its buffers alive until it has completed, whoever forgets it."""
 
     def test(self) -> bool:
-        """Whether it has completed; makes progress, never blocks."""
+        """Whether it has completed; makes progress, never blocks.
 
-
-class Window(Protocol):
-    """Memory that the ranks of one node share: slots that the root writes, and one counter per rank."""
-
-    def slot(self, index: int) -> memoryview:
-        """A slot's bytes."""
-
-    def acknowledge(self, sequence: int) -> None:
-        """This rank will not look at slots of exchanges before ``sequence`` any more."""
-
-    def acknowledged(self) -> int:
-        """The lowest sequence that every rank has acknowledged."""
-
-    def free(self) -> None:
-        """Release it (collective)."""
+        Raises:
+            TransportError: The communicator failed.
+        """
 
 
 class Comm(Protocol):
-    """A communicator of this package's own: nothing else may use it."""
+    """A communicator of this package's own: nothing else may use it. Every method may raise ``TransportError``."""
 
     rank: int
     size: int
-    #: Whether :meth:`report` exists; otherwise every broadcast compares results.
+    #: Whether :meth:`report` exists; otherwise every exchange compares results.
     reports: bool
 
     def ibcast(self, buffer: Buffer, root: int) -> Request:
@@ -56,9 +44,6 @@ class Comm(Protocol):
 
     def poll_report(self, size: int) -> bytes | None:
         """A failure report that has arrived (``size`` bytes), or None."""
-
-    def shared_window(self, slot_bytes: int) -> Window:
-        """Allocate a shared window with two slots (collective)."""
 
     def free(self) -> None:
         """Release the communicator (collective)."""

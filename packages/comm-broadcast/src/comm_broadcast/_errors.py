@@ -8,15 +8,29 @@ class CommBroadcastError(Exception):
 
 
 class BroadcastConfigError(CommBroadcastError, ValueError):
-    """A setting cannot be used, or ranks disagree about one. Raised on every rank, at construction; names field and ranks."""
+    """A setting cannot be used, or ranks disagree about one. Raised by every rank, at construction; names field and rank."""
 
 
 class LocalProtocolError(CommBroadcastError):
-    """The caller broke the contract: a second exchange before the first ended, or use after close. Nothing was sent."""
+    """The caller broke the contract: a second exchange before the first ended, use after close or failure. Nothing was sent."""
 
 
 class RemoteProtocolError(CommBroadcastError):
     """A frame is not what this exchange expects: the ranks' calls do not match. The object is not usable any more."""
+
+
+class TransportError(CommBroadcastError):
+    """The communicator failed; its own error is the cause. The object is not usable any more.
+
+    Attributes:
+        operation: What was asked of it.
+        rank: The rank that it failed on.
+    """
+
+    def __init__(self, operation: str, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank}: {operation}: {error}")
+        self.operation = operation
+        self.rank = rank
 
 
 class BroadcastError(CommBroadcastError):
@@ -26,11 +40,12 @@ class BroadcastError(CommBroadcastError):
         rank: The rank that failed.
         cause: Type and message of its error, as text.
         details: Its traceback, as far as it fitted.
+        earlier: Whether it failed in an exchange before this one: this one's value was not delivered to anybody.
     """
 
     def __init__(self, rank: int, cause: str, details: str = "", *, earlier: bool = False) -> None:
-        when = "in an earlier exchange " if earlier else ""
-        super().__init__(f"rank {rank} failed {when}: {cause}".replace("  :", ":").replace(" :", ":"))
+        super().__init__(f"rank {rank} failed{' in an earlier exchange' if earlier else ''}: {cause}")
         self.rank = rank
         self.cause = cause
         self.details = details
+        self.earlier = earlier

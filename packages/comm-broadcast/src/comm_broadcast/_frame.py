@@ -1,8 +1,8 @@
 """The first frame: one fixed size, decoded from the sender's word alone.
 
 0  magic u32 | 4  version u8 | 5 status u8 | 6 kind u8 | 7 flags u8 | 8 sequence u64 | 16 block_bytes u64
-    24 chunk_bytes u64
-32 large_count u32 | 36 rank u32 | 40 text_bytes u32 | 44 slot u32 | 48 crc32 of the bytes before | 52..63 zero
+24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 text_bytes u32 | 44 slot u32 | 48 about u64
+56 crc32 of the bytes before | 60..63 zero
 64 payload: the whole block when it fits, else the sizes of large buffers; an error's text
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from comm_broadcast._config import HEADER_BYTES
 from comm_broadcast._errors import RemoteProtocolError
 
-_HEADER = struct.Struct("<IBBBBQQQIIII")
+_HEADER = struct.Struct("<IBBBBQQQIIIIQ")
 _CRC = struct.Struct("<I")
 MAGIC = 0x4D584243
 VERSION = 1
@@ -50,6 +50,7 @@ class Frame:
         rank: The rank that a failure is about.
         text_bytes: Length of an error's text in the frame (bytes).
         slot: Slot of the shared window.
+        about: The exchange in which ``rank`` failed, of a failure that was not this exchange's.
     """
 
     sequence: int
@@ -61,12 +62,13 @@ class Frame:
     rank: int = 0
     text_bytes: int = 0
     slot: int = 0
+    about: int = 0
 
     def pack_into(self, target: memoryview) -> None:
         """Write the header."""
         _HEADER.pack_into(
             target, 0, MAGIC, VERSION, self.status, self.kind, 0, self.sequence, self.block_bytes, self.chunk_bytes,
-            self.large_count, self.rank, self.text_bytes, self.slot,
+            self.large_count, self.rank, self.text_bytes, self.slot, self.about,
         )  # fmt: skip
         _CRC.pack_into(target, _HEADER.size, zlib.crc32(target[: _HEADER.size]))
 
@@ -78,7 +80,9 @@ class Frame:
             RemoteProtocolError: It is damaged, of another version, or belongs to another exchange; names the sender.
         """
         (crc,) = _CRC.unpack_from(source, _HEADER.size)
-        magic, version, status, kind, _, got, block, chunk, large, rank, text, slot = _HEADER.unpack_from(source, 0)
+        magic, version, status, kind, _, got, block, chunk, large, rank, text, slot, about = _HEADER.unpack_from(
+            source, 0
+        )
         if magic != MAGIC or crc != zlib.crc32(source[: _HEADER.size]):
             raise RemoteProtocolError(f"rank {sender}: damaged first frame (magic {magic:#x})")
         if version != VERSION:
@@ -88,9 +92,11 @@ class Frame:
                 f"rank {sender}: exchange {got}, this rank is at {sequence}: the calls do not match"
             )
         try:
-            frame = Frame(got, Status(status), Kind(kind), block, chunk, large, rank, text, slot)
+            frame = Frame(got, Status(status), Kind(kind), block, chunk, large, rank, text, slot, about)
         except ValueError as error:
             raise RemoteProtocolError(f"rank {sender}: {error}") from error
+        if frame.status is Status.GOOD and (frame.kind is Kind.FOLLOWS or frame.large_count) and frame.chunk_bytes <= 0:
+            raise RemoteProtocolError(f"rank {sender}: chunks of {frame.chunk_bytes} bytes")
         if frame.text_bytes > len(source) - HEADER_BYTES or (
             frame.status is Status.GOOD and frame.kind is Kind.INLINE and frame.block_bytes > len(source) - HEADER_BYTES
         ):

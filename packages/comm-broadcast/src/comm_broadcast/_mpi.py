@@ -1,132 +1,111 @@
-"""mpi4py: non-blocking collectives on a communicator of our own, reports by point to point, a window shared by one node."""
+"""mpi4py: non-blocking collectives on a communicator of our own, reports by point to point."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 from mpi4py import MPI
 
-from comm_broadcast._comm import Buffer, Request, Window
-from comm_broadcast._errors import BroadcastConfigError
+from comm_broadcast._comm import Buffer, Request
+from comm_broadcast._errors import TransportError
 
 _DATA_TAG = 1
 _REPORT_TAG = 2
 
 
 class _MpiRequest:
-    """A request that keeps its buffer alive."""
+    """A request that keeps its buffers alive."""
 
-    __slots__ = ("_buffer", "_request")
+    __slots__ = ("_buffers", "_operation", "_rank", "_request")
 
-    def __init__(self, request: MPI.Request, buffer: object) -> None:
+    def __init__(self, request: MPI.Request, buffers: object, operation: str, rank: int) -> None:
         self._request = request
-        self._buffer = buffer
+        self._buffers = buffers
+        self._operation = operation
+        self._rank = rank
+        _IN_FLIGHT.add(self)
 
     def test(self) -> bool:
         """See :class:`Request`."""
-        return bool(self._request.Test())
+        try:
+            done = self._request.Test()
+        except MPI.Exception as error:
+            raise TransportError(self._operation, self._rank, error) from error
+        if done:
+            _IN_FLIGHT.discard(self)
+        return bool(done)
 
 
-class _MpiWindow:
-    """Two slots in the root's shared memory, and a line of its own for each rank's counter."""
-
-    _LINE = 64
-
-    def __init__(self, comm: MPI.Intracomm, slot_bytes: int, root: int) -> None:
-        local = 2 * slot_bytes + self._LINE * comm.size if comm.rank == root else 0
-        self._window = MPI.Win.Allocate_shared(local, 1, comm=comm)
-        memory, _ = self._window.Shared_query(root)
-        buffer: Any = memory
-        self._memory = memoryview(buffer).cast("B")
-        self._slot_bytes = slot_bytes
-        lines = np.frombuffer(self._memory[2 * slot_bytes :], dtype=np.int64).reshape(comm.size, -1)
-        self._counters = lines[:, 0]
-        self._rank = comm.rank
-        # Passive access for the window's life: loads and stores, ordered by sync.
-        self._window.Lock_all(MPI.MODE_NOCHECK)
-        self._counters[self._rank] = 0
-        self._window.Sync()
-        comm.Barrier()
-
-    def slot(self, index: int) -> memoryview:
-        """See :class:`Window`."""
-        self._window.Sync()
-        return self._memory[index * self._slot_bytes : (index + 1) * self._slot_bytes]
-
-    def acknowledge(self, sequence: int) -> None:
-        """See :class:`Window`."""
-        self._counters[self._rank] = sequence
-        self._window.Sync()
-
-    def acknowledged(self) -> int:
-        """See :class:`Window`."""
-        self._window.Sync()
-        return int(self._counters.min())
-
-    def free(self) -> None:
-        """See :class:`Window`."""
-        self._counters = None  # type: ignore[assignment]
-        self._window.Unlock_all()
-        self._window.Free()
+#: Requests whose buffers MPI may still read or write: they outlive whoever started them.
+_IN_FLIGHT: set[_MpiRequest] = set()
 
 
 class MpiComm:
-    """A duplicate of an mpi4py communicator. Construction and :meth:`free` are collective.
+    """A duplicate of an mpi4py communicator; traffic on the original is not touched.
+
+    Construction and :meth:`free` are collective: start-up and teardown, never in between.
 
     Args:
-        comm: The communicator to duplicate; traffic on it is not touched.
+        comm: The communicator to duplicate.
+
+    Raises:
+        TransportError: MPI refused.
     """
 
     reports = True
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm.Dup()
+        try:
+            self._comm = comm.Dup()
+        except MPI.Exception as error:
+            raise TransportError("Dup", comm.rank, error) from error
         self.rank = self._comm.rank
         self.size = self._comm.size
 
+    def _post(self, operation: str, start: Callable[[], MPI.Request], buffers: object) -> Request:
+        try:
+            return _MpiRequest(start(), buffers, operation, self.rank)
+        except MPI.Exception as error:
+            raise TransportError(operation, self.rank, error) from error
+
     def ibcast(self, buffer: Buffer, root: int) -> Request:
         """See :class:`Comm`."""
-        return _MpiRequest(self._comm.Ibcast([buffer, MPI.BYTE], root=root), buffer)
+        return self._post("Ibcast", lambda: self._comm.Ibcast([buffer, MPI.BYTE], root=root), buffer)
 
     def iallgather(self, send: Buffer, receive: Buffer) -> Request:
         """See :class:`Comm`."""
-        request = self._comm.Iallgather([send, MPI.BYTE], [receive, len(send), MPI.BYTE])
-        return _MpiRequest(request, (send, receive))
+        return self._post(
+            "Iallgather",
+            lambda: self._comm.Iallgather([send, MPI.BYTE], [receive, len(send), MPI.BYTE]),
+            (send, receive),
+        )
 
     def isend(self, buffer: Buffer, target: int) -> Request:
         """See :class:`Comm`."""
-        return _MpiRequest(self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_DATA_TAG), buffer)
+        return self._post("Isend", lambda: self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_DATA_TAG), buffer)
 
     def irecv(self, buffer: Buffer, source: int) -> Request:
         """See :class:`Comm`."""
-        return _MpiRequest(self._comm.Irecv([buffer, MPI.BYTE], source=source, tag=_DATA_TAG), buffer)
+        return self._post("Irecv", lambda: self._comm.Irecv([buffer, MPI.BYTE], source=source, tag=_DATA_TAG), buffer)
 
     def report(self, buffer: Buffer, target: int) -> Request:
         """See :class:`Comm`."""
-        return _MpiRequest(self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_REPORT_TAG), buffer)
+        return self._post("Isend", lambda: self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_REPORT_TAG), buffer)
 
     def poll_report(self, size: int) -> bytes | None:
         """See :class:`Comm`."""
-        if not self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=_REPORT_TAG):
-            return None
-        buffer = bytearray(size)
-        self._comm.Recv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_REPORT_TAG)
+        try:
+            if not self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=_REPORT_TAG):
+                return None
+            buffer = bytearray(size)
+            self._comm.Recv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_REPORT_TAG)
+        except MPI.Exception as error:
+            raise TransportError("Recv", self.rank, error) from error
         return bytes(buffer)
-
-    def shared_window(self, slot_bytes: int) -> Window:
-        """See :class:`Comm`.
-
-        Raises:
-            BroadcastConfigError: The ranks are not all on one node.
-        """
-        node: Any = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.size == self.size
-        node.Free()
-        if not together:
-            raise BroadcastConfigError("shared_slot_bytes: the ranks are not all on one node")
-        return _MpiWindow(self._comm, slot_bytes, 0)
 
     def free(self) -> None:
         """See :class:`Comm`."""
-        self._comm.Free()
+        try:
+            self._comm.Free()
+        except MPI.Exception as error:
+            raise TransportError("Free", self.rank, error) from error

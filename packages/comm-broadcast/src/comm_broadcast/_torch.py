@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from comm_broadcast._comm import Buffer, Request, Window
-from comm_broadcast._errors import BroadcastConfigError, LocalProtocolError
+from comm_broadcast._comm import Buffer, Request
+from comm_broadcast._errors import LocalProtocolError, TransportError
 
 
 class _Work:
-    def __init__(self, work: Any, *buffers: object) -> None:
+    """A group's work; it and its buffers stay until it has completed."""
+
+    def __init__(self, work: Any, operation: str, rank: int, *buffers: object) -> None:
         self._work = work
+        self._operation = operation
+        self._rank = rank
         self._buffers = buffers
+        _IN_FLIGHT.add(self)
 
     def test(self) -> bool:
-        """See :class:`Request`. An error of the group is raised here."""
-        if not self._work.is_completed():
-            return False
-        self._work.wait()
+        """See :class:`Request`."""
+        try:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()
+        except RuntimeError as error:
+            _IN_FLIGHT.discard(self)
+            raise TransportError(self._operation, self._rank, error) from error
+        _IN_FLIGHT.discard(self)
         return True
+
+
+_IN_FLIGHT: set[_Work] = set()
 
 
 class _Done:
@@ -53,29 +67,46 @@ class TorchComm:
         self.size = dist.get_world_size(self._group)
         self._global = [dist.get_global_rank(self._group, r) for r in range(self.size)]
 
+    def _post(self, operation: str, start: Callable[[], Any], *buffers: object) -> Request:
+        try:
+            return _Work(start(), operation, self.rank, *buffers)
+        except RuntimeError as error:
+            raise TransportError(operation, self.rank, error) from error
+
     def ibcast(self, buffer: Buffer, root: int) -> Request:
         """See :class:`Comm`. Ranks are the group's; torch wants the world's."""
         if memoryview(buffer).nbytes == 0:
             return _Done()
         tensor = _tensor(buffer)
-        return _Work(dist.broadcast(tensor, src=self._global[root], group=self._group, async_op=True), tensor, buffer)
+        source = self._global[root]
+        return self._post(
+            "broadcast", lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), tensor, buffer
+        )
 
     def iallgather(self, send: Buffer, receive: Buffer) -> Request:
         """See :class:`Comm`."""
         whole = _tensor(receive)
         parts = list(whole.chunk(self.size))
         source = _tensor(send)
-        return _Work(dist.all_gather(parts, source, group=self._group, async_op=True), source, whole, receive)
+        return self._post(
+            "all_gather",
+            lambda: dist.all_gather(parts, source, group=self._group, async_op=True),
+            source,
+            whole,
+            receive,
+        )
 
     def isend(self, buffer: Buffer, target: int) -> Request:
         """See :class:`Comm`."""
         tensor = _tensor(buffer)
-        return _Work(dist.isend(tensor, dst=self._global[target], group=self._group), tensor)
+        return self._post("isend", lambda: dist.isend(tensor, dst=self._global[target], group=self._group), tensor)
 
     def irecv(self, buffer: Buffer, source: int) -> Request:
         """See :class:`Comm`."""
         tensor = _tensor(buffer)
-        return _Work(dist.irecv(tensor, src=self._global[source], group=self._group), tensor, buffer)
+        return self._post(
+            "irecv", lambda: dist.irecv(tensor, src=self._global[source], group=self._group), tensor, buffer
+        )
 
     def report(self, buffer: Buffer, target: int) -> Request:
         """There is no such channel."""
@@ -84,14 +115,6 @@ class TorchComm:
     def poll_report(self, size: int) -> bytes | None:
         """There is no such channel."""
         return None
-
-    def shared_window(self, slot_bytes: int) -> Window:
-        """There is no such memory.
-
-        Raises:
-            BroadcastConfigError: Always.
-        """
-        raise BroadcastConfigError(f"shared_slot_bytes: torch.distributed has no shared windows, got {slot_bytes}")
 
     def free(self) -> None:
         """Destroy the group if it was made here."""

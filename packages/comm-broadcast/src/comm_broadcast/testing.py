@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from comm_broadcast._comm import Buffer, Request, Window
+from comm_broadcast._comm import Buffer, Request
 
 T = TypeVar("T")
 
@@ -172,36 +172,5 @@ class FakeComm:
                     return box.popleft()
         return None
 
-    def shared_window(self, slot_bytes: int) -> Window:
-        """See :class:`Comm`."""
-        key = self._join("window", slot_bytes)
-        with self._world._lock:
-            board: Any = self._world._board[key]
-            memory = board.setdefault(-1, (bytearray(2 * slot_bytes), [0] * self.size))
-        return _FakeWindow(memory[0], memory[1], slot_bytes, self.rank)
-
     def free(self) -> None:
         """See :class:`Comm`."""
-
-
-class _FakeWindow:
-    def __init__(self, memory: bytearray, counters: list[int], slot_bytes: int, rank: int) -> None:
-        self._memory = memoryview(memory)
-        self._counters = counters
-        self._slot_bytes = slot_bytes
-        self._rank = rank
-
-    def slot(self, index: int) -> memoryview:
-        """See :class:`Window`."""
-        return self._memory[index * self._slot_bytes : (index + 1) * self._slot_bytes]
-
-    def acknowledge(self, sequence: int) -> None:
-        """See :class:`Window`."""
-        self._counters[self._rank] = sequence
-
-    def acknowledged(self) -> int:
-        """See :class:`Window`."""
-        return min(self._counters)
-
-    def free(self) -> None:
-        """See :class:`Window`."""
