@@ -321,6 +321,7 @@ class TestThreads:
             submitter.submit(text)
         assert sender.batches == [["aaaa", "bbbb"], ["cccc"], ["d" * 50]]
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_forked_child_sends_nothing_of_the_parents(self) -> None:
         """Buffered requests leave once, from the parent; the child starts empty and works."""
         sender = FakeSender(immediate=True)
@@ -517,6 +518,7 @@ class TestAsyncio:
 
         asyncio.run(run())
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_forked_child_is_empty(self) -> None:
         """The loop and the requests are the parent's."""
 

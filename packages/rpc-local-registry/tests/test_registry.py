@@ -109,6 +109,7 @@ class TestRegistry:
         assert wrong == []
         assert get_local_worker("inproc://r5") is None
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_forked_child_misses(self) -> None:
         """The child's registry is empty; the parent's is not touched."""
         worker = Plain()
@@ -227,6 +228,7 @@ class TestPaths:
         assert done.stdout.split() == ["0", "1", "1"], done.stderr
         assert service.log == [7]
 
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
     def test_a_forked_child_goes_remote(self, connect: Callable[..., RpcClient], service: Any) -> None:
         """A client that is used on both sides of a fork works on both: local in the parent, its own session in the child."""
         client = connect(fast_path=True)

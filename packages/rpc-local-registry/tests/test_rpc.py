@@ -459,10 +459,17 @@ class TestClients:
     def test_peer_lost_is_told(self, service: Any, key: bytes) -> None:
         """The server hears of a client's leaving, with its name."""
         lost = []
-        with RpcServer(service, "ipc://", key, on_peer_lost=lost.append) as server:
+
+        def note(peer: Any) -> None:
+            lost.append(peer)
+            raise RuntimeError("a callback's own failure is logged and harms nobody")
+
+        with RpcServer(service, "ipc://", key, on_peer_lost=note) as server:
             with RpcClient(server.address, key, name="proxy") as client:
                 client.echo(1).remote()
             eventually(lambda: lost)
+            with RpcClient(server.address, key) as client:
+                assert client.echo(2).remote() == 2
         assert lost[0].name == "proxy"
         assert lost[0].reason == "closed by the client"
 

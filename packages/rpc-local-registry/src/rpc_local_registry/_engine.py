@@ -8,6 +8,7 @@ outcome: the I/O thread with an answer, or the caller with a timeout or a cancel
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import secrets
 import threading
@@ -42,6 +43,7 @@ from rpc_local_registry._session import ClientHandshake, Session
 from rpc_local_registry._streams import Inbox
 from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, MONITORED, READABLE, Link
 
+_logger = logging.getLogger("rpc_local_registry")
 _error_decode: Final = msgspec.msgpack.Decoder(ErrorBody).decode
 #: Answers collected for one event loop before it is woken, while more are readable.
 _RESOLUTIONS_MAX: Final = 64
@@ -175,7 +177,8 @@ class Engine:
         self._name = name
         self._causes = causes
         self._on_lost = on_lost
-        self._lock = threading.Lock()
+        # Re-entrant: a forgotten stream may be collected, and cancel itself, inside any of these sections.
+        self._lock = threading.RLock()
         self._outbox: deque[_Outgoing] = deque()
         self._next_call_id = 1
         self._pending_bytes = 0
@@ -334,7 +337,10 @@ class Engine:
         self._take_all_pending(error)
         self._opened.set()
         if self._on_lost is not None and self.was_open and not self._closing:
-            self._on_lost(error)
+            try:
+                self._on_lost(error)
+            except Exception:
+                _logger.exception("on_lost failed")
 
     def resolve_soon(
         self, loop: aio.AbstractEventLoop, future: aio.Future[Any], value: Any, error: BaseException | None

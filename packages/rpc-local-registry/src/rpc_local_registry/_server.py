@@ -465,7 +465,10 @@ class RpcServer:
             self._abort(call)
         peer.strand.clear()
         if self._on_peer_lost is not None and peer.confirmed:
-            self._on_peer_lost(PeerInfo(peer.session.peer_name, peer.session.session_id.hex(), reason))
+            try:
+                self._on_peer_lost(PeerInfo(peer.session.peer_name, peer.session.session_id.hex(), reason))
+            except Exception:
+                _logger.exception("on_peer_lost failed")
 
     # ---- the I/O thread: calls
 

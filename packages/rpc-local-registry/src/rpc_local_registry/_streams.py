@@ -26,7 +26,8 @@ class Inbox(Generic[_T]):
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
-        self._lock = threading.Lock()
+        # Re-entrant: a forgotten stream may be collected, and cancel itself, inside any of these sections.
+        self._lock = threading.RLock()
         self._waiter: Callable[[], None] | None = None
         self.closed = False
         self.error: BaseException | None = None
