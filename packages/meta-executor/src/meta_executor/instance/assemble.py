@@ -23,6 +23,7 @@ from kv_bounce_planner import (
     Receiver,
     Sender,
     SessionConfig,
+    default_copier,
     from_kv_memory,
 )
 from meta_executor import wire
@@ -451,9 +452,7 @@ def _copier(memory: KVMemory) -> Any:
     """Gathers and scatters bounce regions: by pointer on the host, by the device's own kernels on a GPU."""
     if memory.memory_kind != "VRAM":
         return None
-    from kv_bounce_planner._torch import TorchCopier
-
-    return TorchCopier(f"cuda:{memory.device_id}")
+    return default_copier(memory.memory_kind, memory.device_id)
 
 
 def _server_info(
