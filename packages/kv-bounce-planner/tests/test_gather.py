@@ -21,7 +21,6 @@ from kv_bounce_planner import (
     LayoutError,
     LocalProtocolError,
     ThreadCopier,
-    TorchCopier,
     TransportError,
     default_copier,
     gather,
@@ -267,6 +266,8 @@ def test_default_copier_by_memory_kind() -> None:
 def test_torch_copier_on_the_host() -> None:
     """The same lists through the torch adapter on CPU."""
     pytest.importorskip("torch")
+    from kv_bounce_planner import TorchCopier
+
     copier = TorchCopier("cpu")
     for seed in range(20):
         source, target, source_at, target_at, sizes, expected = random_list(seed)

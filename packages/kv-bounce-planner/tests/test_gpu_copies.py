@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_bounce_planner import KernelShape, LayoutError, TorchCopier
+from kv_bounce_planner import KernelShape, LayoutError
 
 INTERPRETED = """
 import sys
@@ -114,6 +114,8 @@ def test_device_copies_equal_the_loop(kind: str) -> None:
 
         copier: Any = TritonCopier("cuda")
     else:
+        from kv_bounce_planner import TorchCopier
+
         copier = TorchCopier("cuda")
     for seed in range(40):
         source, target, source_at, target_at, sizes, want = device_lists(torch, seed)
