@@ -407,7 +407,7 @@ class TestSixRanks(AgreementBehaviour):
 
 
 @pytest.mark.mpi(2)
-def test_death_seen_by_a_guard_that_outlives_its_rank(world_comm, tmp_path):
+def test_death_seen_by_a_guard_that_outlives_its_rank(world_comm):
     """Hydra would kill the survivors of a killed rank, so rank 0 is a guard whose child speaks and is then killed: pidfd
     tells rank 1, which stops, names it and frees nothing."""
     comm = world_comm

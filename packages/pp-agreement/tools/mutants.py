@@ -168,7 +168,8 @@ MUTANTS = (
     one("another domain's frame is let through", "W8", "_codec",
         "if domain_id != self._domain_id or epoch != self._epoch:", "if domain_id == -1:"),
     one("a replayed frame is processed again", "S19", M,
-        "                self.duplicates += 1\n                return\n            raise _Violation(\n                FaultCode.SEQUENCE,",
+        "                self.duplicates += 1\n                return\n"
+        "            raise _Violation(\n                FaultCode.SEQUENCE,",
         "                self.expected[peer] = sequence\n            raise _Violation(\n                FaultCode.SEQUENCE,"),
     one("a changed vote is taken", "S4", M,
         "if round_.terminal_votes is not None and round_.terminal_votes[source] == vote:", "if True:"),

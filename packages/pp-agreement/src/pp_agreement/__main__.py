@@ -1,4 +1,4 @@
-"""Command line: ``pp-agreement verify FILE...``."""
+"""Command line: ``pp-agreement verify FILE...`` and ``pp-agreement figures``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pp_agreement.__about__ import __version__
+from pp_agreement._figures import figures
 from pp_agreement._verify import read_evidence, verify
 
 
@@ -18,7 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("verify", help="compare the evidence files of all ranks of one lifetime")
     command.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    commands.add_parser("figures", help="print the state diagrams and the message table, drawn from the tables")
     options = parser.parse_args(arguments)
+    if options.command == "figures":
+        print(figures())
+        return 0
     records = []
     for path in options.files:
         try:

@@ -131,6 +131,8 @@ class BaseAgreement:
         raise NotImplementedError
 
     def _take(self) -> tuple[AgreementEvent, ...]:
+        if not self._events:
+            return ()
         events, self._events = self._events, []
         return tuple([e for e in events if not isinstance(e, (ev.Prepared, ev.Released)) or self._binds(e)])
 
@@ -495,14 +497,16 @@ class Agreement(BaseAgreement):
                     event = ev.FrameRejected(peer, str(error))
                 self._apply(event)
             self._keep(core.step(ev.SweepCompleted(sweep.empty), began_s))
-            self._bury(sweep.empty, began_s)
+            deaths = transport.deaths()
+            if deaths or self._dead:
+                self._dead.extend(deaths)
+                self._bury(sweep.empty, began_s)
         self._flush(began_s)
         self._end_poll(began_s)
         return self._take()
 
     def _bury(self, empty: int, now_s: float) -> None:
         """Evidence of death counts once everything that the dead member said has been heard."""
-        self._dead.extend(self._transport.deaths())
         links = sum(1 << peer for peer in self._core.peers)
         for member, evidence in tuple(self._dead):
             if empty >> member & 1 or not links >> member & 1:

@@ -1,0 +1,332 @@
+"""Agreement of four ranks: cost inside the calls, latency, floods, drains; against the blocking baseline in the same run.
+
+Ranks are real MPI processes. Work is emulated by sleeping until each iteration's time, ``stagger`` apart per stage, so that
+the figures are the cost of agreeing and of waiting for each other, not of computing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RANKS = 4
+ITERATION_S = 0.020
+STAGGER_S = 0.004
+SWEEP = (
+    ("stagger 0 ms", 0.0, 0.0, 0.0),
+    ("stagger 0.1 ms", 0.0001, 0.0, 0.0),
+    ("stagger 1 ms", 0.001, 0.0, 0.0),
+    ("stagger 4 ms", 0.004, 0.0, 0.0),
+    ("stagger 20 ms", 0.020, 0.0, 0.0),
+    ("4 ms, lognormal jitter", 0.004, 0.003, 0.0),
+    ("4 ms, straggler +10 ms", 0.004, 0.0, 0.010),
+)
+
+
+def figure(name: str, value: float, unit: str, goal: str, met: bool | None, baseline: float | None = None) -> dict:
+    """One line of the report."""
+    ratio = None if not baseline else value / baseline
+    return {
+        "name": name,
+        "value": round(value, 6),
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": ratio,
+        "goal": goal,
+        "met": met,
+    }
+
+
+# -- one process: the coordinator's CPU -------------------------------------------------------------------------------------
+
+
+def coordinator_cpu_us(ready: bool, requests: int = 256) -> tuple[float, float]:
+    """Coordinator's thread CPU in microseconds per request for a flood, and the greatest of frames per peer and poll."""
+    from pp_agreement import Agreement, AgreementConfig, Domain, InProcessNetwork, Outcome, Prepared, Released
+
+    domain = Domain(1, tuple(range(RANKS)))
+    network = InProcessNetwork(domain, 4)
+    config = AgreementConfig(credits=requests)
+    group = [Agreement(domain, r, network.transport(r), config) for r in range(RANKS)]
+    spent_ns = 0
+    keys = []
+    frames_most = 0.0
+
+    def timed(agreement, work):  # type: ignore[no-untyped-def]
+        nonlocal spent_ns
+        if agreement.is_coordinator:
+            began = time.thread_time_ns()
+            result = work()
+            spent_ns += time.thread_time_ns() - began
+            return result
+        return work()
+
+    def each(work):  # type: ignore[no-untyped-def]
+        for agreement in group:
+            timed(agreement, lambda agreement=agreement: work(agreement))
+
+    def polls(count):  # type: ignore[no-untyped-def]
+        nonlocal frames_most
+        for _ in range(count):
+            for agreement in group:
+                before = agreement._core.frames_sent
+                events = timed(agreement, agreement.poll)
+                peers = len(agreement._core.peers)
+                frames_most = max(frames_most, (agreement._core.frames_sent - before) / peers)
+                prepared = [e.key for e in events if isinstance(e, Prepared)]
+                released = [e.key for e in events if isinstance(e, Released)]
+                timed(agreement, lambda a=agreement, p=prepared: [a.acknowledge_prepare(k) for k in p])
+                if released:
+                    group[0].activate(released)
+                    for other in group[1:]:
+                        timed(other, lambda a=other, r=released: a.activate(r))
+
+    for agreement in group:
+        agreement.open()
+    for number in range(1, requests + 1):
+        keys.append(group[0].admit(number, number, ready))
+        for agreement in group[1:]:
+            timed(agreement, lambda a=agreement, n=number: a.admit(n, n, ready))
+    if ready:
+        each(lambda a: [a.publish_ready(k) for k in keys])
+        polls(8)
+    each(lambda a: [a.vote_terminal(k, Outcome.COMPLETED) for k in keys])
+    polls(5)
+    assert all(a.open_rounds == 0 for a in group), "not everything was decided"
+    assert len({a.drain_state().digest for a in group}) == 1
+    return spent_ns / 1000 / requests, frames_most
+
+
+# -- four ranks over MPI ------------------------------------------------------------------------------------------------------
+
+
+def staggered(
+    comm, blocking: bool, iterations: int, stagger_s: float, jitter_s: float, straggler_s: float, number: int
+):  # type: ignore[no-untyped-def]
+    """One rank's part of a run: times inside agreement calls, and the latencies from own vote to COMMIT."""
+    from pp_agreement import Agreement, AgreementConfig, AllgatherAgreement, Committed, Domain, MpiTransport, Outcome
+
+    rank = comm.Get_rank()
+    domain = Domain(number, tuple(range(comm.Get_size())))
+    config = AgreementConfig(credits=64)
+    agreement = (
+        AllgatherAgreement(domain, rank, comm, config)
+        if blocking
+        else Agreement(domain, rank, MpiTransport(comm, domain), config)
+    )
+    agreement.open()
+    draw = random.Random(rank + 1)
+    comm.Barrier()
+    start_s = time.monotonic() + 0.02
+    walls, cpus, latencies = [], [], []
+    voted: dict[int, float] = {}
+    admitted = 0
+
+    def take() -> None:
+        events = agreement.poll()
+        now_s = time.monotonic()
+        for event in events:
+            if isinstance(event, Committed):
+                latencies.append(now_s - voted.pop(event.key.incarnation))
+
+    for i in range(iterations):
+        due_s = start_s + i * ITERATION_S + rank * stagger_s
+        if jitter_s:
+            due_s += jitter_s * draw.lognormvariate(0.0, 0.5)
+        if straggler_s and rank == 1:
+            due_s += straggler_s
+        remaining_s = due_s - time.monotonic()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        began_s, began_cpu = time.monotonic(), time.thread_time()
+        admitted += 1
+        key = agreement.admit(1000 + i, admitted, ready=False)
+        voted[admitted] = time.monotonic()
+        agreement.vote_terminal(key, Outcome.COMPLETED)
+        take()
+        cpus.append(time.thread_time() - began_cpu)
+        walls.append(time.monotonic() - began_s)
+    if agreement.is_scheduler:
+        agreement.start_drain(admitted)
+    if blocking:
+        for _ in range(4):
+            take()
+    else:
+        until_s = time.monotonic() + 20
+        while not agreement.drain_state().drained and time.monotonic() < until_s:
+            take()
+            time.sleep(0.001)
+    state = agreement.drain_state()
+    agreement.close()
+    return {
+        "rank": rank,
+        "wall_sum_s": sum(walls),
+        "cpu_p99_ms": sorted(cpus)[int(len(cpus) * 0.99)] * 1e3,
+        "cpu_p50_ms": statistics.median(cpus) * 1e3,
+        "latency_p50_ms": statistics.median(latencies) * 1e3,
+        "latency_p99_ms": sorted(latencies)[int(len(latencies) * 0.99)] * 1e3,
+        "drained": state.drained,
+        "committed": state.committed,
+        "digest": state.digest,
+    }
+
+
+def flood(comm, requests: int, number: int):  # type: ignore[no-untyped-def]
+    """256 opened at once, then a drain with one rank late by two seconds."""
+    from pp_agreement import Agreement, AgreementConfig, Domain, MpiTransport, Outcome
+
+    rank = comm.Get_rank()
+    domain = Domain(number, tuple(range(comm.Get_size())))
+    agreement = Agreement(domain, rank, MpiTransport(comm, domain), AgreementConfig(credits=requests))
+    agreement.open()
+    keys = [agreement.admit(i, i + 1, ready=False) for i in range(requests)]
+    comm.Barrier()
+    if rank == 2:
+        time.sleep(2.0)
+    began_s = time.monotonic()
+    for key in keys:
+        agreement.vote_terminal(key, Outcome.COMPLETED)
+    if agreement.is_scheduler:
+        agreement.start_drain(requests)
+    state = agreement.drain(20)
+    spent_s = time.monotonic() - began_s
+    evidence = agreement.evidence()
+    clean = agreement.close(10)
+    return {
+        "rank": rank, "drained": state.drained, "committed": state.committed, "admitted": state.admitted,
+        "digest": state.digest, "clean": clean, "spent_s": spent_s, "frames": evidence["frames_sent"],
+        "polls": evidence["polls"]["count"], "late_s": 2.0,
+    }  # fmt: skip
+
+
+def rank_main() -> None:
+    """What each MPI rank runs; rank 0 prints one JSON line."""
+    import gc
+
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    gc.collect()
+    gc.freeze()  # as a serving host does: what start-up allocated is not walked again
+    results: dict[str, object] = {}
+    number = 10
+    rows = []
+    for _ in range(3):  # in turn, so that both meet the same machine
+        pair = []
+        for blocking in (False, True):
+            number += 1
+            pair.append(comm.gather(staggered(comm, blocking, 100, STAGGER_S, 0.0, 0.0, number)))
+        rows.append(pair)
+    results["main"] = rows
+    sweep = []
+    for name, stagger_s, jitter_s, straggler_s in SWEEP:
+        pair = []
+        for blocking in (False, True):
+            number += 1
+            pair.append(comm.gather(staggered(comm, blocking, 40, stagger_s, jitter_s, straggler_s, number)))
+        sweep.append((name, pair))
+    results["sweep"] = sweep
+    results["flood"] = comm.gather(flood(comm, 256, number + 1))
+    if comm.Get_rank() == 0:
+        print("RESULT" + json.dumps(results), flush=True)
+
+
+def main() -> list[dict]:
+    """All figures."""
+    figures = []
+    terminal = sorted(coordinator_cpu_us(False) for _ in range(7))
+    life = sorted(coordinator_cpu_us(True) for _ in range(5))
+    cpu_us, frames_most = terminal[len(terminal) // 2]
+    life_us = life[len(life) // 2][0]
+    figures.append(
+        figure("coordinator CPU per terminal decision (256 at once, P=4)", cpu_us, "µs", "<= 40", cpu_us <= 40)
+    )
+    figures.append(figure("coordinator CPU per whole life (256 at once, P=4)", life_us, "µs", "<= 150", life_us <= 150))
+    figures.append(figure("frames per peer per poll, most", frames_most, "frames", "<= 1", frames_most <= 1))
+
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    done = subprocess.run(
+        [str(mpiexec), "-n", str(RANKS), sys.executable, str(Path(__file__).resolve()), "--rank"],
+        capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    line = next((part for part in done.stdout.splitlines() if part.startswith("RESULT")), None)
+    if line is None:
+        raise RuntimeError(f"the ranks gave no result:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    results = json.loads(line[len("RESULT") :])
+    shares, p99s, latencies = [], [], []
+    for rank in range(RANKS):
+        ours = sum(pair[0][rank]["wall_sum_s"] for pair in results["main"])
+        theirs = sum(pair[1][rank]["wall_sum_s"] for pair in results["main"])
+        shares.append(ours / theirs)
+        p99s.append(statistics.median(pair[0][rank]["cpu_p99_ms"] for pair in results["main"]))
+        latencies.append(statistics.median(pair[0][rank]["latency_p50_ms"] for pair in results["main"]))
+        figures.append(
+            figure(
+                f"wall time in agreement calls, rank {rank} (20 ms, stagger 4 ms)",
+                ours,
+                "s",
+                "<= 2 % of blocking",
+                ours <= 0.02 * theirs,
+                theirs,
+            )
+        )
+    figures.append(
+        figure("thread CPU in agreement calls, p99, worst rank", max(p99s), "ms", "<= 0.1", max(p99s) <= 0.1)
+    )
+    hops_ms = 2 * ITERATION_S * 1e3
+    figures.append(
+        figure(
+            "agreement latency p50, worst rank",
+            max(latencies),
+            "ms",
+            f"<= {hops_ms:.0f} (2 hops x 20 ms)",
+            max(latencies) <= hops_ms,
+        )
+    )
+    decided = all(
+        row["drained"] and row["committed"] == 100 for pair in results["main"] for side in pair for row in side
+    )
+    figures.append(figure("runs drained N of N, both modes", float(decided), "bool", "1", decided))
+    for name, pair in results["sweep"]:
+        ours = max(row["wall_sum_s"] for row in pair[0])
+        theirs = max(row["wall_sum_s"] for row in pair[1])
+        figures.append(
+            figure(f"sweep, {name}: wall in calls, worst rank", ours, "s", "below blocking", ours < theirs, theirs)
+        )
+    rows = results["flood"]
+    whole = all(r["drained"] and r["committed"] == 256 == r["admitted"] and r["clean"] for r in rows)
+    same = len({r["digest"] for r in rows}) == 1
+    figures.append(
+        figure(
+            "256 at once, one rank late by 2 s: decided on every rank",
+            float(min(r["committed"] for r in rows)),
+            "of 256",
+            "256, digests equal",
+            whole and same,
+        )
+    )
+    bounded = all(r["frames"] <= r["polls"] * (RANKS - 1) for r in rows)
+    figures.append(
+        figure("256 at once over MPI: frames within one per peer and poll", float(bounded), "bool", "1", bounded)
+    )
+    return figures
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        rank_main()
+    else:
+        found = main()
+        width = max(len(f["name"]) for f in found)
+        for f in found:
+            against = "" if f["ratio"] is None else f"  {100 * f['ratio']:.2f} % of {f['baseline']:.3f}"
+            print(
+                f"{f['name']:{width}}  {f['value']:10.4f} {f['unit']:7} goal {f['goal']:22} {'met' if f['met'] else 'MISSED'}{against}"
+            )
+        for f in found:
+            print(json.dumps(f))
