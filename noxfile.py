@@ -40,6 +40,14 @@ TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hyp
 CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 
+#: What a package's long check takes for a nightly run, where that is not ``--nightly``.
+NIGHTLY_ARGUMENTS = {
+    "kv-bounce-planner/fuzz": ("--count", "20000"),
+    "rpc-local-registry/fuzz": ("--count", "1000000"),
+    "meta-executor/explore_composition": ("--mutants",),
+    "meta-executor/random_pairs": ("--count", "200"),
+}
+
 
 # -- the shared environment ---------------------------------------------------------------------------------------------
 
@@ -134,7 +142,8 @@ def nightly(session: nox.Session) -> None:
     shared_environment(session)
     python(session, "tools/run_tests.py", "--slow", *session.posargs)
     for script in sorted((ROOT / "packages").glob("*/tools/*.py")):
-        python(session, str(script.relative_to(ROOT)), "--nightly")
+        name = f"{script.parents[1].name}/{script.stem}"
+        python(session, str(script.relative_to(ROOT)), *NIGHTLY_ARGUMENTS.get(name, ("--nightly",)))
     _build(session)
 
 

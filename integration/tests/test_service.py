@@ -215,3 +215,14 @@ def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, 
     assert all(count > 0 for count in generation.routed_per_rank)
     assert sum(r.transfers_coalesced for r in generation.ranks) > 0
     assert sum(r.transfers_direct + r.transfers_merged for r in generation.ranks) > 0
+
+
+def test_logs_hold_no_traceback_and_the_bounce_really_was_one(service, client, model):
+    """No traceback, KeyError or unexplained fallback in any log; a long prompt's transfer was coalesced."""
+    complete(client, model, PROMPTS[18])
+    texts = {path.name: path.read_text() for path in service.launcher.run.path("logs").iterdir()}
+    assert set(texts) == {"ctx-0.log", "gen-0.log", "front.log"}
+    for name, text in texts.items():
+        for word in ("Traceback", "KeyError", "[kv-bounce] in-place"):
+            assert word not in text, f"{name}:\n{text[-2000:]}"
+    assert "[kv-bounce] coalesced" in texts["gen-0.log"]
