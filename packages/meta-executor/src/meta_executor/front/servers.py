@@ -6,6 +6,7 @@ things that it cannot know: how to fetch a record from our instances, and how to
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,10 +95,11 @@ def pick_policy(router: str) -> Callable[[Sequence[Candidate], PickRequest], Can
     if router in ("conversation", "prefix"):
 
         def sticky(candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-            # Rendezvous hashing: a server that comes or goes moves only its own share.
+            # Rendezvous hashing: a server that comes or goes moves only its own share, and every process agrees.
             if request.affinity is None:
                 return min(candidates, key=lambda candidate: (candidate.weight, candidate.count))
-            return max(candidates, key=lambda candidate: hash((request.affinity, candidate.server)))
+            key = f"{request.affinity}\0".encode()
+            return max(candidates, key=lambda candidate: hashlib.blake2b(key + candidate.server.encode()).digest())
 
         return sticky
     return None
