@@ -68,7 +68,8 @@ class NixlConfig:
         spare_agents: Agents made ahead, count, >= 0: first contact then costs no construction.
         descriptors_per_post_max: Per part, count, >= 1.
         bytes_per_post_max: Per part, bytes, >= 1; larger fragments are cut.
-        post_budget_s: Posting within one poll stops when the next post would end later than this, > 0.
+        post_budget_s: Posting within one poll stops when the next post would end later than this, > 0. One post is made in
+            any case; asking for states takes at most half of it.
         parts_in_flight_max: Per agent, count, >= 1.
         error_handling: UCX error handling mode of the endpoints: ``peer`` notices a dead peer.
         strided: Hand regular patterns over as prepared strided lists.
@@ -205,6 +206,7 @@ class NixlTransport:
         self._closed = False
         self._ended: list[WriteProgress] = []
         self._post_s = 0.0  # running estimate of one post
+        self._turn = 0
 
     @property
     def transport_class(self) -> TransportClass:
@@ -392,8 +394,7 @@ class NixlTransport:
         agents = list(self._agents.values())
         for agent in agents:
             malformed += self._notifications(agent, marks)
-            for job in agent.jobs.values():
-                self._check(agent, job)
+        self._check_all(agents, started)
         self._post(agents, started)
         for agent in agents:
             for job in agent.jobs.values():
@@ -426,19 +427,32 @@ class NixlTransport:
                     malformed += 1
         return malformed
 
-    def _check(self, agent: _Agent, job: _Job) -> None:
-        for part, handle in list(job.handles.items()):
-            if part in job.failed:
-                continue
-            try:
-                state = agent.nixl.check_xfer_state(handle)
-            except Exception as error:  # noqa: BLE001 - see agent_info
-                self._part_failed(agent, job, part, error)
-                continue
-            if state == "DONE":
-                self._finish(agent, job, part, handle)
-            elif state != "PROC":
-                self._part_failed(agent, job, part, None)
+    def _check_all(self, agents: list[_Agent], started: float) -> None:
+        """Ask for the state of what is in progress, within half the budget: asking progresses the library, which copies.
+
+        Each poll begins with another job, so one that stands still hides no other.
+        """
+        jobs = [(agent, job) for agent in agents for job in agent.jobs.values() if len(job.handles) > len(job.failed)]
+        if not jobs:
+            return
+        self._turn = (self._turn + 1) % len(jobs)
+        for agent, job in jobs[self._turn :] + jobs[: self._turn]:
+            for part, handle in list(job.handles.items()):
+                if part not in job.failed:
+                    self._check(agent, job, part, handle)
+                    if self._clock() - started > self.config.post_budget_s / 2:
+                        return
+
+    def _check(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
+        try:
+            state = agent.nixl.check_xfer_state(handle)
+        except Exception as error:  # noqa: BLE001 - see agent_info
+            self._part_failed(agent, job, part, error)
+            return
+        if state == "DONE":
+            self._finish(agent, job, part, handle)
+        elif state != "PROC":
+            self._part_failed(agent, job, part, None)
 
     def _finish(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
         job.completed += 1

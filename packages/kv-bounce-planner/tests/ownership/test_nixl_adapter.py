@@ -418,6 +418,35 @@ def test_posting_stops_at_its_budget_and_goes_on_round_robin(library):
         Library.transfer = original
 
 
+def test_asking_for_states_is_bounded_and_hides_no_job(library):
+    """Each question costs 0.2 ms here: a poll asks a few, and over some polls every job is asked."""
+    now = [0.0]
+    original = Library.check_xfer_state
+    asked = []
+
+    def slow(self, handle):
+        now[0] += 0.0002
+        asked.append(handle.name)
+        return original(self, handle)
+
+    library.script["transfer"] = ["PROC"] * 12
+    Library.check_xfer_state = slow
+    try:
+        transport = connected(descriptors_per_post_max=1, post_budget_s=0.001)
+        for number in range(6):
+            transport.start_write(job(number, count=2))
+        transport.poll()
+        transport._clock = lambda: now[0]
+        for _ in range(12):
+            began, before = now[0], len(asked)
+            transport.poll()
+            assert now[0] - began <= 0.0008
+            assert 1 <= len(asked) - before <= 4
+        assert len(set(asked)) == 12
+    finally:
+        Library.check_xfer_state = original
+
+
 def test_prepared_lists_are_released_after_their_handle(library):
     """Order: the handle, then the lists it uses."""
     transport = connected()
