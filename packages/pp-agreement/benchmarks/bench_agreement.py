@@ -325,8 +325,7 @@ if __name__ == "__main__":
         width = max(len(f["name"]) for f in found)
         for f in found:
             against = "" if f["ratio"] is None else f"  {100 * f['ratio']:.2f} % of {f['baseline']:.3f}"
-            print(
-                f"{f['name']:{width}}  {f['value']:10.4f} {f['unit']:7} goal {f['goal']:22} {'met' if f['met'] else 'MISSED'}{against}"
-            )
+            verdict = "met" if f["met"] else "MISSED"
+            print(f"{f['name']:{width}}  {f['value']:10.4f} {f['unit']:7} goal {f['goal']:22} {verdict}{against}")
         for f in found:
             print(json.dumps(f))

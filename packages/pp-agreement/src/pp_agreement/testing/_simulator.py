@@ -162,7 +162,9 @@ class _Host:
         """One obligation; False: not possible yet."""
         agreement = self.agreement
         if what == "publish":
-            agreement.publish_ready(key)
+            state = agreement.state(key)
+            if state is None or state.terminal < TerminalState.VOTED:  # a host that voted terminal publishes nothing more
+                agreement.publish_ready(key)
         elif what == "give_up":
             self.withdraw(key, Reason.TIMEOUT)
         elif what == "ack":

@@ -1,0 +1,80 @@
+"""The documents say what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pp_agreement.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_design_holds_the_generated_figures(capsys):
+    """``pp-agreement figures`` between the markers; a changed table must change the document."""
+    assert main(["figures"]) == 0
+    printed = capsys.readouterr().out.strip()
+    text = (ROOT / "docs" / "design.md").read_text()
+    held = text.split("<!-- figures: begin -->")[1].split("<!-- figures: end -->")[0].strip()
+    assert held == printed
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_example_runs():
+    (code,) = blocks("python")
+    assert len(code.splitlines()) <= 20
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Committed") == 4 and "drained=True" in done.stdout
+
+
+@pytest.mark.mpi(4)
+def test_readme_mpi_example_runs(world_comm):
+    (code,) = blocks("python mpi4")
+    exec(compile(code, "README.md", "exec"), {})
+    world_comm.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("explore", ["2 ranks, drain", "1 rank"]),
+        ("simulate", ["--seeds", "20", "--jobs", "1"]),
+        ("simulate", ["--seed", "7"]),
+        ("fuzz", ["--count", "2000"]),
+        ("mutants", ["--first", "--jobs", "1", "commit without the last vote"]),
+        ("mutants", ["--list"]),
+    ],
+)
+def test_tools_run(tool, arguments):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *arguments], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_mutant_that_nothing_kills_fails_the_tool(tmp_path):
+    """The session is only worth something if it can fail."""
+    text = (ROOT / "tools" / "mutants.py").read_text()
+    harmless = text.replace(
+        "# the reference's list\n",
+        '''# the reference's list
+    one("harmless", "none", M, '"""Checks"""' if False else "LATENCY_BUCKETS = 40", "LATENCY_BUCKETS = 41"),
+''',
+    )
+    copied = tmp_path / "packages" / "tools"
+    copied.mkdir(parents=True)
+    (copied / "mutants.py").write_text(
+        harmless.replace("range(250)", "range(3)").replace("EXPLORED = (", "EXPLORED = () and (")
+    )
+    done = subprocess.run(
+        [sys.executable, str(copied / "mutants.py"), "harmless"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1 and "ALIVE" in done.stdout, done.stdout + done.stderr
