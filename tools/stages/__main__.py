@@ -108,8 +108,10 @@ def run_stages(arguments: argparse.Namespace) -> int:
         number += 1
         folder = arguments.results / f"{stamp}-{origin['commit'][:8] or 'uncommitted'}-{number}"
     bundle = Bundle(folder, run, origin)
-    # A terminated run ends like an interrupted one: with a bundle that says so.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A terminated run ends like an interrupted one: with a bundle that says so. SIGINT, too, by hand: whoever started this in
+    # the background may have left it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     runner = Runner(arguments.root, say=lambda text: print(f"== {text}", flush=True), workers=arguments.workers)
     results: list[StageResult] = runner.run(
         run,

@@ -359,7 +359,7 @@ def test_a_stopped_run_leaves_a_valid_bundle(project, number):
         live = [p for p in live if '"start"' in p.read_text()]
         assert process.poll() is None
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=90)
     os.killpg(process.pid, signal.SIGKILL) if number == signal.SIGKILL and _group_alive(process.pid) else None
     assert process.returncode != 0
     data = json.loads(next((project / "results").glob("*/results.json")).read_text())
@@ -506,11 +506,12 @@ SEED_RERUN = (
 def test_this_repository_reruns_without_gpus_are_no_coverage(tmp_path, stages, capsys, monkeypatch):
     """The reruns that people asked for, on a machine without a GPU: each stage NO COVERAGE, exit 3, a bundle."""
     monkeypatch.setattr(command, "probe", lambda: Hardware(cores=2))
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         code = command.main(["--disable-fail-fast", "--stage-list", stages, "--results", str(tmp_path)])
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert code == 3
     data = json.loads(next(tmp_path.glob("*/results.json")).read_text())
     assert set(verdicts(data).values()) == {"NO COVERAGE"}
