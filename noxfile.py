@@ -36,6 +36,8 @@ PACKAGES = tuple(
 #: Packages whose own tests need no torch: tested on every supported Python.
 LIGHT_PACKAGES = PACKAGES[:-1]
 PYTHONS = ("3.11", "3.12", "3.13")
+#: The stages that need no GPU: what ``tests``, and so a CI run, is.
+TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
 CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
@@ -131,9 +133,12 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def tests(session: nox.Session) -> None:
-    """The test suite: everything but what is slow, in under 20 minutes on two cores."""
+    """The test suite: everything but what is slow, as the CPU and MPI stages; with paths after ``--`` only those."""
     shared_environment(session)
-    hand_over(session, "tools/run_tests.py", *session.posargs)
+    if session.posargs:
+        hand_over(session, "tools/run_tests.py", *session.posargs)
+    else:
+        hand_over(session, "tools/stages", "--stage-list", TEST_STAGES, "--disable-fail-fast")
 
 
 @nox.session(python=False)
