@@ -9,7 +9,7 @@ the end: every client told once, every block back, all ranks alike.
 
     python packages/meta-executor/tools/explore_composition.py                # the scopes below
     python packages/meta-executor/tools/explore_composition.py --mutants      # planted defects, each must be found
-    python packages/meta-executor/tools/explore_composition.py --states 2000  # at most so many states per scope
+    python packages/meta-executor/tools/explore_composition.py --states 2000 --walks 100
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import enum
 import hashlib
+import random
 import sys
 import time
 from collections import deque
@@ -240,6 +241,16 @@ SCOPES = (
         ((("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)), (("cancel", 1),)),
     ),
     Scope("context-first, cancelled", PairConfig(**SMALL), ((("ctx", 1),), (("cancel-ctx", 1),)), style="context_first"),
+    Scope(
+        "one request, results and activations late",
+        PairConfig(**SMALL),
+        ((("gen", 1), ("ctx", 1)), (("hold-link", 0), ("let-link", 0))),
+    ),
+    Scope(
+        "two requests, room for one, a stage that hears decisions late",
+        PairConfig(**{**SMALL, "stages": 3, "layer_count": 3}, context_blocks=2),
+        ((("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)), (("hold-decisions", 0), ("let-decisions", 0))),
+    ),
     Scope("a drain beside a request", PairConfig(**SMALL), ((("gen", 1), ("ctx", 1)), (("drain", 0),))),
 )  # fmt: skip
 
@@ -256,6 +267,13 @@ def apply_event(pair: Pair, event: tuple[str, int], style: str) -> None:
         pair.submit_generation(request_id, PROMPT, max_tokens=2, style=style)  # type: ignore[arg-type]
     elif kind == "ctx":
         pair.submit_context(request_id, PROMPT, max_tokens=2, style=style)  # type: ignore[arg-type]
+    elif kind in ("hold-link", "let-link"):
+        world = pair.context.ranks[0].loop._link._world
+        link = (len(pair.context.ranks) - 1, 0)
+        (world.held.add if kind == "hold-link" else world.held.discard)(link)
+    elif kind in ("hold-decisions", "let-decisions"):
+        network, last = pair.agreement_network, len(pair.context.ranks) - 1
+        (network.hold if kind == "hold-decisions" else network.release)(last, 1)
     elif kind == "drain":
         pair.context.desk.drain(pair.now_s + 1e6)
         pair.generation.desk.drain(pair.now_s + 1e6)
@@ -275,7 +293,7 @@ def enabled(scope: Scope, done: list[int], index: int) -> bool:
     if done[index] >= len(events):
         return False
     kind, request_id = events[done[index]]
-    if kind in ("gen", "ctx"):
+    if kind in ("gen", "ctx") or kind.startswith(("hold", "let")):
         return True
     submitted = {e for taken, own in zip(done, scope.events) for e in own[:taken]}
     wanted = {(k, r) for own in scope.events for k, r in own if k in ("gen", "ctx") and request_id in (0, r)}
@@ -464,6 +482,33 @@ def finish(scope: Scope, path: Path) -> str:
     return ""
 
 
+def walk(scope: Scope, seed: int) -> tuple[str, int]:
+    """One random path to the end. Returns what is wrong, or nothing, and its transitions."""
+    chance = random.Random(seed)  # noqa: S311 - replayable, not secret
+    pair, done = replay(scope, ())
+    ranks, path = pair.ranks, []
+    waits = chance.choice((2, 10, 40))
+    try:
+        quiet = 0
+        while len(path) < 2000 and quiet < 30:
+            lists = [i for i in range(len(scope.events)) if enabled(scope, done, i)]
+            if lists and chance.randrange(waits) == 0:
+                index = chance.choice(lists)
+                path.append(len(ranks) + index)
+                apply_event(pair, scope.events[index][done[index]], scope.style)
+                done[index] += 1
+            else:
+                path.append(chance.randrange(len(ranks)))
+                pair.step(ranks[path[-1]])
+            check_invariants(pair, scope)
+            over = all(n == len(e) for n, e in zip(done, scope.events))
+            quiet = quiet + 1 if over and pair.idle() else 0
+        check_end(pair, scope)
+    except Exception as error:  # noqa: BLE001 - see explore
+        return f"{type(error).__name__}: {error}", len(path)
+    return "", len(path)
+
+
 # -- planted defects --------------------------------------------------------------------------------------------------
 
 
@@ -588,6 +633,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--states", type=int, default=3000, help="states per scope, at most")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds per scope, at most")
+    parser.add_argument("--walks", type=int, default=40, help="random paths per scope, each to its end")
     parser.add_argument("--scope", default="", help="only scopes whose name contains this")
     parser.add_argument("--mutants", action="store_true")
     options = parser.parse_args(arguments)
@@ -597,10 +643,10 @@ def main(arguments: list[str] | None = None) -> int:
         for name, plant in MUTANTS.items():
             killed = ""
             with plant():
-                for scope in scopes:
-                    outcome = explore(scope, states_max=options.states, limit_s=options.seconds)
-                    if outcome.violation:
-                        killed = f"{scope.name}: {outcome.violation.splitlines()[0][:90]}"
+                for scope, seed in ((scope, seed) for seed in range(options.walks) for scope in scopes):
+                    problem, _ = walk(scope, seed)
+                    if problem:
+                        killed = f"{scope.name}, walk {seed}: {problem.splitlines()[0][:90]}"
                         break
             print(f"{'killed' if killed else 'ALIVE '}  {name}" + (f"  ({killed})" if killed else ""))
             failed |= not killed
@@ -610,6 +656,12 @@ def main(arguments: list[str] | None = None) -> int:
     for scope in scopes:
         began_s = time.monotonic()
         outcome = explore(scope, states_max=options.states, limit_s=options.seconds)
+        for seed in range(options.walks if not outcome.violation else 0):
+            problem, steps = walk(scope, seed)
+            outcome.transitions += steps
+            if problem:
+                outcome.violation, outcome.path = f"walk {seed}: {problem}", ()
+                break
         kind = "complete" if outcome.complete else "bounded"
         print(f"{scope.name}: {outcome.states} states, {outcome.transitions} transitions, {outcome.ends} ends, {kind}, "
               f"{time.monotonic() - began_s:.1f} s")  # fmt: skip

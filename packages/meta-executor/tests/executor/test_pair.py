@@ -315,3 +315,23 @@ def test_a_late_status_frame_changes_nothing(pairs: list[Pair]) -> None:
     pair.settle(5)
     pair.validate()
     assert pair.serve(2, PROMPT) == pair.reference(PROMPT, 4)
+
+
+@pytest.mark.parametrize("rounds", range(1, 14))
+def test_a_drain_at_any_moment_of_readiness_revokes_and_never_activates_what_it_revoked(
+    pairs: list[Pair], rounds: int
+) -> None:
+    """The lease is revoked in the call that starts the drain, its abort comes later: in between nothing may be scheduled."""
+    pair = make(pairs, PairConfig(max_batch_size=1))
+    start_generation_first(pair, 1)
+    for _ in range(rounds):
+        for rank in pair.ranks:
+            pair.step(rank)
+    pair.context.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: pair.context.desk.live_count == 0)
+    if pair.context.finish(1) in ("error", "cancelled"):
+        pair.generation.desk.abort(1, "the context leg has failed")
+    pair.generation.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: all(rank.loop.left for rank in pair.ranks))
+    assert all(rank.loop.drained and not rank.faults for rank in pair.ranks)
+    assert pair.generation.finish(1) in ("length", "cancelled", "error")

@@ -41,7 +41,7 @@ from meta_executor.executor.messages import (
     WorkItem,
     unpack_blocks,
 )
-from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Role, Sequence, State
+from meta_executor.executor.ownership import PRE_ACTIVE_STATES, Event, Leg, Outcome, Registry, Role, Sequence, State
 from meta_executor.executor.scheduler import StepLimits, plan_step
 from meta_executor.executor.steps import Step, make_schedule, sampling_of, step_input
 from meta_executor.executor.transceiver import (
@@ -213,9 +213,16 @@ class RankLoop:
             self.last_incarnation = item.last_incarnation
             self.drain_deadline_s = now_s + item.deadline_s
             self._transceiver.start_drain(item.last_incarnation)
+            self._drop_revoked()
         elif isinstance(item, Leave):
             self.left = True
             self.drained = item.drained
+
+    def _drop_revoked(self) -> None:
+        """Selected for a step but not activated: the drain has just revoked their leases."""
+        for sequence in list(self._active.values()):
+            if sequence.state in PRE_ACTIVE_STATES and sequence.request.schedule_style == "generation_first":
+                del self._active[sequence.request_id]
 
     def _author_stop(self, request_id: int, outcome: Outcome, reason: str, code: str) -> None:
         """Rank 0: end a request on every rank. On a pipeline no later schedule will name it."""

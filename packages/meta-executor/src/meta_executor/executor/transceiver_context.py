@@ -115,6 +115,7 @@ class ContextTransceiver:
     ) -> None:
         self._transfer_timeout_s = transfer_timeout_s
         self._next_expiry_s = 0.0
+        self._draining = False
         self._rank = rank
         self._is_last = is_last
         self._registry = registry
@@ -316,7 +317,15 @@ class ContextTransceiver:
         return len(self._registry) > 0
 
     def start_drain(self, last_incarnation: int) -> None:
-        """Begin the proof over all ranks."""
+        """Begin the proof over all ranks.
+
+        The agreement of the scheduling rank revokes every lease that is not scheduled, now: none of them may be chosen any
+        more, although their aborts are still on their way.
+        """
+        self._draining = True
+        for request_id, sequence in list(self._candidates.items()):
+            if sequence.request.schedule_style == "generation_first":
+                del self._candidates[request_id]
         self._agreement.start_drain(last_incarnation)
 
     @property
@@ -342,10 +351,10 @@ class ContextTransceiver:
             if self._agreement.acknowledge_prepare(sequence.key):
                 self._registry.apply(sequence, Event.LEASED)
         elif isinstance(event, Released):
-            if sequence.outcome is None:
-                self._candidates[request_id] = sequence
-            else:
+            if sequence.outcome is not None:
                 self._agreement.revoke(sequence.key, Reason.CANCELLED)
+            elif not self._draining:
+                self._candidates[request_id] = sequence
         elif isinstance(event, Aborted):
             self._candidates.pop(request_id, None)
             self._registry.apply(sequence, Event.ABORTED)
