@@ -37,6 +37,9 @@ class EntryState(enum.Enum):
     SENT = "sent"
     SETTLED = "settled"
 
+    # By identity: the enumeration's own hash is a Python call, and each request is looked up in the table twice.
+    __hash__ = object.__hash__
+
 
 #: Legal moves of an entry.
 TRANSITIONS: Final[Mapping[EntryState, frozenset[EntryState]]] = {
@@ -159,24 +162,26 @@ class Batcher(Generic[_T]):
         self.check()
         if request_id is not None and request_id in self._by_id:
             raise BatchUsageError(f"request {request_id!r} is buffered already")
+        config, buffer = self.config, self._buffer
         effects: tuple[SendBatch[_T], ...] = ()
-        if self._buffer and self._buffer_bytes + size_bytes > self.config.bytes_max:
+        if buffer and self._buffer_bytes + size_bytes > config.bytes_max:
             effects = self._flush(BYTES)
         entry = Entry(request, request_id, size_bytes, now_s, ticket)
-        self._buffer.append(entry)
+        buffer.append(entry)
         self._buffer_bytes += size_bytes
         if request_id is not None:
             self._by_id[request_id] = entry
         self._submitted += 1
         self._outstanding += 1
-        self._outstanding_high_water = max(self._outstanding_high_water, self._outstanding)
-        if len(self._buffer) >= self.config.batch_max:
+        if self._outstanding > self._outstanding_high_water:
+            self._outstanding_high_water = self._outstanding
+        if len(buffer) >= config.batch_max:
             return effects + self._flush(SIZE)
         if bypass:
             return effects + self._flush(BYPASS)
-        if self._buffer_bytes >= self.config.bytes_max:
+        if self._buffer_bytes >= config.bytes_max:
             return effects + self._flush(BYTES)
-        if self.config.adaptive and not self._batches_in_flight:
+        if config.adaptive and not self._batches_in_flight:
             return effects + self._flush(IDLE)
         return effects
 

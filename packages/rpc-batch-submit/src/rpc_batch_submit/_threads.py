@@ -70,9 +70,9 @@ class ThreadBatchSubmitter(Generic[_T]):
         """Take a request; same contract as ``AsyncioBatchSubmitter.submit``."""
         size_bytes = 0 if self._size_of is None else self._size_of(request)
         request_id = None if self._id_of is None else self._id_of(request)
-        with self._changed:
-            self._core.check()
         if self._register is not None:
+            with self._changed:
+                self._core.check()
             self._register(request)
         bypass = self._bypass is not None and self._bypass()
         ticket: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -190,7 +190,12 @@ class ThreadBatchSubmitter(Generic[_T]):
                     self._changed.notify_all()
 
     def _send(self, batch: SendBatch[_T]) -> None:
-        entries = tuple(entry for entry in batch.entries if not self._withdrawn(entry))
+        # From here on a ticket is running and cannot be cancelled any more.
+        entries = batch.entries
+        withdrawn = [entry for entry in entries if not entry.ticket.set_running_or_notify_cancel()]
+        if withdrawn:
+            self._withdraw(withdrawn)
+            entries = tuple(entry for entry in entries if entry not in withdrawn)
         if not entries:
             self._over()
             return
@@ -208,14 +213,13 @@ class ThreadBatchSubmitter(Generic[_T]):
         else:
             self._settled(entries, result)
 
-    def _withdrawn(self, entry: Entry[_T]) -> bool:
-        if entry.ticket.set_running_or_notify_cancel():
-            return False
+    def _withdraw(self, entries: list[Entry[_T]]) -> None:
         with self._changed:
-            self._core.settle(entry)
+            for entry in entries:
+                self._core.settle(entry)
         if self._rollback is not None:
-            self._rollback(entry.request, BatchAborted("cancelled before it was sent"))
-        return True
+            for entry in entries:
+                self._rollback(entry.request, BatchAborted("cancelled before it was sent"))
 
     def _on_result(self, entries: tuple[Entry[_T], ...], result: concurrent.futures.Future[Any]) -> None:
         if result.cancelled():
@@ -228,22 +232,30 @@ class ThreadBatchSubmitter(Generic[_T]):
             self._settled(entries, result.result())
 
     def _failed(self, entries: tuple[Entry[_T], ...], cause: BaseException) -> None:
-        for entry in entries:
+        errors: list[BaseException | None] = []
+        for _ in entries:
             error = BatchSendFailed(f"sending {len(entries)} requests failed: {cause!r}")
             error.__cause__ = cause
-            self._finish(entry, error)
-        self._over()
+            errors.append(error)
+        self._finish(entries, errors)
 
     def _settled(self, entries: tuple[Entry[_T], ...], result: object) -> None:
-        for entry, error in zip(entries, unpack_outcomes(result, len(entries))):
-            self._finish(entry, error)
-        self._over()
+        self._finish(entries, unpack_outcomes(result, len(entries)))
 
-    def _finish(self, entry: Entry[_T], error: BaseException | None) -> None:
-        with self._changed:
-            first = self._core.settle(entry, failed=error is not None)
-        if first:
-            self._tell(entry, error)
+    def _finish(self, entries: tuple[Entry[_T], ...], outcomes: list[BaseException | None]) -> None:
+        """Tell a batch's callers, then settle it under one lock: whoever waits for ``close`` finds every ticket done."""
+        try:
+            for entry, error in zip(entries, outcomes):
+                if error is None:
+                    entry.ticket.set_result(None)
+                else:
+                    self._tell(entry, error)
+        finally:
+            settle = self._core.settle
+            with self._changed:
+                for entry, error in zip(entries, outcomes):
+                    settle(entry, failed=error is not None)
+            self._over()
 
     def _over(self) -> None:
         with self._changed:
@@ -251,16 +263,12 @@ class ThreadBatchSubmitter(Generic[_T]):
             self._changed.notify_all()
         self._drain()
 
-    def _tell(self, entry: Entry[_T], error: BaseException | None) -> None:
+    def _tell(self, entry: Entry[_T], error: BaseException) -> None:
         ticket: concurrent.futures.Future[None] = entry.ticket
-        # An aborted entry's ticket is still pending; a sent one's is running. A cancelled one has told its caller
-        # already.
+        # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller already.
         if ticket.running() or (not ticket.done() and ticket.set_running_or_notify_cancel()):
-            if error is None:
-                ticket.set_result(None)
-            else:
-                ticket.set_exception(error)
-        if error is not None and self._rollback is not None:
+            ticket.set_exception(error)
+        if self._rollback is not None:
             self._rollback(entry.request, error)
 
     def _after_fork_in_child(self) -> None:
