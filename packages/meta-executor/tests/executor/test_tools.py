@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -25,3 +27,11 @@ def test_random_pairs_runs_and_says_what_it_saw() -> None:
     done = run(str(TOOLS / "random_pairs.py"), "--count", "3", "--seed", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 runs" in done.stdout and "0 failures" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_planted_defect_of_the_composition_is_found() -> None:
+    """Nine defects in the executor's own rules; each is killed by a walk."""
+    done = run(str(TOOLS / "explore_composition.py"), "--mutants", "--walks", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 mutants, all killed" in done.stdout
