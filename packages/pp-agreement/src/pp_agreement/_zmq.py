@@ -62,6 +62,7 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
+        self._gone: set[int] = set()
         self._opened: list[zmq.Socket[bytes]] = []  # monitors, closed with the links
         self._start = 0
 
@@ -79,9 +80,8 @@ class ZmqTransport:
             if self._key is not None:
                 self._secure(link, binds)
             self._sockets[peer] = link
-            if address.startswith("ipc://"):
-                self._monitors[peer] = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-                self._opened.append(self._monitors[peer])
+            self._monitors[peer] = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._opened.append(self._monitors[peer])
             try:
                 if binds:
                     link.bind(address)
@@ -102,8 +102,8 @@ class ZmqTransport:
             link.setsockopt(zmq.CURVE_SERVERKEY, public)
 
     def outstanding(self, peer: int) -> int:
-        """See :class:`Transport`: 0 or the window."""
-        return 0 if self.can_send(peer) else self._window
+        """See :class:`Transport`: 0 or the window; 0 on a link that the peer has let go of."""
+        return 0 if self.can_send(peer) or peer in self._gone else self._window
 
     def can_send(self, peer: int) -> bool:
         """See :class:`Transport`."""
@@ -147,8 +147,10 @@ class ZmqTransport:
         for peer, monitor in tuple(self._monitors.items()):
             if int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 recv_monitor_message(monitor, zmq.DONTWAIT)
-                del self._monitors[peer]
-                found.append((peer, "end of file on its local socket"))
+                self._gone.add(peer)
+                if self._addresses[peer if self._me == self._coordinator else self._me].startswith("ipc://"):
+                    del self._monitors[peer]
+                    found.append((peer, "end of file on its local socket"))
         return tuple(found)
 
     def close(self, clean: bool) -> None:

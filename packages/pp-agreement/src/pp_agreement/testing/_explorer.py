@@ -473,7 +473,7 @@ CI_WORLDS: dict[str, World] = {
     "3 ranks, unheard": World(3, withdrawers=(0, 1), terminal=(0, 1, 0), unheard=True, lazy=(Kind.VOTE,)),
     "3 ranks, crash": World(3, withdrawers=(1,), revoke=True, terminal=(0, 1, 2), crash=True, lazy=()),
     "4 ranks, one withdraws": World(4, withdrawers=(1,), revoke=True, lazy=()),
-    "4 ranks, all withdraw": World(4, withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
+    "4 ranks, two withdraw": World(4, withdrawers=(1, 3), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
     "4 ranks, terminal": World(4, ready=False, terminal=(0, 1, 2, 0)),
     "2 ranks x 2 requests": World(2, 2, withdrawers=(1,), revoke=True, terminal=(0, 1), lazy=(Kind.VOTE,)),
     "2 ranks x 2, one credit": World(2, 2, withdrawers=(0,), terminal=(1, 0), credits=1, unheard=True, lazy=()),
@@ -482,6 +482,7 @@ CI_WORLDS: dict[str, World] = {
 """Explored by the tests."""
 
 NIGHTLY_WORLDS: dict[str, World] = {
+    "4 ranks, all withdraw": World(4, withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
     "4 ranks, one withdraws, terminal": World(4, withdrawers=(2,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
     "3 ranks, crash, evidence": World(
         3, withdrawers=(0, 1, 2), revoke=True, terminal=(0, 1, 2), crash=True, evidence=True, lazy=(),
