@@ -28,7 +28,7 @@ ADAPTERS = {
     "mpi4py": {"_mpi"},
     "zmq": {"_zmq"},
     "nixl": {"_nixl"},
-    "torch": {"_torch"},
+    "torch": {"_torch", "_triton"},  # Triton's kernels take torch's tensors
     "triton": {"_triton"},
     "asyncio": {"_asyncio"},
     "etcd3gw": {"_etcd"},
@@ -36,7 +36,7 @@ ADAPTERS = {
 }
 #: In meta-executor the rooms decide: library → folders or modules (relative to the package) that may import it.
 ROOMS = {
-    "torch": ("engine/",),
+    "torch": ("engine/", "executor/", "instance/"),  # device memory and streams, where they are imported on demand
     "mpi4py": ("instance/", "executor/"),
     "nixl": ("executor/", "instance/"),
     "starlette": ("front/", "instance/"),
@@ -98,7 +98,7 @@ def check_layering(files: list[Path]) -> Iterator[str]:
                 yield from _check_room(relative, line, inside, name)
             elif top in ADAPTERS and not (
                 path.stem in ADAPTERS[top]
-                or any(path.stem.startswith(f"{stem}_") for stem in ADAPTERS[top])
+                or any(path.stem.startswith(f"{stem}_") or path.stem.endswith(stem) for stem in ADAPTERS[top])
                 or path.stem in ("testing", "__main__")
             ):
                 allowed = ", ".join(sorted(ADAPTERS[top]))

@@ -424,7 +424,8 @@ class ServerThread:
 
     def __init__(self, server: ApiServer, hostname: str, port: int) -> None:
         self._server = server
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # The protocol is named, because asyncio turns Nagle's delay off only where it is.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((hostname, port))
         self.port: int = self._socket.getsockname()[1]
