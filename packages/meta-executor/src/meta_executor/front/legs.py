@@ -84,7 +84,7 @@ class LegClient:
                 timeout=httpx.Timeout(None, connect=_CONNECT_S),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
                 trust_env=False,
-                verify=False,  # noqa: S501 - plain HTTP inside the run; building a TLS context costs 20 ms each
+                verify=False,  # noqa: S501 - plain HTTP inside the run; building a TLS context costs 20 ms each  # nosec B501
             )
             for _ in range(_POOLS)
         ]
