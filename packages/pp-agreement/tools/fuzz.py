@@ -50,7 +50,8 @@ def main() -> int:
     codecs = [Codec(domain, r, 4096) for r in range(3)]
     counts: collections.Counter[str] = collections.Counter()
     began_s = time.monotonic()
-    cores = [fresh(r) for r in range(3)]
+    whole = [fresh(r) for r in range(3)]
+    cores = [core.copy() for core in whole]
     for number in range(options.count):
         rank = draw.randrange(3)
         core = cores[rank]
@@ -72,7 +73,7 @@ def main() -> int:
                 return 1
             counts[f"stopped: {core.fault.code.name}"] += 1
             core.validate()
-            cores[rank] = fresh(rank)
+            cores[rank] = whole[rank].copy()
         elif number % 64 == 0:
             core.validate()
     print(", ".join(f"{name} {value}" for name, value in sorted(counts.items())))
