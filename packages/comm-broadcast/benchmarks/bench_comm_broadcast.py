@@ -90,7 +90,7 @@ def rank_main() -> None:
         buffer = bytearray(data) if root else bytearray(size)
         for start in range(0, size, 4 << 20):
             comm.Bcast([memoryview(buffer)[start : start + (4 << 20)], MPI.BYTE], 0)
-        return value if root and not reread else pickle.loads(buffer)  # noqa: S301 - the baseline
+        return value if root and not reread else pickle.loads(buffer)
 
     found: list[dict[str, Any]] = []
 
@@ -154,7 +154,7 @@ def rank_main() -> None:
                         ratio,
                         ">= 4 x less",
                         ratio >= 4,
-                    )  # noqa: E501
+                    )
             if root and kind == "list" and size == 8192 and count >= 64:
                 dumps = longest_stall_ms(lambda value=value: pickle.dumps(value, 5))
 
