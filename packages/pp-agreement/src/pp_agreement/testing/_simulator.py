@@ -163,7 +163,9 @@ class _Host:
         agreement = self.agreement
         if what == "publish":
             state = agreement.state(key)
-            if state is None or state.terminal < TerminalState.VOTED:  # a host that voted terminal publishes nothing more
+            if (
+                state is None or state.terminal < TerminalState.VOTED
+            ):  # a host that voted terminal publishes nothing more
                 agreement.publish_ready(key)
         elif what == "give_up":
             self.withdraw(key, Reason.TIMEOUT)
