@@ -530,3 +530,93 @@ def test_the_hosted_matrix_is_the_tables():
     """The committed workflow is what the table generates."""
     wanted = matrix.workflow(read_table(ROOT / "testlists" / "stages.yml"))
     assert (ROOT / matrix.PATH).read_text() == wanted
+
+
+def test_on_demand_stages_run_only_when_named(project):
+    """Not in a default run, not by kind; by name they do."""
+    table = project / "lists" / "stages.yml"
+    table.write_text(TABLE.replace("list: l0_cpu.yml, shards: 2", "list: l0_cpu.yml, on_demand: true"))
+    code, output, data = run(project)
+    assert code == 3, output
+    assert list(verdicts(data)) == ["A10-PyTorch-1"]
+    code, output, data = run(project, "--stage-list", "CPU-Generic-1")
+    assert code == 0, output
+    assert verdicts(data) == {"CPU-Generic-1": "PASSED"}
+
+
+def test_post_merge_stages_wait_for_the_option_or_their_name(project):
+    """A default run leaves them out; --post-merge, --extra-stage or their name brings them in."""
+    table = project / "lists" / "stages.yml"
+    table.write_text(TABLE.replace("A10-PyTorch,", "A10-PyTorch-Post-Merge,"))
+    assert all("Post-Merge" not in name for name in verdicts(run(project)[2]))
+    assert "A10-PyTorch-Post-Merge-1" in verdicts(run(project, "--post-merge", "--disable-fail-fast")[2])
+    assert "A10-PyTorch-Post-Merge-1" in verdicts(
+        run(project, "--extra-stage", "*Post-Merge*", "--disable-fail-fast")[2]
+    )
+
+
+def test_a_shard_without_a_line_is_not_green(project):
+    """More shards than lines: the empty ones say so, and are NOT RUN."""
+    table = project / "lists" / "stages.yml"
+    table.write_text(TABLE.replace("shards: 2", "shards: 3"))
+    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert code == 3, output
+    assert sorted(verdicts(data).values()) == ["NOT RUN", "PASSED", "PASSED"]
+    assert any("holds no line" in stage["reason"] for stage in data["stages"])
+
+
+def test_a_stage_whose_every_line_is_waived_is_not_green(project):
+    """Waived is not passed."""
+    (project / "lists" / "waives.txt").write_text("t/test_good.py SKIP (x)\nt/test_other.py SKIP (y)\n")
+    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert code == 3, output
+    assert set(verdicts(data).values()) == {"NOT RUN"}
+    assert [w["reason"] for stage in data["stages"] for w in stage["waived"]] in (["x", "y"], ["y", "x"])
+
+
+def test_several_expressions_on_one_path_are_lines_of_their_own(project):
+    """Two -k lines of one file are two units with results of their own; the last line counts without a newline, too."""
+    (project / "t" / "test_good.py").write_text("def test_a():\n    pass\n\n\ndef test_b():\n    raise ValueError\n")
+    text = CPU_LIST.replace(
+        "  - t/test_good.py\n  - t/test_other.py\n", '  - t/test_good.py -k "test_a"\n  - t/test_good.py -k "test_b"'
+    )
+    (project / "lists" / "l0_cpu.yml").write_text(text)
+    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert code == 1, output
+    assert sorted(verdicts(data).values()) == ["FAILED", "PASSED"]
+
+
+def test_a_line_that_selects_no_test_fails_its_stage(project):
+    """A misspelt expression is not a passed test."""
+    (project / "lists" / "l0_cpu.yml").write_text(CPU_LIST.replace("t/test_other.py", 't/test_other.py -k "tset_b"'))
+    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert code == 1, output
+    assert "selects no test" in json.dumps(data)
+
+
+def test_too_many_failures_are_not_tried_again(project):
+    """More than five failed tests are a broken stage, not a flaky one: one attempt each."""
+    body = "\n\n".join(f"def test_{i}():\n    raise ValueError\n" for i in range(6))
+    (project / "t" / "test_other.py").write_text(body)
+    _, _, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert [p["attempts"] for stage in data["stages"] for p in stage["problems"]] == [["failed"]] * 6
+
+
+def test_a_crashing_test_is_unfinished_and_not_tried_again(project):
+    """The process died under it: a failure of likely infrastructure, with the test's name."""
+    (project / "t" / "test_other.py").write_text("import os\n\n\ndef test_b():\n    os._exit(9)\n")
+    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
+    assert code == 1, output
+    problem = next(p for stage in data["stages"] for p in stage["problems"])
+    assert problem["id"].endswith("test_b")
+    assert problem["attempts"] == ["unfinished"]
+    assert problem["cause"] == "infrastructure"
+
+
+def test_a_prefix_keeps_a_line_to_its_hardware(project):
+    """full:A10/ runs on A10 stages only; elsewhere the line does not exist."""
+    (project / "lists" / "l0_cpu.yml").write_text(CPU_LIST.replace("t/test_other.py", "full:A10/t/test_other.py"))
+    (project / "lists" / "stages.yml").write_text(TABLE.replace(", shards: 2", ""))
+    code, output, data = run(project, "--kind", "cpu")
+    assert code == 0, output
+    assert data["stages"][0]["lines"] == ["t/test_good.py"]
