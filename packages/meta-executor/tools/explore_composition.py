@@ -131,6 +131,7 @@ _SKIPPED = {
     "_prepared_again_count", "_core_statistics", "statistics", "rank_statistics", "_now_s", "now_s", "_tombstones",
     "_transport", "_network", "block_cache", "key_cache", "_over", "_incarnations", "_newest", "_receipts", "_loads",
     "_waiting_peak", "_slab", "_next_operation", "_high_water", "_digest", "digest", "_rescan", "_limits", "limits",
+    "waited_for",
 }  # fmt: skip
 
 
@@ -592,13 +593,13 @@ def _mutant_blocks_back_at_logical_end() -> AbstractContextManager[Any]:
 
 
 def _mutant_window_not_counted() -> AbstractContextManager[Any]:
-    real = ContextAdmission.admits
+    real = ContextAdmission.waits_for
 
-    def admits(self: Any, submission: Any) -> bool:
+    def waits_for(self: Any, submission: Any) -> str:
         self._pre_active_max = 99
         return real(self, submission)
 
-    return patch.object(ContextAdmission, "admits", admits)
+    return patch.object(ContextAdmission, "waits_for", waits_for)
 
 
 def _mutant_abort_while_activated() -> AbstractContextManager[Any]:

@@ -13,7 +13,10 @@ POST    /internal/drain          :class:`DrainRequest` (may be {})   :class:`Dra
 GET     /internal/statistics                                         :class:`InstanceStatistics`
 GET     /server_info                                                 :class:`ServerInfo`
 GET     /health                                                      200 :class:`Health` when it can serve, else 503
+GET     /debug/routing?limit=n                                       :class:`InstanceRouting` (front: :class:`ServiceRouting`)
 ======  =======================  ==================================  ===================================================
+
+``/internal/*`` and an instance's ``/debug/routing`` want the run's key.
 
 Errors are :class:`ErrorBody` with the status of :data:`STATUS_OF`.
 """
@@ -294,6 +297,66 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     tokens_returned: int = 0
     step_p50_ms: float = 0.0
     step_p99_ms: float = 0.0
+
+
+#: Decisions that one answer shows when it is not told how many, and at most (count).
+ROUTING_SHOWN_DEFAULT = 64
+ROUTING_SHOWN_MAX = 256
+
+
+class RoutingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one request went where it did inside an instance, with what was known at that moment."""
+
+    request_id: int
+    #: Target rank; -1: all ranks of the instance.
+    rank: int
+    why: str
+    #: Tokens of its prompt (count).
+    tokens: int
+    #: On the target before it (count).
+    load_tokens: int = 0
+    load_requests: int = 0
+    #: From its arrival to this decision, and what it last had to wait for ("": nothing held it back).
+    waited_ms: float = 0.0
+    waited_for: str = ""
+    #: Since the decision, when this answer was made (s).
+    age_s: float = 0.0
+
+
+class InstanceRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest decisions of an instance, oldest first."""
+
+    role: str
+    owner_id: str
+    policy: str
+    #: Since start (count); more than are shown when the older ones were dropped.
+    decided: int
+    decisions: list[RoutingDecision]
+
+
+class LegDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """Which instance the front chose for one leg of a request, and why."""
+
+    request_id: int
+    #: Leg: ``context`` or ``generation``.
+    role: str
+    owner_id: str
+    why: str
+    #: What the leg adds to the instance's load (tokens), and the load before it.
+    weight: int
+    load_weight: int
+    load_requests: int
+    age_s: float = 0.0
+
+
+class ServiceRouting(msgspec.Struct, frozen=True, kw_only=True):
+    """The front's newest decisions, oldest first, and every instance's; ``unknown``: instance to why it could not be asked."""
+
+    policy: str
+    decided: int
+    decisions: list[LegDecision]
+    instances: list[InstanceRouting]
+    unknown: dict[str, str] = {}
 
 
 def encode_json(value: Any) -> bytes:

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
-from meta_executor.executor.desk import Desk, DeskError, Submission
+from meta_executor.executor.desk import DECISIONS_KEPT_MAX, Desk, DeskError, Placement, Submission
 from meta_executor.executor.messages import Admit, Answer, Peer
 from meta_executor.executor.ownership import Outcome
 
 
 class Everything:
-    def admits(self, submission):
-        return True
+    policy = "all"
+
+    def waits_for(self, submission):
+        return ""
 
     def place(self, submissions):
-        return [-1] * len(submissions)
+        return [Placement(-1, "all of them")] * len(submissions)
 
     def left(self, client):
         pass
@@ -120,7 +122,14 @@ def test_generation_requests_are_spread_and_their_load_is_given_back() -> None:
     items, _ = made.collect(0.0)
     assert sorted(i.target_rank for i in items) == [0, 0, 1, 1]
     assert admission.routed == [2, 2]
-    assert {d["request_id"] for d in admission.decisions()} == {1, 2, 3, 4}
+    decided, decisions = made.routing()
+    assert decided == 4 and [d.request_id for d in decisions] == [1, 2, 3, 4]
+    assert [d.rank for d in decisions] == [i.target_rank for i in items]
+    assert {(d.why, d.tokens) for d in decisions} == {("least loaded", 4)}
+    loads = {0: 0, 1: 0}
+    for decision in decisions:
+        assert decision.load_tokens == loads[decision.rank] and decision.load_requests == loads[decision.rank] // 4
+        loads[decision.rank] += 4
     made.answer([Answer(r, (1,), "length") for r in range(1, 5)])
     assert [(load.tokens, load.requests) for load in admission._loads] == [(0, 0), (0, 0)]
 
@@ -138,3 +147,66 @@ def test_submitting_from_many_threads_loses_and_doubles_nothing() -> None:
     while any(t.is_alive() for t in threads) or len(seen) < 400:
         seen.extend(i.request_id for i in made.collect(0.0)[0])
     assert sorted(seen) == list(range(1, 401))
+
+
+def test_a_decision_says_what_the_request_waited_for_and_how_long() -> None:
+    """One credit, then a destination: the last thing that held it back is told; the one that did not wait says nothing."""
+    now = [10.0]
+    credit, here = [1], [False]
+    admission = ContextAdmission(
+        peer_is_ready=lambda r: here[0], pre_active_count=lambda: 0, pre_active_max=9, credits=lambda: credit[0]
+    )
+    made = Desk(
+        role="context",
+        admission=admission,
+        requests_max=10,
+        deliver=lambda answers: None,
+        wake=lambda: None,
+        clock=lambda: now[0],
+    )
+    made.submit(submission(1))
+    made.submit(submission(2))
+    made.submit(submission(3, schedule_style="generation_first"))
+    made.collect(10.0)
+    assert [(d.request_id, d.rank, d.waited_for) for d in made.routing()[1]] == [(1, -1, "")]
+    credit[0] = 2
+    made.admission_may_have_changed()
+    made.collect(10.5)
+    here[0] = True
+    made.admission_may_have_changed()
+    made.collect(12.0)
+    now[0] = 13.0
+    decided, decisions = made.routing()
+    assert decided == 3
+    assert [(d.request_id, d.waited_ms, d.waited_for, d.age_s) for d in decisions] == [
+        (1, 0.0, "", 3.0),
+        (2, 500.0, "a credit of the agreement", 2.5),
+        (3, 2000.0, "its destination from the generation instance", 1.0),
+    ]
+
+
+def test_decisions_are_bounded_and_a_reader_never_disturbs_the_loop() -> None:
+    """Thousands of decisions while another thread looks: never more than are kept, dense, in order, the count right."""
+    made = desk(requests_max=10_000)
+    seen: list[tuple[int, list[int]]] = []
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            decided, decisions = made.routing()
+            seen.append((decided, [d.request_id for d in decisions]))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for request_id in range(1, 3001):
+        made.submit(submission(request_id))
+        made.collect(0.0)
+    stop.set()
+    reader.join()
+    seen.append((made.routing()[0], [d.request_id for d in made.routing()[1]]))
+    assert seen[-1] == (3000, list(range(3001 - DECISIONS_KEPT_MAX, 3001)))
+    for decided, ids in seen:
+        assert len(ids) == min(decided, DECISIONS_KEPT_MAX)
+        # A copy may miss the place that is being written now, never the order.
+        assert ids == sorted(ids) and (not ids or ids[-1] == decided)
+    assert [d.request_id for d in made.routing(3)[1]] == [2998, 2999, 3000]

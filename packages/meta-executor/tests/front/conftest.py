@@ -103,6 +103,8 @@ class FakeInstance:
         #: Break the stream after so many lines; "error" sends an error line, "cut" ends the connection.
         self.break_after: int | None = None
         self.break_how = "error"
+        #: Answer ``/debug/routing`` with what is none.
+        self.routing_broken = False
         self.started = asyncio.Event()
         #: Generation-first: the other role's fake; its context leg ends only after this one was asked.
         self.peer: FakeInstance | None = None
@@ -112,6 +114,7 @@ class FakeInstance:
                 Route("/internal/context", self._context, methods=["POST"]),
                 Route("/internal/generation", self._generation, methods=["POST"]),
                 Route("/internal/abort", self._abort, methods=["POST"]),
+                Route("/debug/routing", self._routing),
             ]
         )
 
@@ -223,6 +226,25 @@ class FakeInstance:
             part = tokens[start : start + 3]
             last = start + 3 >= len(tokens)
             yield wire.encode_json(wire.GenerationChunk(tokens=part, finish_reason=reason if last else None)) + b"\n"
+
+    async def _routing(self, request: Request) -> Response:
+        assert request.headers[wire.KEY_HEADER] == KEY
+        if self.routing_broken:
+            return Response(b"{", media_type="application/json")
+        limit = int(request.query_params["limit"])
+        decisions = [
+            wire.RoutingDecision(request_id=body.request_id, rank=0, why="by the fake", tokens=len(body.token_ids))
+            for body in self.received
+        ]
+        return _json(
+            wire.InstanceRouting(
+                role=self.role,
+                owner_id=self.owner_id,
+                policy="fake",
+                decided=len(decisions),
+                decisions=decisions[-limit:],
+            )
+        )
 
     async def _abort(self, request: Request) -> Response:
         body = msgspec.json.decode(await request.body(), type=wire.AbortRequest)

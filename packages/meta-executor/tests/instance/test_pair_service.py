@@ -163,8 +163,31 @@ def check_what_is_shown(pair: RunningPair) -> None:
         assert health.status_code == 200 and health.json()["status"] == "ok"
         metrics = pair.client.get(f"{pair.urls[owner]}/metrics").text
         assert 'meta_executor_rank_kv_blocks_total{rank="0"}' in metrics
-    decisions = pair.client.get(f"{pair.urls['gen-0']}/debug/routing").json()
-    assert decisions and {"request_id", "rank", "why"} <= set(decisions[-1])
+    check_routing(pair)
+
+
+def check_routing(pair: RunningPair) -> None:
+    """Every admitted request's last decision is shown by both instances, wherever their API servers live."""
+    shown = {}
+    for owner, url in pair.urls.items():
+        answer = pair.client.get(f"{url}/debug/routing", params={"limit": 256})
+        assert answer.status_code == 200, answer.text
+        shown[owner] = msgspec.json.decode(answer.content, type=wire.InstanceRouting)
+        assert shown[owner].owner_id == owner
+        assert len(shown[owner].decisions) == min(shown[owner].decided, 256)
+        newest = pair.client.get(f"{url}/debug/routing", params={"limit": 2}).json()
+        assert [d["request_id"] for d in newest["decisions"]] == [d.request_id for d in shown[owner].decisions[-2:]]
+        for wrong in ("0", "257", "many"):
+            refused = pair.client.get(f"{url}/debug/routing", params={"limit": wrong})
+            assert (refused.status_code, refused.json()["field"]) == (400, "limit")
+        assert httpx.get(f"{url}/debug/routing", trust_env=False).status_code == 401
+    context, generation = shown["ctx-0"], shown["gen-0"]
+    assert context.decided == pair.statistics("ctx-0").ranks[0].requests_taken
+    assert {d.rank for d in context.decisions} == {-1}
+    routed = pair.statistics("gen-0").routed_per_rank
+    assert generation.decided == sum(routed)
+    assert [sum(d.rank == rank for d in generation.decisions) for rank in range(2)] == routed
+    assert all(d.why and d.tokens > 0 and d.age_s >= 0 for d in [*context.decisions, *generation.decisions])
 
 
 def check_proof(pair: RunningPair) -> None:
@@ -195,6 +218,23 @@ def test_one_pair_from_start_to_proof() -> None:
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
         names = {line.split()[-1] for line in maps.splitlines() if "mpich_shm" in line and "(deleted)" not in line}
         assert names == set(), f"segments that still have a name: {names} (before: {segments})"
+        check_proof(pair)
+
+
+@pytest.mark.service
+@pytest.mark.timeout(110)
+def test_routing_is_shown_by_api_servers_in_processes_of_their_own() -> None:
+    """Both proxies spawned: the decisions are made in rank 0's process and shown by another one."""
+    with RunningPair(config(proxy="spawn")) as pair:
+        for owner in pair.urls:
+            shown = pair.client.get(f"{pair.urls[owner]}/debug/routing").json()
+            assert (shown["decided"], shown["decisions"]) == (0, [])
+        check_equality(pair, "context_first", max_tokens=3)
+        check_equality(pair, "generation_first", max_tokens=3)
+        assert pair.statistics("gen-0").local_submits == 0
+        check_routing(pair)
+        routing = pair.client.get(f"{pair.urls['ctx-0']}/debug/routing").json()
+        assert routing["policy"] == "pipeline"
         check_proof(pair)
 
 

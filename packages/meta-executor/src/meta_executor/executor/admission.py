@@ -7,16 +7,17 @@ adp-router from what rank 0 knows of their load.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from adp_router import RankState, Router, RouteRequest
-from meta_executor.executor.desk import Client, Submission
+from meta_executor.executor.desk import Client, Placement, Submission
 
-#: Routing decisions that ``/debug/routing`` shows (count).
-DECISIONS_KEPT_MAX = 64
+#: Why a context instance uses all its ranks, and what a request may have to wait for before it enters; as they are shown.
+EVERY_STAGE = "every stage of the pipeline holds its layers"
+NO_CREDIT = "a credit of the agreement"
+WINDOW_FULL = "a place in the metadata-only window"
+NO_DESTINATION = "its destination from the generation instance"
 
 
 class ContextAdmission:
@@ -45,25 +46,28 @@ class ContextAdmission:
         self._entering = 0
         self._entering_generation_first = 0
         self.pre_active_peak = 0
+        self.policy = "pipeline"
 
-    def admits(self, submission: Submission) -> bool:
-        """Whether it may enter now."""
+    def waits_for(self, submission: Submission) -> str:
+        """What it must wait for; "": it enters now, and counts from now on."""
         if self._credits() - self._entering <= 0:
-            return False
+            return NO_CREDIT
         if submission.schedule_style == "generation_first":
+            if not self._peer_is_ready(submission.request_id):
+                return NO_DESTINATION
             waiting = self._pre_active_count() + self._entering_generation_first
-            if waiting >= self._pre_active_max or not self._peer_is_ready(submission.request_id):
-                return False
+            if waiting >= self._pre_active_max:
+                return WINDOW_FULL
             self._entering_generation_first += 1
             self.pre_active_peak = max(self.pre_active_peak, waiting + 1)
         self._entering += 1
-        return True
+        return ""
 
-    def place(self, submissions: list[Submission]) -> list[int]:
+    def place(self, submissions: list[Submission]) -> list[Placement]:
         """Every rank of the pipeline holds its layers of every request."""
         self._entering = 0
         self._entering_generation_first = 0
-        return [-1] * len(submissions)
+        return [Placement(-1, EVERY_STAGE)] * len(submissions)
 
     def left(self, client: Client) -> None:
         """The agreement gives credits back, not the answer."""
@@ -81,59 +85,51 @@ class GenerationAdmission:
     Args:
         rank_count: Ranks of the attention-DP group.
         policy: One of adp-router's.
-        batch_size: Sequences that one rank decodes at once (count): what a "full" rank is.
     """
 
     def __init__(self, *, rank_count: int, policy: str) -> None:
         self._router = Router(policy)  # type: ignore[arg-type]
         self._loads = [_Load() for _ in range(rank_count)]
         self.routed = [0] * rank_count
-        self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT_MAX)
+        self.policy = policy
 
-    def admits(self, submission: Submission) -> bool:
-        """What finds no blocks yet waits on its rank."""
-        return True
+    def waits_for(self, submission: Submission) -> str:
+        """Nothing: what finds no blocks yet waits on its rank."""
+        return ""
 
-    def place(self, submissions: list[Submission]) -> list[int]:
-        """Target rank of each."""
+    def place(self, submissions: list[Submission]) -> list[Placement]:
+        """Target rank of each, with what was known when it was chosen."""
         requests = [
             RouteRequest(s.request_id, len(s.token_ids), conversation_id=s.conversation_id) for s in submissions
         ]
         ranks = [RankState(rank, load.tokens, load.requests) for rank, load in enumerate(self._loads)]
         result = self._router.route(requests, ranks)
-        rank_of = {request_id: rank for rank, ids in result.assignments.items() for request_id in ids}
-        targets = []
+        chosen = {
+            decision.request_id: Placement(
+                decision.rank, decision.why.value, decision.load_tokens, decision.load_requests
+            )
+            for decision in result.decisions
+        }
+        placements = []
         for submission in submissions:
             # Nothing limits a rank here, so the router leaves none over; a rank that is full queues.
-            target = rank_of.get(
-                submission.request_id, min(range(len(self._loads)), key=lambda r: self._loads[r].tokens)
-            )
-            self._loads[target].tokens += _weight(submission)
-            self._loads[target].requests += 1
-            self.routed[target] += 1
-            targets.append(target)
-        for decision in result.decisions:
-            self._decisions.append(
-                {
-                    "request_id": decision.request_id,
-                    "rank": decision.rank,
-                    "why": decision.why.value,
-                    "tokens": decision.token_count,
-                    "load_tokens": decision.load_tokens,
-                    "load_requests": decision.load_requests,
-                }
-            )
-        return targets
+            placement = chosen.get(submission.request_id) or self._least()
+            self._loads[placement.rank].tokens += _weight(submission)
+            self._loads[placement.rank].requests += 1
+            self.routed[placement.rank] += 1
+            placements.append(placement)
+        return placements
+
+    def _least(self) -> Placement:
+        rank = min(range(len(self._loads)), key=lambda r: self._loads[r].tokens)
+        load = self._loads[rank]
+        return Placement(rank, "left over by the router, fewest tokens", load.tokens, load.requests)
 
     def left(self, client: Client) -> None:
         """Its rank is lighter."""
         load = self._loads[client.target_rank]
         load.tokens -= _weight(client.submission)
         load.requests -= 1
-
-    def decisions(self) -> list[dict[str, Any]]:
-        """The last decisions, oldest first."""
-        return list(self._decisions)
 
 
 def _weight(submission: Submission) -> int:

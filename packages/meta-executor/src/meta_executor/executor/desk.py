@@ -17,15 +17,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from meta_executor import wire
 from meta_executor.executor.messages import Admit, Answer, Peer, Stop, WorkItem
 from meta_executor.executor.ownership import Outcome, Role, ScheduleStyle
+from meta_executor.recent import Recent
 
 #: Ids of ended requests that are remembered (count).
 _PAST_MAX = 65_536
+#: Decisions that are kept for whoever asks why a request went where it did (count).
+DECISIONS_KEPT_MAX = 256
 
 
 class DeskError(Exception):
@@ -67,17 +71,37 @@ class Client:
     admitted: bool = False
     answered_count: int = 0
     stopping: bool = False
+    #: What it last had to wait for before it entered; "": it entered at the first look.
+    waited_for: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a request goes, and what was known then.
+
+    Attributes:
+        rank: Target; -1 for all ranks.
+        why: In words.
+        load_tokens, load_requests: On that rank before it (count); 0 where all ranks take it.
+    """
+
+    rank: int
+    why: str
+    load_tokens: int = 0
+    load_requests: int = 0
 
 
 class Admission(Protocol):
-    """Role-specific: may this one enter now, and where to."""
+    """Role-specific: may this one enter now, and where to. ``policy`` names the rule."""
 
-    def admits(self, submission: Submission) -> bool:
-        """Whether it may enter the broadcast now."""
+    policy: str
+
+    def waits_for(self, submission: Submission) -> str:
+        """What it must wait for before it may enter the broadcast; "": it enters now."""
         ...
 
-    def place(self, submissions: list[Submission]) -> list[int]:
-        """Target rank of each; -1 for all ranks."""
+    def place(self, submissions: list[Submission]) -> list[Placement]:
+        """Where each goes."""
         ...
 
     def left(self, client: Client) -> None:
@@ -163,6 +187,8 @@ class Desk:
         self._rescan = False
         self._next_deadline_s = float("inf")
         self._counts = _Counts()
+        #: Written by the loop, read by whoever serves ``/debug/routing``: (when, decision).
+        self._decisions: Recent[tuple[float, wire.RoutingDecision]] = Recent(DECISIONS_KEPT_MAX)
         #: Latest counters of each rank, as JSON.
         self.rank_statistics: dict[int, bytes] = {}
 
@@ -213,6 +239,13 @@ class Desk:
     def live_count(self) -> int:
         """Requests between submission and last answer (count)."""
         return self._live_count
+
+    def routing(self, count_max: int | None = None) -> tuple[int, list[wire.RoutingDecision]]:
+        """Decisions since start (count), and the newest of them, oldest first, with their age. The loop never waits for
+        this call."""
+        decided, held = self._decisions.last(count_max)
+        now_s = self._clock()
+        return decided, [msgspec.structs.replace(decision, age_s=max(now_s - at_s, 0.0)) for at_s, decision in held]
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -265,7 +298,7 @@ class Desk:
             for request_id in list(self._unadmitted):
                 self._stop(request_id, Outcome.FAILED, "this instance is draining", wire.DRAINING, stops)
         if self._rescan and self._unadmitted:
-            items.extend(self._admit())
+            items.extend(self._admit(now_s))
         return items, stops
 
     def answer(self, answers: Iterable[Answer]) -> None:
@@ -327,22 +360,25 @@ class Desk:
         self._next_deadline_s = min(self._next_deadline_s, self._due_s(client))
         self._rescan = True
 
-    def _admit(self) -> list[WorkItem]:
+    def _admit(self, now_s: float) -> list[WorkItem]:
         self._rescan = False
         entering: list[Client] = []
         for client in list(self._unadmitted.values()):
-            if not self._admission.admits(client.submission):
+            waits_for = self._admission.waits_for(client.submission)
+            if waits_for:
+                client.waited_for = waits_for
                 continue
             del self._unadmitted[client.submission.request_id]
             entering.append(client)
-        targets = self._admission.place([client.submission for client in entering]) if entering else []
+        placements = self._admission.place([client.submission for client in entering]) if entering else []
         items: list[WorkItem] = []
-        for client, target in zip(entering, targets):
+        for client, placement in zip(entering, placements, strict=True):
             self._last_incarnation += 1
             client.admitted = True
             client.incarnation = self._last_incarnation
-            client.target_rank = target
+            client.target_rank = placement.rank
             items.append(_admit_item(client))
+            self._decisions.add((now_s, _decision(client, placement, now_s)))
         return items
 
     def _stop(
@@ -416,6 +452,19 @@ class Desk:
         with self._lock:
             self._live_count -= 1
         self._rescan = True
+
+
+def _decision(client: Client, placement: Placement, now_s: float) -> wire.RoutingDecision:
+    return wire.RoutingDecision(
+        request_id=client.submission.request_id,
+        rank=placement.rank,
+        why=placement.why,
+        tokens=len(client.submission.token_ids),
+        load_tokens=placement.load_tokens,
+        load_requests=placement.load_requests,
+        waited_ms=1000.0 * max(now_s - client.submitted_s, 0.0),
+        waited_for=client.waited_for,
+    )
 
 
 def _admit_item(client: Client) -> Admit:

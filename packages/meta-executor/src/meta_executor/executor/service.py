@@ -54,12 +54,21 @@ class ExecutorService:
         desk: Rank 0's desk.
         statistics: The instance's counters, as JSON of :class:`meta_executor.wire.InstanceStatistics`.
         info: The endpoint record, as JSON of :class:`meta_executor.wire.ServerInfo`.
+        routing: The newest decisions, at most so many, as JSON of :class:`meta_executor.wire.InstanceRouting`.
     """
 
-    def __init__(self, desk: Desk, *, statistics: Callable[[], bytes], info: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        *,
+        statistics: Callable[[], bytes],
+        info: Callable[[], bytes],
+        routing: Callable[[int], bytes],
+    ) -> None:
         self._desk = desk
         self._statistics = statistics
         self._info = info
+        self._routing = routing
         self._lock = threading.Lock()
         self._streams: list[StreamSource[AnswerBatch]] = []
 
@@ -110,6 +119,11 @@ class ExecutorService:
     def record(self) -> bytes:
         """Endpoint record."""
         return self._info()
+
+    @rpc_method(non_blocking=True)
+    def routing(self, count_max: int) -> bytes:
+        """Why the last requests went where they did. Made by the calling thread; the loop does nothing for it."""
+        return self._routing(count_max)
 
     @rpc_method(streaming=True, non_blocking=True)
     def responses(self) -> StreamSource[AnswerBatch]:

@@ -41,6 +41,7 @@ from meta_executor.engine.errors import EngineError
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front import openai
 from meta_executor.front.answers import AnswerText
+from meta_executor.front.choices import Choices
 from meta_executor.front.dispatch import Dispatch, Job, Tokens
 from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
 from meta_executor.front.metrics import FrontMetrics
@@ -111,7 +112,8 @@ class FrontService:
         self.servers = tuple(servers)
         self.directory = directory
         self.metrics = FrontMetrics()
-        self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group))
+        self.choices = Choices(directory, self.servers, legs, config.router.type, clock)
+        self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices)
         self.running = 0
         self.draining = False
         self.created = int(time.time())
@@ -395,6 +397,17 @@ class FrontService:
         """``GET /debug/reservations``."""
         return _json(reservations_body(self.directory))
 
+    async def routing(self, request: Request) -> Response:
+        """``GET /debug/routing?limit=n``: why the last requests went where they did, here and in every instance."""
+        text = request.query_params.get("limit", str(wire.ROUTING_SHOWN_DEFAULT))
+        if not text.isdecimal() or not 1 <= int(text) <= wire.ROUTING_SHOWN_MAX:
+            return _error(
+                ApiError(
+                    400, f"limit: want 1..{wire.ROUTING_SHOWN_MAX}, got {text!r}", param="limit", code="invalid_value"
+                )
+            )
+        return _json(await self.choices.shown(int(text)))
+
     async def server_info(self, request: Request) -> Response:
         """``GET /server_info``."""
         return _json(
@@ -622,6 +635,7 @@ def create_app(service: FrontService) -> Starlette:
             get("/version", service.version),
             get("/cluster_info", service.cluster_info),
             get("/debug/reservations", service.reservations),
+            get("/debug/routing", service.routing),
             get("/server_info", service.server_info),
             get("/metrics", service.metrics_text),
             get("/prometheus/metrics", service.metrics_text),

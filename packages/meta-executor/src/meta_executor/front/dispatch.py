@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, EndpointError, StaleGeneration
 from meta_executor import wire
+from meta_executor.front.choices import Choices
 from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
@@ -99,6 +100,7 @@ class Dispatch:
         metrics: Counted here.
         clock: Monotonic time (s).
         order: Order of context legs in generation-first; default: as requests arrive.
+        choices: Told of every choice of an instance.
     """
 
     def __init__(
@@ -108,7 +110,9 @@ class Dispatch:
         metrics: FrontMetrics,
         clock: Callable[[], float] = time.monotonic,
         order: LegOrder | None = None,
+        choices: Choices | None = None,
     ) -> None:
+        self._choices = choices
         self._order = order or LegOrder(1)
         self._directory = directory
         self._legs = legs
@@ -237,16 +241,19 @@ class Dispatch:
     ) -> AsyncIterator[_Leg]:
         """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
         left_s = max(job.deadline - self._clock(), 0.001)
+        weight = len(job.token_ids) + (job.sampling.max_tokens if role == "generation" else 0)
         async with self._directory.reserve(
             role,
             job.request_id,
-            weight=len(job.token_ids) + (job.sampling.max_tokens if role == "generation" else 0),
+            weight=weight,
             revalidate=revalidate,
             timeout_s=min(left_s, 3.0),
             exclude=exclude,
             affinity=job.conversation_id,
         ) as reservation:
             leg = _Leg(role, reservation)
+            if self._choices is not None:
+                self._choices.chosen(job.request_id, reservation, weight, job.conversation_id, exclude)
             try:
                 yield leg
             finally:

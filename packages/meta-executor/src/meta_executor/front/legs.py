@@ -23,6 +23,8 @@ _CONNECT_S = 20.0
 #: takes longer than the request.
 _POOLS = 16
 _ABORT_S = 2.0
+#: For questions that an operator waits for (s).
+_ASK_S = 3.0
 #: After a stream's last line its end follows at once; waiting longer than this is not worth a connection (s).
 _END_OF_BODY_S = 0.05
 
@@ -67,6 +69,7 @@ MALFORMED = "MALFORMED"
 
 _CONTEXT_RESPONSE = msgspec.json.Decoder(wire.ContextResponse)
 _ERROR = msgspec.json.Decoder(wire.ErrorBody)
+_ROUTING = msgspec.json.Decoder(wire.InstanceRouting)
 
 
 class LegClient:
@@ -110,6 +113,25 @@ class LegClient:
         if response.status_code != 200:
             raise LegError("", server, MALFORMED, f"/server_info answered {response.status_code}", received=False)
         return response.content
+
+    async def routing(self, server: str, count_max: int) -> wire.InstanceRouting:
+        """An instance's newest decisions. Bounded in time.
+
+        Raises:
+            LegError: Unreachable, not 200, or not to be read.
+        """
+        path = f"/debug/routing?limit={count_max}"
+        try:
+            async with asyncio.timeout(_ASK_S):
+                response = await self._send("", server, "GET", path)
+        except TimeoutError as error:
+            raise LegError("", server, CUT, f"no answer within {_ASK_S:g} s", received=True) from error
+        if response.status_code != 200:
+            raise _refusal("", server, response.status_code, response.content)
+        try:
+            return _ROUTING.decode(response.content)
+        except msgspec.DecodeError as error:
+            raise LegError("", server, MALFORMED, str(error), status=200, received=True) from error
 
     async def context(self, server: str, request: wire.ContextRequest) -> wire.ContextResponse:
         """Run a context leg to its end.

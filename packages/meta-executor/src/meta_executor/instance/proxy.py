@@ -201,6 +201,10 @@ class Proxy:
         """The worker's part of the instance's statistics (JSON)."""
         return bytes(await self._client.counters().remote_async(timeout_s=5.0))
 
+    async def worker_routing(self, count_max: int) -> bytes:
+        """Why the last requests went where they did (JSON of :class:`meta_executor.wire.InstanceRouting`)."""
+        return bytes(await self._client.routing(count_max).remote_async(timeout_s=5.0))
+
     async def worker_record(self) -> bytes:
         """The endpoint record (JSON)."""
         return bytes(await self._client.record().remote_async(timeout_s=30.0))

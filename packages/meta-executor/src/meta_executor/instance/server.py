@@ -30,6 +30,7 @@ from meta_executor import wire
 from meta_executor.executor.service import SubmitRequest
 from meta_executor.instance.endpoint import Endpoint, Refused
 from meta_executor.instance.proxy import Proxy, ProxyError
+from rpc_local_registry import RpcError
 
 _Body = TypeVar("_Body")
 #: Largest body of a request (bytes).
@@ -52,7 +53,6 @@ class ApiServer:
         proxy: Reaches the worker; started and closed here.
         endpoint: Whether requests may come in.
         key: The run's key, hex.
-        routing: What ``/debug/routing`` shows.
         fault: The worker's first diagnosis, "" while it is well.
         drain_timeout_s: Longest drain when the request names none.
     """
@@ -63,14 +63,12 @@ class ApiServer:
         endpoint: Endpoint,
         key: str,
         *,
-        routing: Callable[[], Any] = list,
         fault: Callable[[], str] = lambda: "",
         drain_timeout_s: float = 60.0,
     ) -> None:
         self._proxy = proxy
         self._endpoint = endpoint
         self._key = key
-        self._routing = routing
         self._fault = fault
         self._drain_timeout_s = drain_timeout_s
         self._http: httpx.AsyncClient | None = None
@@ -313,7 +311,9 @@ class ApiServer:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
     async def _debug_routing(self, request: Request) -> Response:
-        return _json(self._routing())
+        """The worker's decisions, whichever process it lives in."""
+        data = await self._proxy.worker_routing(_count_asked(request))
+        return Response(data, media_type="application/json")
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
@@ -326,6 +326,9 @@ class ApiServer:
                 return _error(refused.body)
             except ProxyError as error:
                 return _error(wire.ErrorBody(error=error.code, message=str(error)))
+            except RpcError as error:
+                # The worker is gone or does not answer in time; what it was asked for is not at hand.
+                return _error(wire.ErrorBody(error=wire.INTERNAL, message=f"{type(error).__name__}: {error}"))
 
         return guarded
 
@@ -394,6 +397,14 @@ async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, em
         raise _invalid(path.strip("`.") or _missing(what), what) from error
     except msgspec.DecodeError as error:
         raise _invalid("", f"not JSON: {error}") from error
+
+
+def _count_asked(request: Request) -> int:
+    """``?limit=``: how many decisions at most."""
+    text = request.query_params.get("limit", str(wire.ROUTING_SHOWN_DEFAULT))
+    if not text.isdecimal() or not 1 <= int(text) <= wire.ROUTING_SHOWN_MAX:
+        raise _invalid("limit", f"want 1..{wire.ROUTING_SHOWN_MAX}, got {text!r}")
+    return int(text)
 
 
 def _missing(what: str) -> str:

@@ -74,7 +74,6 @@ class FrontOfHouse:
             proxy,
             self.endpoint,
             spec.key().hex(),
-            routing=getattr(rank.admission, "decisions", list),
             fault=lambda: rank.loop.fault,
             drain_timeout_s=spec.service.drain_timeout_s,
         )
@@ -118,7 +117,12 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     house = None
     if rank.desk is not None:
         endpoint = OwnedEndpoint(rank.owner, rank.info)
-        holder["service"] = ExecutorService(rank.desk, statistics=statistics.instance_json, info=info_json(endpoint))
+        holder["service"] = ExecutorService(
+            rank.desk,
+            statistics=statistics.instance_json,
+            info=info_json(endpoint),
+            routing=lambda count_max: _routing_json(rank, count_max),
+        )
         house = FrontOfHouse(rank, holder["service"], endpoint)
     _install_signals(rank, house)
     reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.memory.total_bytes)
@@ -134,6 +138,22 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         rank.loop.fault = f"{type(error).__name__}: {error}"
         log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
     return _leave(rank, house, statistics, reporter)
+
+
+def _routing_json(rank: Rank, count_max: int) -> bytes:
+    """The newest decisions of rank 0's desk (any thread)."""
+    if rank.desk is None:
+        raise ValueError("decisions are made on rank 0")
+    decided, decisions = rank.desk.routing(count_max)
+    return wire.encode_json(
+        wire.InstanceRouting(
+            role=rank.instance.role,
+            owner_id=rank.instance.owner_id,
+            policy=rank.admission.policy,
+            decided=decided,
+            decisions=decisions,
+        )
+    )
 
 
 def _told(reporter: Reporter, phase: str) -> None:

@@ -1,0 +1,111 @@
+"""Why each leg went to the instance it went to: what the directory knew at the moment of the choice.
+
+The front keeps its own choices; where a request went inside an instance is asked of that instance, over HTTP, when somebody
+wants to see it. Nothing is asked while requests are served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, ServerStatus
+from meta_executor import wire
+from meta_executor.front.legs import LegClient, LegError
+from meta_executor.front.servers import FrontServer
+from meta_executor.recent import Recent
+
+
+class Choices:
+    """The front's last choices.
+
+    Args:
+        directory: Knows loads and who can be picked.
+        servers: Instances of both roles.
+        legs: HTTP to them.
+        policy: How one of several instances of a role is chosen.
+        clock: Monotonic time (s).
+    """
+
+    def __init__(
+        self,
+        directory: AsyncEndpointDirectory,
+        servers: Sequence[FrontServer],
+        legs: LegClient,
+        policy: str,
+        clock: Callable[[], float],
+    ) -> None:
+        self._directory = directory
+        self._servers = tuple(servers)
+        self._owners = {server.url: server.owner_id for server in servers}
+        self._legs = legs
+        self._policy = policy
+        self._clock = clock
+        self._recent: Recent[tuple[float, wire.LegDecision]] = Recent(wire.ROUTING_SHOWN_MAX)
+
+    def chosen(
+        self,
+        request_id: int,
+        reservation: AsyncReservation,
+        weight: int,
+        affinity: str | None,
+        excluded: Collection[str],
+    ) -> None:
+        """A leg was given to an instance; its claim is on the instance's load already."""
+        role, server = reservation.role, reservation.server
+        load = self._directory.load(server)
+        decision = wire.LegDecision(
+            request_id=request_id,
+            role=role,
+            owner_id=self._owners.get(server, server),
+            why=self._why(role, affinity, excluded),
+            weight=weight,
+            load_weight=load.weight - weight,
+            load_requests=load.count - 1,
+        )
+        self._recent.add((self._clock(), decision))
+
+    def _why(self, role: str, affinity: str | None, excluded: Collection[str]) -> str:
+        pickable = [
+            server
+            for server in self._directory.servers(role)
+            if server not in excluded and self._directory.status(server) is ServerStatus.READY
+        ]
+        if len(pickable) <= 1:
+            why = "the only one that can be picked"
+        elif self._policy == "round_robin":
+            why = f"next in turn of {len(pickable)}"
+        elif self._policy in ("conversation", "prefix") and affinity is not None:
+            why = f"home of its conversation, of {len(pickable)}"
+        else:
+            why = f"least loaded of {len(pickable)}"
+        if excluded:
+            names = ", ".join(self._owners.get(server, server) for server in excluded)
+            why += f"; {names} could not be reached"
+        return why
+
+    async def shown(self, count_max: int) -> wire.ServiceRouting:
+        """What ``/debug/routing`` answers: at most so many decisions here and of each instance, with their ages."""
+        answers = await asyncio.gather(
+            *(self._legs.routing(server.url, count_max) for server in self._servers), return_exceptions=True
+        )
+        instances: list[wire.InstanceRouting] = []
+        unknown: dict[str, str] = {}
+        for server, answer in zip(self._servers, answers, strict=True):
+            if isinstance(answer, LegError):
+                unknown[server.owner_id] = f"{answer.code}: {answer.message}"
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                instances.append(answer)
+        decided, held = self._recent.last(count_max)
+        now_s = self._clock()
+        return wire.ServiceRouting(
+            policy=self._policy,
+            decided=decided,
+            decisions=[msgspec.structs.replace(d, age_s=max(now_s - at_s, 0.0)) for at_s, d in held],
+            instances=instances,
+            unknown=unknown,
+        )
