@@ -9,13 +9,15 @@ Layout, pure parts first:
 - ``selecting``: which blocks a stage's query matches
 - ``hardware``: what this machine has, probed or given; what a stage needs
 - ``sharding``: duration-balanced, stable shards
+- ``maintenance``: stages that rest for a known reason
 - ``waivers``: tests that are known to fail, with reasons
 - ``verdicts``: PASSED … NOT RUN, exit codes, which verdict wins
 - ``plan``: options → which stages run which lines here
 - ``junit``: pytest's result files
 - ``execution``: runs a plan's stages
 - ``bundle``: results as JUnit XML, JSON and Markdown, bound to the commit
-- ``comment``: ``/bot run …`` lines as the same options
+- ``running``: which runs are going on, and stopping one from outside
+- ``comment``: ``/bot …`` lines as the same options
 - ``checking``: validates lists without importing tests, and against pytest's collection
 - ``matrix``: the hosted CI's matrix, from the same table
 - ``__main__``: the command line

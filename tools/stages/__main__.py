@@ -10,35 +10,51 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     __package__ = "stages"
 
 from stages import checking, matrix
-from stages.bundle import Bundle, provenance, reusable_stage
-from stages.comment import arguments_of_comment
-from stages.errors import StageError
+from stages.bundle import Bundle, bundle_folder, provenance, reusable_stage
+from stages.comment import REFUSED, arguments_of_comment
+from stages.errors import StageError, nearest
 from stages.execution import Runner, StageResult
 from stages.hardware import probe, read_hardware
-from stages.plan import Options, RunPlan, make_plan
+from stages.lists import covers, read_list
+from stages.plan import Options, RunPlan, make_plan, stages_of
+from stages.running import running, stop_runs
+from stages.sharding import read_durations
 from stages.table import HARDWARE, read_table
 from stages.verdicts import EXIT_CODES
+from stages.waivers import merge_waivers, parse_waivers
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise StageError(message)
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+        hint = nearest(unknown, self._option_string_actions) if unknown.startswith("--") else ""
+        raise StageError(f"{message}{hint}")
+
+
+class _Refuse(argparse.Action):
+    """An option of the field that has nothing to act on here."""
+
+    def __call__(self, parser: object, namespace: object, values: object, option_string: str | None = None) -> None:
+        raise StageError(f"{option_string}: {REFUSED[str(option_string)]}")
 
 
 def parser() -> argparse.ArgumentParser:
     """The options; a comment line has the same."""
-    made = _Parser(prog="stages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = _Parser(prog="stages", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                   allow_abbrev=False)  # fmt: skip
     made.add_argument("--stage-list", metavar="A,B-*", help="only these stages; * stands for anything")
     made.add_argument("--extra-stage", metavar="A,B", help="these stages, too")
     made.add_argument("--kind", choices=sorted(HARDWARE), help="only the stages of a hardware kind")
@@ -46,14 +62,45 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--test-backend", metavar="pytorch,…", help="only stages of these backends, or of none")
     made.add_argument("--post-merge", action="store_true", help="post-merge stages, too")
     made.add_argument("--disable-fail-fast", action="store_true", help="go on after a stage has failed")
-    made.add_argument("--reuse-test", action="store_true", help="take over stages that passed at this very commit")
+    reuse = made.add_mutually_exclusive_group()
+    reuse.add_argument(
+        "--reuse-test", nargs="?", const="", metavar="RUN",
+        help="take over stages that passed at this very commit, in any earlier run or in the one of that name",
+    )  # fmt: skip
+    reuse.add_argument("--disable-reuse-test", action="store_true", help="take nothing over (the default)")
+    reuse.add_argument(
+        "--reuse-pipeline", action="store_true", help="run nothing: take over what passed at this commit"
+    )
+    several = made.add_mutually_exclusive_group()
+    for word, name, text in (
+        ("only", "--only-multi-gpu-test", "only stages that take several GPUs"),
+        ("without", "--disable-multi-gpu-test", "no stage that takes several GPUs"),
+        ("add", "--add-multi-gpu-test", "stages that take several GPUs beside those that the filters leave"),
+    ):
+        several.add_argument(name, dest="multi_gpu", action="store_const", const=word, help=text)
+    made.add_argument(
+        "--skip-test", nargs="?", const="no tests were asked for", metavar="REASON",
+        help="run nothing: every stage is NOT RUN, for that reason",
+    )  # fmt: skip
+    made.add_argument("--infra-retries", type=_count, default=0, metavar="N",
+                      help="run a stage again that failed for its machine alone")  # fmt: skip
+    made.add_argument("--detailed-log", action="store_true", help="every test by name, with what it printed")
+    made.add_argument(
+        "--merge-waivers", metavar="REF", help="the waivers of that branch, too, without those deleted here"
+    )
+    for name in REFUSED:
+        made.add_argument(name, nargs="*", action=_Refuse, help=argparse.SUPPRESS)
     made.add_argument("--accept-capability", metavar="9.0", help="any GPU of this compute capability will do")
     made.add_argument(
         "--hardware", type=Path, metavar="FILE", help="describe the machine instead of probing it (dry runs)"
     )
     made.add_argument("--dry-run", action="store_true", help="print each stage's tests and run nothing")
     made.add_argument("--list", action="store_true", help="print the stages and leave")
-    made.add_argument("--comment", metavar="TEXT", help="take the options from a /bot run line")
+    made.add_argument("--stages-of", metavar="TEST", help="print the stages that run a test, file or folder and leave")
+    made.add_argument(
+        "--kill", action="store_true", help="stop the runs that are going on in the results folder and leave"
+    )
+    made.add_argument("--comment", metavar="TEXT", help="take the options from a /bot line")
     made.add_argument("--lists", type=Path, default=ROOT / "testlists", help=argparse.SUPPRESS)
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     made.add_argument("--results", type=Path, default=ROOT / "results", help="folder for result bundles")
@@ -61,14 +108,27 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--store-durations", action="store_true", help="write the lines' durations for the next shards")
     made.add_argument("--check", action="store_true", help="validate table, lists and waivers and leave")
     made.add_argument("--parity", action="store_true", help="with --check: also against pytest's collection")
+    made.add_argument(
+        "--strict", action="store_true", help="with --check: what needs an import to be known is a problem"
+    )
     made.add_argument("--matrix", action="store_true", help="print the hosted CI's workflow and leave")
     return made
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"want a whole number, got {text!r}")
+    return int(text)
 
 
 def print_plan(run: RunPlan) -> None:
     """A dry run's output."""
     for plan in run.stages:
-        print(f"{plan.stage.name}: " + (f"NO COVERAGE: {plan.lacking}" if plan.lacking else f"{len(plan.lines)} lines"))
+        resting = f", under maintenance: {plan.resting}" if plan.resting else ""
+        print(
+            f"{plan.stage.name}: "
+            + (f"NO COVERAGE: {plan.lacking}" if plan.lacking else f"{len(plan.lines)} lines{resting}")
+        )
         for line in plan.lines:
             print(f"  {line.identity}" + (" ISOLATION" if line.isolated else ""))
         for line, waiver in plan.waived:
@@ -87,41 +147,53 @@ def run_stages(arguments: argparse.Namespace) -> int:
         test_backend=arguments.test_backend,
         post_merge=arguments.post_merge,
         fail_fast=not arguments.disable_fail_fast,
-        reuse=arguments.reuse_test,
+        reuse=arguments.reuse_test is not None or arguments.reuse_pipeline,
+        reuse_from=arguments.reuse_test or None,
+        reuse_only=arguments.reuse_pipeline,
+        multi_gpu=arguments.multi_gpu,
+        skip=arguments.skip_test,
+        infra_retries=arguments.infra_retries,
+        detailed_log=arguments.detailed_log,
         accept_capability=arguments.accept_capability,
     )
     if arguments.hardware is not None and not arguments.dry_run:
         raise StageError("--hardware describes another machine: it goes with --dry-run only")
     hardware = read_hardware(arguments.hardware) if arguments.hardware else probe()
-    run = make_plan(arguments.lists, options, hardware)
+    waivers = None
+    if arguments.merge_waivers is not None:
+        text, problem = merged_waivers(arguments.root, arguments.lists / "waives.txt", arguments.merge_waivers)
+        waivers = parse_waivers(text, "waives.txt")
+        if problem:
+            print(f"warning: the waivers of {arguments.merge_waivers} are left out: {problem}", flush=True)
+    run = make_plan(arguments.lists, options, hardware, waivers)
     if arguments.dry_run:
         print_plan(run)
         return 0
     for warning in run.warnings:
         print(f"warning: {warning}", flush=True)
     origin = provenance(arguments.root, run, hardware)
-    earlier = [path.parent for path in arguments.results.glob("*/results.json")]
+    earlier = earlier_runs(arguments.results, options.reuse_from)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = arguments.results / f"{stamp}-{origin['commit'][:8] or 'uncommitted'}"
-    number = 1
-    while folder.exists():
-        number += 1
-        folder = arguments.results / f"{stamp}-{origin['commit'][:8] or 'uncommitted'}-{number}"
+    folder = bundle_folder(arguments.results, stamp, origin["commit"])
     bundle = Bundle(folder, run, origin)
     # A terminated run ends like an interrupted one: with a bundle that says so. SIGINT, too, by hand: whoever started this in
     # the background may have left it ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    runner = Runner(arguments.root, say=lambda text: print(f"== {text}", flush=True), workers=arguments.workers)
-    results: list[StageResult] = runner.run(
-        run,
-        folder,
-        reusable=lambda plan: reusable_stage(earlier, plan.stage.name, origin) if options.reuse else None,
-        after=lambda known: bundle.write(known, complete=False) and None,
-    )
-    verdict = bundle.write(results, complete=True)
+    runner = Runner(
+        arguments.root, say=lambda text: print(f"== {text}", flush=True), workers=arguments.workers,
+        detailed_log=options.detailed_log,
+    )  # fmt: skip
+    with running(folder):
+        results: list[StageResult] = runner.run(
+            run,
+            folder,
+            reusable=lambda plan: reusable_stage(earlier, plan.stage.name, origin) if options.reuse else None,
+            after=lambda known: bundle.write(known, complete=False) and None,
+        )
+        verdict = bundle.write(results, complete=True)
     if arguments.store_durations:
-        store_durations(arguments.lists / "durations.json", results)
+        store_durations(arguments.lists, run, results)
     print(f"\n{(folder / 'summary.md').read_text('utf-8')}")
     print(f"bundle: {folder}")
     failed = sum(case.failed for result in results for case in result.cases)
@@ -132,14 +204,58 @@ def run_stages(arguments: argparse.Namespace) -> int:
     return EXIT_CODES[verdict]
 
 
-def store_durations(path: Path, results: list[StageResult]) -> None:
-    """Remember how long each line took; lines that were not run keep what is known about them."""
-    known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    for result in results:
-        for identity, seconds in result.line_seconds.items():
-            if " + " not in identity:
-                known[identity] = round(seconds, 1)
-    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", "utf-8")
+def earlier_runs(results: Path, wanted: str | None) -> list[Path]:
+    """Bundles to take results from.
+
+    Raises:
+        StageError: There is none of the wanted name.
+    """
+    found = sorted(path.parent for path in results.glob("*/results.json"))
+    if wanted is None:
+        return found
+    if wanted not in {path.name for path in found}:
+        raise StageError(f"no run {wanted!r} in {results}{nearest(wanted, [path.name for path in found])}")
+    return [results / wanted]
+
+
+def store_durations(folder: Path, run: RunPlan, results: list[StageResult]) -> None:
+    """Remember how long lines took; lines that were not run keep what is known about them.
+
+    A line of another list that asks less of a line that was run, by the same expressions, is known from it, too.
+    """
+    path = folder / "durations.json"
+    known = read_durations(path)
+    listed = [line for name in sorted(folder.glob("*.yml")) if name.name != "stages.yml"
+              for block in read_list(name).blocks for line in block.tests]  # fmt: skip
+    for plan, result in zip(run.stages, results, strict=True):
+        known |= result.line_seconds
+        for done in plan.lines:
+            for line in listed:
+                same = (line.keyword, line.mark) == (done.keyword, done.mark) and line.target != done.target
+                if same and covers(done.target, line.target):
+                    ran = [c for c in result.cases if c.outcome in ("passed", "failed") and covers(line.target, c.id)]
+                    if ran:
+                        known[line.identity] = sum(c.seconds for c in ran)
+    rounded = {identity: round(seconds, 1) for identity, seconds in known.items()}
+    path.write_text(json.dumps(rounded, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+def merged_waivers(root: Path, path: Path, ref: str) -> tuple[str, str]:
+    """The waivers here with those of a branch, and why the branch's are left out (empty: they are not)."""
+    own = path.read_text("utf-8") if path.exists() else ""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise StageError(done.stderr.strip() or f"git {words[0]}: exit {done.returncode}")
+        return done.stdout
+
+    try:
+        name = path.resolve().relative_to(root.resolve()).as_posix()
+        base = git("merge-base", "HEAD", ref).strip()
+        return merge_waivers(own, git("show", f"{base}:{name}"), git("show", f"{ref}:{name}")), ""
+    except (StageError, ValueError) as error:
+        return own, str(error)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -149,6 +265,16 @@ def main(words: list[str] | None = None) -> int:
         arguments = parser().parse_args(words)
         if arguments.comment is not None:
             arguments = parser().parse_args([*words_without_comment(words), *arguments_of_comment(arguments.comment)])
+        if arguments.kill:
+            stopped = stop_runs(arguments.results)
+            if not stopped:
+                raise StageError(f"no run is going on in {arguments.results}")
+            print("\n".join(f"stopped: {folder}" for folder in stopped))
+            return 0
+        if arguments.stages_of is not None:
+            for stage, line in stages_of(arguments.lists, arguments.stages_of):
+                print(f"{stage.name:36} {line.identity}")
+            return 0
         if arguments.list:
             for stage in read_table(arguments.lists / "stages.yml"):
                 print(f"{stage.name:36} {stage.hardware:6} {stage.gpus} GPUs  {stage.ranks} ranks  {stage.list_file}")
@@ -157,7 +283,7 @@ def main(words: list[str] | None = None) -> int:
             print(matrix.workflow(read_table(arguments.lists / "stages.yml")), end="")
             return 0
         if arguments.check:
-            return checking.report(arguments.root, arguments.lists, parity=arguments.parity)
+            return checking.report(arguments.root, arguments.lists, parity=arguments.parity, strict=arguments.strict)
         return run_stages(arguments)
     except StageError as error:
         print(f"stages: error: {error}", file=sys.stderr)

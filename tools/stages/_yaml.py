@@ -57,7 +57,7 @@ def _item(path: Path, node: yaml.Node) -> Item:
         return Item(found, line)
     if isinstance(node, yaml.SequenceNode):
         return Item([_item(path, child) for child in node.value], line)
-    return Item(yaml.SafeLoader("").construct_object(node), line)  # type: ignore[no-untyped-call]
+    return Item(yaml.SafeLoader("").construct_object(node), line)
 
 
 def mapping(path: Path, item: Item, what: str, keys: tuple[str, ...]) -> dict[str, Item]:

@@ -19,25 +19,11 @@ from typing import Any
 
 from .execution import StageResult
 from .hardware import Hardware, describe_gpus
-from .junit import CaseResult, write_junit
+from .junit import cause_of, write_junit
 from .plan import RunPlan, StagePlan
 from .verdicts import EXIT_CODES, Verdict, worst
 
-#: Signs of the machine, not of the product, in a failure's text.
-_INFRASTRUCTURE = (
-    "No space left on device", "Cannot allocate memory", "Too many open files", "Address already in use", "No such device",
-    "no mpiexec beside", "Temporary failure in name resolution", "was killed or ran out of time", "began and did not end",
-    "CUDA error: out of memory", "worker 'gw",
-)  # fmt: skip
 _PACKAGES = ("torch", "nixl", "mpi4py", "mpich", "pyzmq", "msgspec", "numpy", "pytest", "nox")
-
-
-def cause_of(case: CaseResult) -> str:
-    """``flaky``, ``infrastructure`` or ``product``: likely, for the reader's order of looking."""
-    if case.flaky:
-        return "flaky"
-    text = f"{case.message}\n{case.details}"
-    return "infrastructure" if any(sign in text for sign in _INFRASTRUCTURE) else "product"
 
 
 def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
@@ -62,6 +48,19 @@ def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
     }
+
+
+def bundle_folder(results: Path, started: str, commit: str) -> Path:
+    """A folder of its own for a run: two runs of one commit in one second never write over each other."""
+    wanted = results / f"{started}-{commit[:8] or 'uncommitted'}"
+    number, folder = 1, wanted
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
 
 
 class Bundle:
@@ -107,6 +106,7 @@ class Bundle:
             "verdict": result.verdict.value,
             "reason": result.reason,
             "seconds": round(result.seconds, 2),
+            "attempts": result.attempts,
             "query": plan.query,
             "lines": [line.identity for line in plan.lines],
             "waived": [{"line": line, "reason": reason} for line, reason in result.waived],
@@ -159,19 +159,29 @@ def _machine(data: dict[str, Any]) -> str:
     return f"{hardware.cores} cores, {describe_gpus(hardware)} ({hardware.source})"
 
 
+#: What must be the same for a result to be taken over, beside the machine.
+_SAME = ("commit", "lists", "versions", "python")
+_SAME_MACHINE = ("gpu_names", "compute_capability", "cpu")
+
+
 def reusable_stage(folders: Iterable[Path], name: str, origin: dict[str, Any]) -> str | None:
-    """The newest earlier run in which this stage passed at this very commit, with these lists, on this hardware."""
+    """The newest earlier run in which this stage passed at this very commit, with these lists, on such hardware."""
     if origin["dirty"] or not origin["commit"]:
         return None
     for folder in sorted(folders, reverse=True):
         try:
             data = json.loads((folder / "results.json").read_text("utf-8"))
-            same = (
-                all(data[key] == origin[key] for key in ("commit", "lists", "versions", "python")) and not data["dirty"]
-            )
+            same = not data["dirty"] and all(data[key] == origin[key] for key in _SAME)
+            for key in _SAME_MACHINE:
+                # A file knows lists where a run has tuples.
+                same = same and _plain(data["hardware"][key]) == _plain(origin["hardware"][key])
             stages = {stage["name"]: stage["verdict"] for stage in data["stages"]}
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if same and stages.get(name) == Verdict.PASSED.value:
             return f"passed at this commit in {folder.name}"
     return None
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,7 @@
-"""Comment lines such as ``/bot run --disable-fail-fast --stage-list "A, B"`` as the runner's own arguments."""
+"""Comment lines such as ``/bot run --disable-fail-fast --stage-list "A, B"`` as the runner's own arguments.
+
+Whoever can comment can write such a line: only options that choose what is run are taken from one, none that names a path.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,20 @@ import shlex
 
 from .errors import StageError, nearest
 
+#: Options that ``/bot run`` takes; how each is written is the command line's business.
+RUN_OPTIONS = (
+    "--stage-list", "--extra-stage", "--gpu-type", "--test-backend", "--post-merge", "--disable-fail-fast", "--reuse-test",
+    "--disable-reuse-test", "--skip-test", "--add-multi-gpu-test", "--only-multi-gpu-test", "--disable-multi-gpu-test",
+    "--detailed-log", "--infra-retries", "--accept-capability", "--dry-run", "--list",
+)  # fmt: skip
+#: The field's options that have nothing to act on here, and why: refused by name, never ignored.
+REFUSED = {
+    "--only-perf-sanity-test": "there are no performance stages: nox -s bench takes figures, tests assert none",
+    "--debug": "no container is kept to log in to: the bundle's log.txt holds each pytest command, to be run again here",
+    "--match-exact": "a key that a stage's query lacks matches, as for every list of this format",
+    "--test-prefix": "full:<hardware>/ prefixes follow from the stage's own name",
+    "--high-priority": "there is no queue: stages run one after the other on this machine",
+}
 _COMMANDS = ("run", "kill", "skip", "reuse-pipeline", "help")
 
 
@@ -13,7 +30,7 @@ def arguments_of_comment(text: str) -> list[str]:
     """The runner's arguments for the first ``/bot`` line of a comment.
 
     Raises:
-        StageError: There is no such line, its quotes are unbalanced, or its command is not ``run``.
+        StageError: There is no such line, its quotes are unbalanced, or a command or option is not known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/bot")]
     if not lines:
@@ -26,8 +43,25 @@ def arguments_of_comment(text: str) -> list[str]:
         raise StageError(f"{words[0]!r} is no command; did you mean /bot run?")
     if len(words) < 2:
         raise StageError("/bot wants a command, such as /bot run")
-    if words[1] not in _COMMANDS:
-        raise StageError(f"/bot {words[1]!r} is no command{nearest(words[1], _COMMANDS)}")
-    if words[1] != "run":
-        raise StageError(f"/bot {words[1]} needs a pipeline; here only /bot run does something")
-    return words[2:]
+    command, rest = words[1], words[2:]
+    if command not in _COMMANDS:
+        raise StageError(f"/bot {command!r} is no command{nearest(command, _COMMANDS)}")
+    if command == "run":
+        return _run(rest)
+    if command == "skip":
+        if len(rest) != 2 or rest[0] != "--comment" or not rest[1].strip():
+            raise StageError(f"/bot skip wants --comment and a reason, got {' '.join(rest)!r}")
+        return [f"--skip-test={rest[1]}"]
+    if rest:
+        raise StageError(f"/bot {command} takes nothing more, got {' '.join(rest)!r}")
+    return {"kill": ["--kill"], "reuse-pipeline": ["--reuse-pipeline"], "help": ["--help"]}[command]
+
+
+def _run(words: list[str]) -> list[str]:
+    for word in words:
+        name = word.split("=", 1)[0]
+        if name in REFUSED:
+            raise StageError(f"{name}: {REFUSED[name]}")
+        if name.startswith("-") and name not in RUN_OPTIONS:
+            raise StageError(f"/bot run takes no {name}{nearest(name, RUN_OPTIONS)}")
+    return words

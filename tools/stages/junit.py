@@ -8,6 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+#: Signs of the machine, not of the product, in a failure's text.
+_INFRASTRUCTURE = (
+    "No space left on device", "Cannot allocate memory", "Too many open files", "Address already in use", "No such device",
+    "no mpiexec beside", "Temporary failure in name resolution", "was killed or ran out of time", "began and did not end",
+    "CUDA error: out of memory", "worker 'gw",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -37,25 +44,43 @@ class CaseResult:
         return self.outcome == "passed" and any(a != "passed" for a in self.attempts)
 
 
+def cause_of(case: CaseResult) -> str:
+    """``flaky``, ``infrastructure`` or ``product``: likely, for the reader's order of looking."""
+    if case.flaky:
+        return "flaky"
+    text = f"{case.message}\n{case.details}"
+    return "infrastructure" if any(sign in text for sign in _INFRASTRUCTURE) else "product"
+
+
 @dataclass(frozen=True)
 class LiveResult:
     """What a pytest process wrote down.
 
     Attributes:
-        collected: Tests selected (count); None when it did not get that far.
+        selected: Node ids of what was to run; empty when it did not get that far.
+        waived: Node ids of what was taken out because it is waived.
         exit_code: pytest's own; None when it was killed.
     """
 
     cases: tuple[CaseResult, ...]
-    collected: int | None
+    selected: tuple[str, ...]
     exit_code: int | None
+    waived: tuple[str, ...] = ()
+
+    @property
+    def not_started(self) -> tuple[str, ...]:
+        """What was to run and never began, because the process ended first."""
+        begun = {case.id for case in self.cases}
+        return tuple(test for test in self.selected if test not in begun)
 
 
 def read_live(path: Path) -> LiveResult:
     """Assemble the results. A test that began and never ended is unfinished; a torn last line is ignored."""
     reports: dict[str, list[dict[str, Any]]] = {}
     errors: list[CaseResult] = []
-    collected, exit_code = None, None
+    selected: tuple[str, ...] = ()
+    waived: tuple[str, ...] = ()
+    exit_code = None
     for text in path.read_text("utf-8").splitlines() if path.exists() else []:
         try:
             event = json.loads(text)
@@ -67,19 +92,23 @@ def read_live(path: Path) -> LiveResult:
             reports.setdefault(event["id"], []).append(event)
         elif event["event"] == "collect_error":
             errors.append(CaseResult(event["id"], "error", 0.0, "cannot be collected", event["details"], ("error",)))
-        elif event["event"] == "collected":
-            collected = event["count"]
+        elif event["event"] == "selected":
+            selected = tuple(event["ids"])
+        elif event["event"] == "waived":
+            waived = tuple(event["ids"])
         elif event["event"] == "end":
             exit_code = event["exit"]
     cases = tuple(_case(test, events) for test, events in reports.items())
-    return LiveResult((*errors, *cases), collected, exit_code)
+    return LiveResult((*errors, *cases), selected, exit_code, waived)
 
 
 def _case(test: str, events: list[dict[str, Any]]) -> CaseResult:
     seconds = sum(e["seconds"] for e in events)
     bad = next((e for e in events if e["outcome"] == "failed"), None)
     if bad is not None:
-        outcome = "failed" if bad["when"] == "call" else "error"
+        # A worker that died under a test leaves no more than this.
+        died = "crashed while running" in bad["message"] and bad["message"].startswith("worker ")
+        outcome = "unfinished" if died else "failed" if bad["when"] == "call" else "error"
         return CaseResult(test, outcome, seconds, bad["message"], bad["details"], (outcome,))
     if not any(e["when"] == "teardown" for e in events):
         return CaseResult(test, "unfinished", seconds, "began and did not end", "", ("unfinished",))

@@ -43,6 +43,7 @@ class TestLine:
         isolated: Run alone in a process of its own.
         hardware_prefix: ``full:<this>/`` stood before the target: only on that hardware.
         markers: Reason by XFAIL, SKIP or UNSTABLE ("" without one).
+        timeout_given: The line says its minutes itself; each of its tests may take them, too.
     """
 
     target: str
@@ -53,6 +54,7 @@ class TestLine:
     hardware_prefix: str | None = None
     markers: dict[str, str] = field(default_factory=dict, hash=False)
     line: int = 0
+    timeout_given: bool = False
 
     __test__ = False
 
@@ -70,6 +72,11 @@ class TestLine:
     def path(self) -> str:
         """The file or folder of the target."""
         return self.target.split("::", 1)[0]
+
+
+def covers(target: str, other: str) -> bool:
+    """Whether ``other`` (a target or node id) is at or below ``target``: the same, in the folder or file, a parameter of it."""
+    return other == target or other.startswith((target.rstrip("/") + "/", target + "::", target + "["))
 
 
 @dataclass(frozen=True)
@@ -192,29 +199,24 @@ def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLin
     Raises:
         ListError: No target, an option without its expression, a marker without what it needs, or something left over.
     """
+    target, rest = _target(text, path, number)
     words, position = [], 0
-    stripped = text.rstrip()
-    while position < len(stripped):
-        match = _TOKEN.match(stripped, position)
+    while position < len(rest):
+        match = _TOKEN.match(rest, position)
         if match is None:
             raise ListError(path, number, f"unbalanced quote in {text!r}")
         position = match.end()
         if match["comment"] is not None:
             break
         words.append(match["quoted"] or match["word"])
-    if not words or words[0] in MARKERS or words[0].startswith("-"):
-        raise ListError(path, number, f"no test in {text!r}")
-    target, prefix = words.pop(0), None
-    # An id may hold blanks or quotes only inside its brackets: put it together again.
-    while target.count("[") > target.count("]") and words:
-        target += words.pop(0)
+    prefix = None
     if target.startswith("full:"):
         prefix, _, target = target.removeprefix("full:").partition("/")
         if not prefix or not target:
             raise ListError(path, number, f"want full:<hardware>/<test>, got {text!r}")
     expressions: dict[str, str] = {}
     markers: dict[str, str] = {}
-    timeout = TIMEOUT_DEFAULT_MIN
+    timeout, timeout_given = TIMEOUT_DEFAULT_MIN, False
     isolated = False
     while words:
         word = words.pop(0)
@@ -236,7 +238,7 @@ def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLin
             if name == "TIMEOUT":
                 if argument is None or not argument.isdigit() or int(argument) < 1:
                     raise ListError(path, number, f"TIMEOUT wants minutes in parentheses, got {text!r}")
-                timeout = int(argument)
+                timeout, timeout_given = int(argument), True
             else:
                 if name in markers:
                     raise ListError(path, number, f"{name} stands twice in {text!r}")
@@ -246,7 +248,27 @@ def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLin
             rest = words.pop(0).lstrip(",")
             if rest:
                 words.insert(0, rest)
-    return TestLine(target, expressions.get("-k"), expressions.get("-m"), timeout, isolated, prefix, markers, number)
+    return TestLine(
+        target, expressions.get("-k"), expressions.get("-m"), timeout, isolated, prefix, markers, number,
+        timeout_given=timeout_given,
+    )  # fmt: skip
+
+
+def _target(text: str, path: Path | str, number: int) -> tuple[str, str]:
+    """The target and what follows it. Blanks, quotes and # inside an id's brackets belong to the id."""
+    stripped = text.strip()
+    depth, end = 0, len(stripped)
+    for position, character in enumerate(stripped):
+        if depth == 0 and (character.isspace() or character == "#"):
+            end = position
+            break
+        depth = max(depth + (character == "[") - (character == "]"), 0)
+    target = stripped[:end]
+    if not target or target in MARKERS or target.startswith("-"):
+        raise ListError(path, number, f"no test in {text!r}")
+    if depth:
+        raise ListError(path, number, f"the id's [ is not closed in {text!r}: was it cut short?")
+    return target, stripped[end:]
 
 
 def _argument(word: str, words: list[str], *, last: bool) -> tuple[str | None, list[str]]:

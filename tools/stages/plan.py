@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import StageError, nearest
 from .hardware import Hardware, lacking
-from .lists import TestLine, TestList, read_list
-from .selecting import Query, Selection, query_of_stage, select
+from .lists import TestLine, TestList, covers, read_list
+from .maintenance import read_maintenance
+from .selecting import Query, Selection, prefix_holds, query_of_stage, select
 from .sharding import read_durations, shard
 from .table import HARDWARE, Stage, read_table, select_by_name
 from .waivers import Waiver, read_waivers, waived
@@ -29,6 +30,13 @@ class Options:
         post_merge: Post-merge stages, too.
         fail_fast: Stop after the first stage that fails.
         reuse: Take stages over that passed at this very commit.
+        reuse_from: Only from the run with this name.
+        reuse_only: Run nothing: what was not taken over is NOT RUN.
+        multi_gpu: Of the stages that take several GPUs: ``only`` those, ``without`` those, or ``add`` them to what the filters
+            leave; None: like the others.
+        skip: Run nothing, for this reason.
+        infra_retries: How often a stage is run again that failed for its machine alone (count).
+        detailed_log: Every test by name, with what it printed.
         accept_capability: A GPU of this compute capability counts as the kind that a stage asks for.
     """
 
@@ -40,6 +48,12 @@ class Options:
     post_merge: bool = False
     fail_fast: bool = True
     reuse: bool = False
+    reuse_from: str | None = None
+    reuse_only: bool = False
+    multi_gpu: str | None = None
+    skip: str | None = None
+    infra_retries: int = 0
+    detailed_log: bool = False
     accept_capability: str | None = None
 
 
@@ -53,6 +67,7 @@ class StagePlan:
     query: Query
     lacking: str | None
     waived: tuple[tuple[TestLine, Waiver], ...] = ()
+    resting: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class RunPlan:
 
     Attributes:
         partly: Why the run says less than a whole one, or None.
-        fingerprint: Hash of table, lists, waivers and durations (hex).
+        fingerprint: Hash of table, lists, waivers, durations and resting stages (hex).
     """
 
     stages: tuple[StagePlan, ...]
@@ -72,36 +87,42 @@ class RunPlan:
     options: Options = field(default_factory=Options)
 
 
-def choose(table: tuple[Stage, ...], options: Options) -> tuple[tuple[Stage, ...], str | None]:
-    """The stages that were asked for, in the table's order, and why that is not all of them.
+@dataclass(frozen=True)
+class Choice:
+    """Stages that were asked for, in the table's order.
+
+    Attributes:
+        partly: Why that is not all of them, or None.
+        warnings: What was asked for without effect.
+    """
+
+    stages: tuple[Stage, ...]
+    partly: str | None
+    warnings: tuple[str, ...] = ()
+
+
+def choose(table: tuple[Stage, ...], options: Options) -> Choice:
+    """The stages that were asked for.
 
     Raises:
-        StageError: A name, kind, GPU type or backend matches nothing.
+        StageError: A name, kind, GPU type or backend matches nothing, or nothing is left.
     """
-    narrowed = []
+    narrowed: list[str] = []
+    warnings: tuple[str, ...] = ()
     if options.stage_list is not None:
         chosen = select_by_name(table, options.stage_list)
         narrowed.append(f"stage list {options.stage_list!r}")
+        idle = {
+            "--kind": options.kind, "--gpu-type": options.gpu_type, "--test-backend": options.test_backend,
+            "--post-merge": options.post_merge, f"--{options.multi_gpu}-multi-gpu-test": options.multi_gpu,
+        }  # fmt: skip
+        warnings = tuple(
+            f"{name.replace('--without', '--disable')} has no effect beside --stage-list"
+            for name, on in idle.items()
+            if on
+        )
     else:
-        chosen = tuple(s for s in table if not s.on_demand)
-        if options.kind is not None:
-            if options.kind not in HARDWARE:
-                raise StageError(f"unknown hardware kind {options.kind!r}{nearest(options.kind, HARDWARE)}")
-            chosen = tuple(s for s in chosen if s.hardware == options.kind)
-            narrowed.append(f"hardware kind {options.kind}")
-        elif not options.post_merge:
-            chosen = tuple(s for s in chosen if not s.post_merge)
-        if options.gpu_type is not None:
-            chosen = _filter(
-                chosen, options.gpu_type, "GPU type", {s.gpu_type for s in table}, lambda s, w: s.gpu_type == w
-            )
-            narrowed.append(f"GPU type {options.gpu_type!r}")
-        if options.test_backend is not None:
-            known = {s.backend for s in table if s.backend}
-            chosen = _filter(
-                chosen, options.test_backend, "backend", known, lambda s, w: s.backend in (w.lower(), None)
-            )
-            narrowed.append(f"backend {options.test_backend!r}")
+        chosen = _filtered(table, options, narrowed)
     if options.extra_stage is not None:
         more = select_by_name(table, options.extra_stage)
         chosen = tuple(s for s in table if s in chosen or s in more)
@@ -109,41 +130,86 @@ def choose(table: tuple[Stage, ...], options: Options) -> tuple[tuple[Stage, ...
         raise StageError(
             f"nothing is left of {', '.join(s.name for s in table)} after: {', '.join(narrowed) or 'no option'}"
         )
-    return chosen, ", ".join(narrowed) or None
+    if options.skip is not None:
+        narrowed.append(f"skipping all tests ({options.skip})")
+    return Choice(chosen, ", ".join(narrowed) or None, warnings)
 
 
-def _filter(stages, wanted, what, known, matches):  # type: ignore[no-untyped-def]
-    words = [w.strip() for w in wanted.split(",") if w.strip()]
-    folded = {k.lower() for k in known}
-    for word in words:
-        if word.lower() not in folded:
-            raise StageError(f"unknown {what} {word!r}{nearest(word, known)}; there are {', '.join(sorted(known))}")
-    return tuple(s for s in stages if any(matches(s, w) for w in words))
+def _filtered(table: tuple[Stage, ...], options: Options, narrowed: list[str]) -> tuple[Stage, ...]:
+    """What the filters leave; says in ``narrowed`` which there were."""
+    ordinary = tuple(s for s in table if not s.on_demand)
+    if options.kind is None and not options.post_merge:
+        ordinary = tuple(s for s in ordinary if not s.post_merge)
+    chosen = ordinary
+    if options.kind is not None:
+        if options.kind not in HARDWARE:
+            raise StageError(f"unknown hardware kind {options.kind!r}{nearest(options.kind, HARDWARE)}")
+        chosen = tuple(s for s in chosen if s.hardware == options.kind)
+        narrowed.append(f"hardware kind {options.kind}")
+    if options.gpu_type is not None:
+        types = _words(options.gpu_type, "GPU type", {s.gpu_type for s in table})
+        chosen = tuple(s for s in chosen if s.gpu_type in types)
+        narrowed.append(f"GPU type {options.gpu_type!r}")
+    if options.test_backend is not None:
+        backends = _words(options.test_backend.lower(), "backend", {s.backend for s in table if s.backend})
+        chosen = tuple(s for s in chosen if s.backend is None or s.backend in backends)
+        narrowed.append(f"backend {options.test_backend!r}")
+    if options.multi_gpu == "only":
+        chosen = tuple(s for s in chosen if s.multi_gpu)
+        narrowed.append("only stages of several GPUs")
+    elif options.multi_gpu == "without":
+        chosen = tuple(s for s in chosen if not s.multi_gpu)
+        narrowed.append("no stage of several GPUs")
+    elif options.multi_gpu == "add":
+        chosen = tuple(s for s in ordinary if s in chosen or s.multi_gpu)
+    return chosen
 
 
-def make_plan(folder: Path, options: Options, hardware: Hardware) -> RunPlan:
-    """Read table, lists, waivers and durations of a folder and plan the run.
+def _words(wanted: str, what: str, known: set[str]) -> set[str]:
+    words = {word.strip() for word in wanted.split(",") if word.strip()}
+    if not words:
+        raise StageError(f"{what}: {wanted!r} names none; there are {', '.join(sorted(known))}")
+    for word in sorted(words - known):
+        # People type a10 for A10: say so rather than select nothing.
+        near = [k for k in sorted(known) if k.lower() == word.lower()]
+        hint = f"; did you mean {near[0]}?" if near else nearest(word, known)
+        raise StageError(f"unknown {what} {word!r}{hint}; there are {', '.join(sorted(known))}")
+    return words
+
+
+def make_plan(folder: Path, options: Options, hardware: Hardware, waivers: tuple[Waiver, ...] | None = None) -> RunPlan:
+    """Read table, lists, waivers, durations and resting stages of a folder and plan the run.
+
+    Args:
+        folder: Where they are.
+        options: What was asked for.
+        hardware: This machine.
+        waivers: Instead of the folder's.
 
     Raises:
         StageError: Something is not what it should be, or a stage's list selects nothing (its query is in the message).
     """
     table = read_table(folder / "stages.yml")
-    chosen, partly = choose(table, options)
+    choice = choose(table, options)
+    resting = read_maintenance(folder / "maintenance_stages.txt", table)
     durations = read_durations(folder / "durations.json")
-    waivers = read_waivers(folder / "waives.txt")
+    if waivers is None:
+        waivers = read_waivers(folder / "waives.txt")
     lists: dict[str, TestList] = {}
-    warnings: list[str] = []
+    warnings = list(choice.warnings)
     plans = []
-    for stage in chosen:
+    for stage in choice.stages:
         if stage.list_file not in lists:
             lists[stage.list_file] = read_list(folder / stage.list_file)
         plan = plan_stage(stage, lists[stage.list_file], hardware, durations, waivers, options.accept_capability)
         warnings += plan.selection.warnings
-        plans.append(plan)
+        plans.append(replace(plan, resting=resting.get(stage.name)))
     digest = hashlib.sha256()
-    for path in sorted({folder / "stages.yml", folder / "waives.txt", *(folder / name for name in lists)}):
+    read = ("stages.yml", "durations.json", "maintenance_stages.txt", *lists)
+    digest.update(repr([(w.test.identity, w.test.hardware_prefix, w.reason) for w in waivers]).encode())
+    for path in sorted({folder / name for name in read}):
         digest.update(path.name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"") + b"\0")
-    return RunPlan(tuple(plans), partly, tuple(dict.fromkeys(warnings)), digest.hexdigest(), waivers, options)
+    return RunPlan(tuple(plans), choice.partly, tuple(dict.fromkeys(warnings)), digest.hexdigest(), waivers, options)
 
 
 def plan_stage(
@@ -161,13 +227,13 @@ def plan_stage(
     """
     query = query_of_stage(stage, hardware)
     selection = select(test_list, query)
-    lines = [line for line in selection.lines if line.hardware_prefix in (None, stage.gpu_type)]
+    lines = [line for line in selection.lines if prefix_holds(line.hardware_prefix, stage)]
     if not lines:
         reasons = "".join(f"\n  {test_list.path.name}:{block.line}: {why}" for block, why in selection.passed_over)
         asked = ", ".join(f"{k}={v}" for k, v in sorted(query.items()))
         raise StageError(f"{stage.name}: {test_list.path.name} selects nothing for {asked}{reasons}")
     mine = shard(lines, stage.shards, durations)[stage.shard - 1]
-    off = [(line, found) for line in mine if (found := waived(waivers, line, stage.gpu_type)) is not None]
+    off = [(line, found) for line in mine if (found := waived(waivers, line, stage)) is not None]
     off += [
         (line, Waiver(line, line.markers["SKIP"] or "no reason given", line.line))
         for line in mine
@@ -176,3 +242,21 @@ def plan_stage(
     out = {line.identity for line, _ in off}
     kept = tuple(line for line in mine if line.identity not in out)
     return StagePlan(stage, kept, selection, query, lacking(stage, hardware, accept_capability), tuple(off))
+
+
+def stages_of(folder: Path, target: str) -> list[tuple[Stage, TestLine]]:
+    """The stages that run a test, file or folder, each with its line.
+
+    Raises:
+        StageError: No stage does; names the nearest targets that some do.
+    """
+    found: list[tuple[Stage, TestLine]] = []
+    targets: set[str] = set()
+    durations = read_durations(folder / "durations.json")
+    for stage in read_table(folder / "stages.yml"):
+        plan = plan_stage(stage, read_list(folder / stage.list_file), Hardware(cpu=""), durations, ())
+        targets |= {line.target for line in plan.lines}
+        found += [(stage, line) for line in plan.lines if covers(line.target, target) or covers(target, line.target)]
+    if not found:
+        raise StageError(f"no stage runs {target!r}{nearest(target, targets)}")
+    return found

@@ -11,16 +11,43 @@ import fnmatch
 import re
 from dataclasses import dataclass
 
+from .errors import nearest
 from .hardware import Hardware
 from .lists import Block, Condition, TestLine, TestList, text_of
 from .table import Stage
 
 Query = dict[str, str]
 
-#: Names of GPU families as the field writes them; a wildcard that matches several of them is suspicious.
-GPU_FAMILIES = (
-    "A10", "A30", "A100", "A100X", "L40S", "H20", "H100", "H200", "GH200", "B200", "GB200", "B300", "GB300", "RTXPro6000D",
+#: GPU families as the field writes them → their architecture, as ``full:smXX/`` prefixes name it. A wildcard that matches
+#: several of them is suspicious.
+GPU_FAMILIES = {
+    "A10": "sm86", "A30": "sm80", "A100": "sm80", "A100X": "sm80", "L40S": "sm89", "H20": "sm90", "H100": "sm90",
+    "H200": "sm90", "GH200": "sm90", "B200": "sm100", "GB200": "sm100", "B300": "sm103", "GB300": "sm103",
+    "RTXPro6000D": "sm120",
+}  # fmt: skip
+#: Keys that the field's lists and queries have. A condition on another one constrains nothing: most likely a slip.
+CONDITION_KEYS = (
+    "stage", "backend", "gpu", "system_gpu_count", "cpu", "linux_distribution_name", "orchestrator", "auto_trigger", "chip",
+    "compute_capability", "gpu_memory", "host_mem_available_mib", "host_mem_total_mib", "is_aarch64", "is_linux",
+    "linux_version", "supports_fp8", "supports_int8", "supports_tf32", "sysname",
 )  # fmt: skip
+#: What a probe that failed leaves behind.
+_UNKNOWN_VALUES = {"", "na", "n/a", "none", "unknown"}
+#: Abilities of a GPU → the least compute capability (tenths) that has them.
+_ABILITIES = {"supports_int8": 61, "supports_tf32": 80, "supports_fp8": 89}
+
+
+def gpu_family(gpu_type: str) -> str:
+    """The family in a stage's first word: H100 of DGX_H100; the word itself where none is known."""
+    return next((word for word in gpu_type.split("_") if word in GPU_FAMILIES), gpu_type)
+
+
+def prefix_holds(prefix: str | None, stage: Stage) -> bool:
+    """Whether a line with ``full:<prefix>/`` runs in a stage: its first word, its GPU family, or that family's architecture."""
+    if prefix is None:
+        return True
+    family = gpu_family(stage.gpu_type)
+    return prefix.lower() in {stage.gpu_type.lower(), family.lower(), GPU_FAMILIES.get(family, family).lower()}
 
 
 def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
@@ -37,10 +64,16 @@ def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
         query["gpu"] = stage.gpu_type.lower()
     if hardware is not None:
         query["cpu"] = hardware.cpu
+        query["is_aarch64"] = text_of(hardware.cpu == "aarch64")
+        query["is_linux"], query["sysname"] = "true", "Linux"
         if hardware.linux_distribution:
             query["linux_distribution_name"] = hardware.linux_distribution
         if stage.gpus and hardware.compute_capability:
             query["compute_capability"] = hardware.compute_capability
+            major, _, minor = hardware.compute_capability.partition(".")
+            if major.isdigit() and minor.isdigit():
+                able = 10 * int(major) + int(minor)
+                query |= {ability: text_of(able >= least) for ability, least in _ABILITIES.items()}
     return query
 
 
@@ -64,6 +97,21 @@ def mismatch(condition: Condition, query: Query) -> str | None:
     return None
 
 
+def unknown_values(query: Query) -> list[str]:
+    """Keys whose value says that a probe failed: they match no block that asks for a real one."""
+    return [key for key, value in query.items() if value.strip().lower() in _UNKNOWN_VALUES]
+
+
+def unknown_keys(condition: Condition) -> list[str]:
+    """Keys that no query has, with the nearest one that some have."""
+    return [
+        f"{what}.{key}: no stage has such a key, so it constrains nothing{nearest(key, CONDITION_KEYS)}"
+        for what in ("terms", "ranges", "wildcards")
+        for key in getattr(condition, what)
+        if key not in CONDITION_KEYS and not key.startswith("host_mem_")
+    ]
+
+
 @dataclass(frozen=True)
 class Selection:
     """Lines that a stage runs, in the list's order, each once; and the blocks that did not match, with the reason."""
@@ -77,13 +125,17 @@ def select(test_list: TestList, query: Query) -> Selection:
     """The lines whose blocks match."""
     lines: dict[str, TestLine] = {}
     passed_over: list[tuple[Block, str]] = []
-    warnings: list[str] = []
+    warnings = [
+        f"{test_list.name}: {key} of the query is {query[key]!r}: it could not be found out"
+        for key in unknown_values(query)
+    ]
     for block in test_list.blocks:
         reason = mismatch(block.condition, query)
         if reason is not None:
             passed_over.append((block, reason))
             continue
-        warnings += [f"{test_list.path.name}:{block.line}: {text}" for text in collisions(block.condition)]
+        doubts = collisions(block.condition) + unknown_keys(block.condition)
+        warnings += [f"{test_list.path.name}:{block.line}: {text}" for text in doubts]
         for line in block.tests:
             if line.identity in lines:
                 warnings.append(

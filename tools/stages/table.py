@@ -29,6 +29,7 @@ HARDWARE: dict[str, str | None] = {
     "gb200": r"\bGB200\b",
 }
 _NAME = re.compile(r"[-+\w\[\]]+")
+_COUNTS = re.compile(r"-(\d+)_(GPUs|Nodes|Ranks)(?=-|$)")
 _FAMILY_KEYS = ("name", "hardware", "list", "shards", "gpus", "nodes", "ranks", "on_demand")
 
 
@@ -67,9 +68,14 @@ class Stage:
         return self.family.split("-")[0]
 
     @property
+    def multi_gpu(self) -> bool:
+        """Whether it takes more than one GPU, on one node or several."""
+        return self.gpus * self.nodes > 1
+
+    @property
     def post_merge(self) -> bool:
         """Whether it runs after a merge only."""
-        return "-Post-Merge" in self.family
+        return "Post-Merge" in self.family
 
     @property
     def backend(self) -> str | None:
@@ -86,6 +92,7 @@ _BACKENDS = {
     "Triton": "triton",
     "FMHA": "fmha",
     "Generic": "generic",
+    "Verl": "verl",
     "Agreement": "agreement",
 }
 
@@ -113,13 +120,7 @@ def read_table(path: Path) -> tuple[Stage, ...]:
             raise ListError(path, entry["hardware"].line, f"hardware {hardware!r}{nearest(hardware, HARDWARE)}")
         if any(stage.family == name for stage in stages):
             raise ListError(path, entry["name"].line, f"family {name!r} stands twice")
-        counts = {}
-        gpus = 0 if HARDWARE[hardware] is None else 1
-        for key, default, least in (("shards", 1, 1), ("gpus", gpus, 0), ("nodes", 1, 1), ("ranks", 1, 1)):
-            value = entry[key].value if key in entry else default
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ListError(path, entry[key].line, f"{key}: want a whole number of at least {least}, got {value!r}")
-            counts[key] = value
+        counts = _counts(path, name, hardware, entry)
         on_demand = entry["on_demand"].value if "on_demand" in entry else False
         if not isinstance(on_demand, bool):
             raise ListError(path, entry["on_demand"].line, f"on_demand: want true or false, got {on_demand!r}")
@@ -131,6 +132,27 @@ def read_table(path: Path) -> tuple[Stage, ...]:
             for shard in range(1, counts["shards"] + 1)
         ]  # fmt: skip
     return tuple(stages)
+
+
+def _counts(path: Path, name: str, hardware: str, entry: dict[str, _yaml.Item]) -> dict[str, int]:
+    """Shards, GPUs per node, nodes and ranks: as given, else as the name says; what both say must agree."""
+    said = {what: int(number) for number, what in _COUNTS.findall(name)}
+    nodes = said.get("Nodes", 1)
+    gpus = said["GPUs"] // max(nodes, 1) if "GPUs" in said else 0 if HARDWARE[hardware] is None else 1
+    counts = {}
+    for key, default, least in (
+        ("shards", 1, 1), ("gpus", gpus, 0), ("nodes", nodes, 1), ("ranks", said.get("Ranks", 1), 1),
+    ):  # fmt: skip
+        value = entry[key].value if key in entry else default
+        line = entry[key if key in entry else "name"].line
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ListError(path, line, f"{key}: want a whole number of at least {least}, got {value!r}")
+        counts[key] = value
+    have = {"GPUs": counts["gpus"] * counts["nodes"], "Nodes": counts["nodes"], "Ranks": counts["ranks"]}
+    for what, number in said.items():
+        if have[what] != number:
+            raise ListError(path, entry["name"].line, f"{name} says {number} {what}, its entry {have[what]}")
+    return counts
 
 
 def select_by_name(stages: tuple[Stage, ...], wanted: str) -> tuple[Stage, ...]:

@@ -1,7 +1,7 @@
 """Tests that are known to fail, each with a reason: ``<line as in a list> SKIP (reason)``, one per line.
 
-A waiver applies to a line of a list with the same identity, or to single tests of it by exact node id. What is waived is
-reported as waived, never as passed.
+A waiver with ``-k`` or ``-m`` waives exactly that line of a list. One without waives everything at or below its target: a
+folder, a file, a class, a test with all its parameters or one of them. What is waived is reported as waived, never as passed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ListError
-from .lists import TestLine, parse_line
+from .lists import TestLine, covers, parse_line
+from .selecting import prefix_holds
+from .table import Stage
 
 
 @dataclass(frozen=True)
@@ -28,39 +30,81 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
     Raises:
         ListError: A line has no SKIP, no reason, or waives what another line waives.
     """
-    if not path.exists():
-        return ()
-    found: dict[str, Waiver] = {}
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-        if not text.strip() or text.lstrip().startswith("#"):
+    return parse_waivers(path.read_text("utf-8"), path) if path.exists() else ()
+
+
+def parse_waivers(text: str, path: Path | str) -> tuple[Waiver, ...]:
+    """Waivers of a text; ``path`` is what messages call it.
+
+    Raises:
+        ListError: A line has no SKIP, no reason, or waives what another line waives.
+    """
+    found: dict[tuple[str, str | None], Waiver] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not _counts(line):
             continue
-        test = parse_line(text, path, number)
+        test = parse_line(line, path, number)
         if "SKIP" not in test.markers:
-            raise ListError(path, number, f"a waiver says SKIP (reason), got {text!r}")
+            raise ListError(path, number, f"a waiver says SKIP (reason), got {line!r}")
         reason = test.markers["SKIP"]
         if not reason:
-            raise ListError(path, number, f"a waiver has a reason in parentheses, got {text!r}")
-        if test.identity in found:
-            raise ListError(path, number, f"{test.identity} is waived in line {found[test.identity].line}, too")
-        found[test.identity] = Waiver(test, reason, number)
+            raise ListError(path, number, f"a waiver has a reason in parentheses, got {line!r}")
+        key = (test.identity, test.hardware_prefix)
+        if key in found:
+            raise ListError(path, number, f"{test.identity} is waived in line {found[key].line}, too")
+        found[key] = Waiver(test, reason, number)
     return tuple(found.values())
 
 
-def waived(waivers: tuple[Waiver, ...], line: TestLine, gpu_type: str) -> Waiver | None:
-    """The waiver of a whole line on that hardware."""
+def _counts(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def merge_waivers(own: str, base: str, main: str) -> str:
+    """A change's waivers with those of the branch that it will be merged into.
+
+    Exact lines count. What the main branch has holds, unless this change deletes the line; what this change adds holds. Where
+    both waive one test with other words, this change's line stands.
+
+    Args:
+        own: This change's file.
+        base: The file where the change began.
+        main: The file on the main branch today.
+    """
+    mine = [line.strip() for line in own.splitlines() if _counts(line)]
+    deleted = {line.strip() for line in base.splitlines()} - set(mine)
+    waived = {_what(line) for line in mine}
+    theirs = [line.strip() for line in main.splitlines() if _counts(line)]
+    more = [line for line in theirs if line not in deleted and _what(line) not in waived]
+    return "".join(f"{line}\n" for line in [*mine, *more])
+
+
+def _what(line: str) -> str:
+    return line.split(" SKIP")[0].strip()
+
+
+def waived(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> Waiver | None:
+    """The waiver of a whole line in a stage: of this very line, or, without expressions, of what it is or stands below."""
     for waiver in waivers:
-        if waiver.test.identity == line.identity and waiver.test.hardware_prefix in (None, gpu_type):
+        test = waiver.test
+        if prefix_holds(test.hardware_prefix, stage) and (
+            test.identity == line.identity or (_bare(test) and covers(test.target, line.target))
+        ):
             return waiver
     return None
 
 
-def waived_tests(waivers: tuple[Waiver, ...], line: TestLine, gpu_type: str) -> tuple[Waiver, ...]:
-    """Waivers of single tests below a line: the same file or folder, a node id of its own."""
+def waived_tests(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> tuple[Waiver, ...]:
+    """Waivers of part of a line in a stage: a folder, file, class or test below it."""
     return tuple(
         waiver
         for waiver in waivers
-        if waiver.test.identity != line.identity
-        and waiver.test.hardware_prefix in (None, gpu_type)
-        and "::" in waiver.test.target
-        and (waiver.test.target.startswith((line.target + "::", line.target.rstrip("/") + "/")))
+        if _bare(waiver.test)
+        and waiver.test.target != line.target
+        and prefix_holds(waiver.test.hardware_prefix, stage)
+        and covers(line.target, waiver.test.target)
     )
+
+
+def _bare(test: TestLine) -> bool:
+    return test.keyword is None and test.mark is None

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stages.__main__ import parser
 from stages.comment import arguments_of_comment
 from stages.errors import ListError, StageError
 from stages.lists import parse_line, read_list
@@ -258,8 +259,54 @@ def test_a_comment_gives_the_same_run(text, wanted):
     assert arguments_of_comment(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["hello", "/bot", "/bot rn", "/bot kill", '/bot run --stage-list "A', "/botrun x"])
-def test_a_comment_that_is_no_run_is_refused(text):
-    """Only /bot run runs something here."""
-    with pytest.raises(StageError):
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("hello", "no /bot line"),
+        ("/bot", "wants a command"),
+        ("/bot rn", "did you mean run?"),
+        ('/bot run --stage-list "A', "No closing quotation"),
+        ("/botrun x", "did you mean /bot run?"),
+        ("/bot skip", "wants --comment and a reason"),
+        ("/bot skip --comment ' '", "wants --comment and a reason"),
+        ("/bot kill now", "takes nothing more"),
+        ("/bot run --stage-lst A", "takes no --stage-lst; did you mean --stage-list"),
+        ("/bot run --results /tmp", "takes no --results"),
+        ("/bot run --lists=/tmp", "takes no --lists"),
+        ("/bot run --store-durations", "takes no --store-durations"),
+        ("/bot run --debug", "--debug: no container is kept"),
+        ("/bot run --only-perf-sanity-test", "--only-perf-sanity-test: there are no performance stages"),
+    ],
+)
+def test_a_comment_that_is_no_run_is_refused(text, part):
+    """Unknown commands and options with the nearest; options that name paths, and those that have nothing to act on."""
+    with pytest.raises(StageError) as error:
         arguments_of_comment(text)
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("/bot skip --comment 'only docs'", ["--skip-test=only docs"]),
+        ("/bot kill", ["--kill"]),
+        ("/bot reuse-pipeline", ["--reuse-pipeline"]),
+        ("/bot help", ["--help"]),
+        ("/bot run --stage-list A\n/bot kill", ["--stage-list", "A"]),
+        *(
+            (f"/bot run {option}", [option])
+            for option in (
+                "--reuse-test", "--disable-reuse-test", "--skip-test", "--add-multi-gpu-test", "--only-multi-gpu-test",
+                "--disable-multi-gpu-test", "--post-merge", "--detailed-log",
+            )
+        ),
+        ("/bot run --reuse-test 20260101T000000Z-abc", ["--reuse-test", "20260101T000000Z-abc"]),
+        ('/bot run --gpu-type "A30, H100_PCIe" --test-backend "pytorch, cpp" --extra-stage "A-1"',
+         ["--gpu-type", "A30, H100_PCIe", "--test-backend", "pytorch, cpp", "--extra-stage", "A-1"]),
+    ],
+)  # fmt: skip
+def test_every_command_and_option_of_a_comment_is_the_runners(text, wanted):
+    """What it gives is what the command line takes; of several lines the first counts."""
+    assert arguments_of_comment(text) == wanted
+    if wanted != ["--help"]:
+        parser().parse_args(wanted)

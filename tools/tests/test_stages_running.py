@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,14 +12,14 @@ import pytest
 
 from stages import __main__ as command
 from stages import checking, matrix
-from stages.bundle import cause_of
 from stages.errors import StageError
 from stages.hardware import Hardware, lacking, parse_nvidia_smi, read_hardware
-from stages.junit import CaseResult, merge
+from stages.junit import CaseResult, cause_of, merge
 from stages.lists import Condition, parse_line
 from stages.selecting import collisions, mismatch, query_of_stage
 from stages.sharding import read_durations, shard
 from stages.table import Stage, read_table
+from stages.testing import CPU_LIST, TABLE, make_project, run, verdicts
 from stages.verdicts import EXIT_CODES, Verdict, stage_verdict, worst
 
 TOOLS = Path(__file__).resolve().parents[1]
@@ -116,21 +115,6 @@ def test_a_bad_hardware_file_is_refused(tmp_path, text):
         read_hardware(path)
 
 
-@pytest.mark.parametrize("shards", range(1, 9))
-def test_shards_are_disjoint_complete_and_stable(shards):
-    """Whatever order the lines come in, each is in exactly one shard, and always in the same one."""
-    rng = random.Random(shards)
-    lines = [parse_line(f"t/test_{i}.py") for i in range(rng.randrange(1, 40))]
-    durations = {line.identity: rng.expovariate(0.1) for line in lines if rng.random() < 0.7}
-    first = shard(lines, shards, durations)
-    assert sorted(x.identity for s in first for x in s) == sorted(x.identity for x in lines)
-    shuffled = rng.sample(lines, len(lines))
-    again = shard(shuffled, shards, durations)
-    assert [{x.identity for x in s} for s in first] == [{x.identity for x in s} for s in again]
-    if len(lines) >= shards:
-        assert all(first)
-
-
 def test_shards_balance_durations():
     """One long line does not share its shard with the short ones."""
     lines = [parse_line(f"t/test_{i}.py") for i in range(5)]
@@ -186,59 +170,10 @@ def test_reruns_keep_both_results():
     assert cause_of(CaseResult("c", "failed", message="assert 1 == 2")) == "product"
 
 
-TABLE = """version: 0.0.1
-families:
-  - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml, shards: 2}
-  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}
-"""
-CPU_LIST = """version: 0.0.1
-l0_cpu:
-- condition: {terms: {stage: pre_merge}}
-  tests:
-  - t/test_good.py
-  - t/test_other.py
-"""
-A10_LIST = """version: 0.0.1
-l0_a10:
-- condition: {wildcards: {gpu: [a10]}}
-  tests: [t/test_good.py]
-"""
-CONFIG = "[tool.pytest.ini_options]\nmarkers = ['mpi', 'service', 'slow']\n"
-
-
 @pytest.fixture
 def project(tmp_path):
     """A small repository with a table, two lists and two test files."""
-    (tmp_path / "t").mkdir()
-    (tmp_path / "lists").mkdir()
-    (tmp_path / "pyproject.toml").write_text(CONFIG)
-    (tmp_path / "lists" / "stages.yml").write_text(TABLE)
-    (tmp_path / "lists" / "l0_cpu.yml").write_text(CPU_LIST)
-    (tmp_path / "lists" / "l0_a10.yml").write_text(A10_LIST)
-    (tmp_path / "t" / "test_good.py").write_text("def test_a():\n    pass\n")
-    (tmp_path / "t" / "test_other.py").write_text("def test_b():\n    pass\n")
-    (tmp_path / "results").mkdir()
-    (tmp_path / ".gitignore").write_text("results\n__pycache__\n.pytest_cache\n")
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "x"]):
-        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True)
-    return tmp_path
-
-
-def run(project, *arguments):
-    """The command in a process of its own: exit code, output, the newest bundle."""
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / "stages"), "--root", str(project), "--lists", str(project / "lists"), "--results",
-         str(project / "results"), "--workers", "1", *arguments],
-        capture_output=True, text=True, timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
-    )  # fmt: skip
-    bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
-    return done.returncode, done.stdout + done.stderr, json.loads(bundles[-1].read_text()) if bundles else None
-
-
-def verdicts(data):
-    return {stage["name"]: stage["verdict"] for stage in data["stages"]}
+    return make_project(tmp_path)
 
 
 def test_a_green_run_says_what_it_tested(project):
@@ -464,7 +399,7 @@ def test_a_dry_run_on_described_hardware_shows_the_shards(project):
         ("stages.yml", ("l0_a10.yml", "l0_a11.yml"), "missing"),
         ("stages.yml", ("  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}\n", ""), "no stage names this list"),
         ("waives.txt", (None, "t/test_gone.py SKIP (x)\n"), "does not exist"),
-        ("waives.txt", (None, "t SKIP (x)\n"), "nothing to waive"),
+        ("waives.txt", (None, "pyproject.toml SKIP (x)\n"), "nothing to waive"),
     ],
 )
 def test_the_checker_finds_it_without_importing(project, file, change, part):

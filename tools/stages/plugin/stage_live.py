@@ -1,6 +1,8 @@
 """pytest plugin: writes what happens as it happens, one JSON line per event, so that a killed run still says what it knew.
 
-The runner loads it with ``-p stage_live`` and names the file in ``STAGE_LIVE_FILE``. Only the controlling process writes.
+The runner loads it with ``-p stage_live`` and names the file in ``STAGE_LIVE_FILE``. Only the controlling process writes
+results. In every process it takes out what is waived: the targets in ``STAGE_WAIVED`` (JSON) and what stands below them.
+pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 from typing import Any
+
+import pytest
 
 _DETAILS_MAX = 20_000
 
@@ -17,6 +21,7 @@ class Writer:
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the session's end
+        self._selected = False
 
     def write(self, **event: Any) -> None:
         """One line, flushed: the next instruction may be the process's last."""
@@ -24,8 +29,18 @@ class Writer:
         self._file.flush()
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """How many were selected."""
-        self.write(event="collected", count=len(session.items))
+        """What was selected: what of it never began is known after a crash, too."""
+        self._select([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """The same in parallel, where only the workers collect: all of them the same."""
+        self._select(list(ids))
+
+    def _select(self, ids: list[str]) -> None:
+        if ids and not self._selected:
+            self._selected = True
+            self.write(event="selected", ids=ids)
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be imported is a failure with a name."""
@@ -52,6 +67,26 @@ class Writer:
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
         """The session came to its own end."""
         self.write(event="end", exit=int(exitstatus))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    """Take out what is waived of what the expressions left, and write down what that was."""
+    targets = json.loads(os.environ.get("STAGE_WAIVED", "[]"))
+    if not targets or "PMI_SIZE" in os.environ:
+        return
+    waived = [item for item in items if any(_covers(target, item.nodeid) for target in targets)]
+    if waived:
+        out = {item.nodeid for item in waived}
+        items[:] = [item for item in items if item.nodeid not in out]
+        config.hook.pytest_deselected(items=waived)
+        # Every worker takes out the same; one of them says so.
+        if getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
+            Writer(os.environ["STAGE_LIVE_FILE"]).write(event="waived", ids=sorted(out))
+
+
+def _covers(target: str, test: str) -> bool:
+    return test == target or test.startswith((target.rstrip("/") + "/", target + "::", target + "["))
 
 
 def pytest_configure(config: Any) -> None:

@@ -1,0 +1,90 @@
+"""A small repository with stages of its own, for tests of the runner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .execution import Runner, StageResult
+from .hardware import Hardware
+from .plan import Options, RunPlan, make_plan
+
+TABLE = """version: 0.0.1
+families:
+  - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml, shards: 2}
+  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}
+"""
+CPU_LIST = """version: 0.0.1
+l0_cpu:
+- condition: {terms: {stage: pre_merge}}
+  tests:
+  - t/test_good.py
+  - t/test_other.py
+"""
+A10_LIST = """version: 0.0.1
+l0_a10:
+- condition: {wildcards: {gpu: [a10]}}
+  tests: [t/test_good.py]
+"""
+CONFIG = "[tool.pytest.ini_options]\nmarkers = ['mpi', 'service', 'slow']\n"
+
+
+def make_project(folder: Path) -> Path:
+    """Table, two lists, two passing test files, committed."""
+    files = {
+        "pyproject.toml": CONFIG, "lists/stages.yml": TABLE, "lists/l0_cpu.yml": CPU_LIST, "lists/l0_a10.yml": A10_LIST,
+        "t/test_good.py": "def test_a():\n    pass\n", "t/test_other.py": "def test_b():\n    pass\n",
+        ".gitignore": "results\n__pycache__\n.pytest_cache\n",
+    }  # fmt: skip
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    (folder / "results").mkdir()
+    git(folder, "init", "-q")
+    commit(folder)
+    return folder
+
+
+def git(folder: Path, *words: str) -> str:
+    """Run git there, as somebody."""
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    done = subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def commit(folder: Path) -> str:
+    """Commit everything; the new commit's id."""
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "x")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def run(project: Path, *arguments: str) -> tuple[int, str, Any]:
+    """The command in a process of its own: exit code, output, the newest bundle."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent), "--root", str(project), "--lists", str(project / "lists"), "--results",
+         str(project / "results"), "--workers", "1", *arguments],
+        capture_output=True, text=True, timeout=120,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+    )  # fmt: skip
+    bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
+    return done.returncode, done.stdout + done.stderr, json.loads(bundles[-1].read_text()) if bundles else None
+
+
+def run_here(
+    project: Path, options: Options | None = None, *, workers: int = 1, hardware: Hardware | None = None
+) -> tuple[RunPlan, dict[str, StageResult]]:
+    """Plan and run in this process, without a bundle: the plan, and each stage's result."""
+    plan = make_plan(project / "lists", options or Options(kind="cpu", fail_fast=False), hardware or Hardware())
+    detailed = plan.options.detailed_log
+    runner = Runner(project, say=lambda _line: None, workers=workers, detailed_log=detailed)
+    return plan, {result.name: result for result in runner.run(plan, project / "results" / "here")}
+
+
+def verdicts(data: Any) -> dict[str, str]:
+    """A bundle's verdicts by stage."""
+    return {stage["name"]: stage["verdict"] for stage in data["stages"]}
