@@ -24,6 +24,7 @@ import yaml
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -52,10 +53,23 @@ class KvCacheConfig(_Section, frozen=True, kw_only=True):
     tokens_per_block: PositiveInt = 16
     #: Capacity of one rank's pool in tokens (count). None: measured from the memory that the estimation runtime leaves.
     max_tokens: PositiveInt | None = 16384
-    #: Share of the free memory that a measured pool may take (0–1].
-    free_memory_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    #: Share of the free memory that measured pools may take (0–1], split evenly among all ranks of the run that measure: of the
+    #: CUDA device, or of the host where KV lives there. None: 0.5.
+    free_memory_fraction: Fraction | None = None
+    #: The field's usual name of the same; give one of them.
+    free_gpu_memory_fraction: Fraction | None = None
     #: Keep finished prefixes by block hash and reuse them.
     enable_block_reuse: bool = False
+
+    @property
+    def memory_fraction(self) -> float:
+        """The share, under whichever name it was given."""
+        return float(_first(self.free_memory_fraction, self.free_gpu_memory_fraction, 0.5))
+
+    @property
+    def fraction_name(self) -> str:
+        """Under which name the share was given."""
+        return "free_memory_fraction" if self.free_gpu_memory_fraction is None else "free_gpu_memory_fraction"
 
 
 class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
@@ -222,6 +236,11 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     launcher_pid: int
     service: ServiceConfig
     instances: tuple[InstanceSpec, ...]
+
+    @property
+    def measuring_ranks(self) -> int:
+        """Ranks of all instances that take a share of free memory instead of a configured capacity (count)."""
+        return sum(i.config.world_size for i in self.instances if i.config.kv_cache_config.max_tokens is None)
 
     def instance(self, owner_id: str) -> InstanceSpec:
         """The instance of that name.
@@ -406,6 +425,12 @@ def _check(config: ServiceConfig) -> None:
                 f"must be at least max_batch_size ({section.max_batch_size}), got {section.max_num_tokens}",
             )
         pool = section.kv_cache_config
+        if pool.free_memory_fraction is not None and pool.free_gpu_memory_fraction is not None:
+            raise ConfigError(
+                f"{role}.kv_cache_config.free_gpu_memory_fraction",
+                f"is another name of free_memory_fraction: give one, got {pool.free_gpu_memory_fraction} and "
+                f"{pool.free_memory_fraction}",
+            )
         if pool.max_tokens is not None and pool.max_tokens < pool.tokens_per_block:
             raise ConfigError(
                 f"{role}.kv_cache_config.max_tokens",

@@ -65,6 +65,20 @@ def test_nothing_is_the_default_topology():
             ["max_batch_size (64)", "got 32"],
         ),
         (
+            {"context_servers": {"kv_cache_config": {"free_memory_fraction": 1.5}}},
+            "context_servers.kv_cache_config.free_memory_fraction",
+            ["1.0", "got 1.5"],
+        ),
+        (
+            {
+                "generation_servers": {
+                    "kv_cache_config": {"free_memory_fraction": 0.5, "free_gpu_memory_fraction": 0.25}
+                }
+            },
+            "generation_servers.kv_cache_config.free_gpu_memory_fraction",
+            ["another name of free_memory_fraction", "0.25"],
+        ),
+        (
             {"context_servers": {"kv_cache_config": {"max_tokens": 8, "tokens_per_block": 16}}},
             "context_servers.kv_cache_config.max_tokens",
             ["16", "got 8"],

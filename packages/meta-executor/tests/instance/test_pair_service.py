@@ -17,8 +17,11 @@ from meta_executor.engine.base import StageSpec
 from meta_executor.engine.synthetic import SyntheticEngine
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.executor.testing import reference_tokens
+from meta_executor.instance.free_memory import host_free_bytes
 from meta_executor.instance.testing import RunningPair
 
+#: Both names of the share, one for each side.
+FRACTIONS = {"context_servers": "free_memory_fraction", "generation_servers": "free_gpu_memory_fraction"}
 PROMPTS = [[3 + (13 * i + j * j) % 900 for j in range(n)] for i, n in enumerate((1, 600, 20, 45, 100, 7, 300, 64))]
 
 
@@ -240,6 +243,35 @@ def test_routing_is_shown_by_api_servers_in_processes_of_their_own() -> None:
         check_routing(pair)
         routing = pair.client.get(f"{pair.urls['ctx-0']}/debug/routing").json()
         assert routing["policy"] == "pipeline"
+        check_proof(pair)
+
+
+@pytest.mark.service
+@pytest.mark.timeout(110)
+def test_a_measured_budget_is_one_for_all_ranks_and_serves() -> None:
+    """``max_tokens: null`` on both sides: every rank has the same number of blocks, within its share of what is free, the
+    record says so, and answers are the reference's."""
+    base = config()
+    sides = {}
+    for name, fraction in FRACTIONS.items():
+        side = getattr(base, name)
+        cache = msgspec.structs.replace(side.kv_cache_config, max_tokens=None, **{fraction: 0.01})
+        sides[name] = msgspec.structs.replace(side, kv_cache_config=cache)
+    sides["context_servers"] = msgspec.structs.replace(sides["context_servers"], pipeline_parallel_size=3)
+    made = msgspec.structs.replace(base, **sides)
+    free = host_free_bytes()
+    with RunningPair(made) as pair:
+        assert pair.spec.measuring_ranks == 5
+        for owner, layers, tokens in (("ctx-0", 3, 16), ("gen-0", 8, 8)):
+            info = pair.infos[owner]
+            assert info.limits is not None
+            blocks = info.limits.kv_tokens // tokens
+            assert {r.kv_blocks_total for r in pair.statistics(owner).ranks} == {blocks}
+            # The stage with most layers has the largest blocks, so it decides; other processes take and give meanwhile.
+            block_bytes = 2 * layers * tokens * 2 * 8 * 4
+            assert 0.5 * free < blocks * block_bytes * 5 / 0.01 < 1.5 * free, pair.logs()
+        assert "KV: " in pair.logs() and "as many as rank" in pair.logs()
+        check_equality(pair, "generation_first", max_tokens=3)
         check_proof(pair)
 
 

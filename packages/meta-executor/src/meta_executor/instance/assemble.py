@@ -43,10 +43,12 @@ from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver_context import ContextTransceiver
 from meta_executor.executor.transceiver_generation import GenerationTransceiver
 from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
-from meta_executor.instance.kv_budget import block_bytes_of, estimate_blocks
+from meta_executor.instance.free_memory import device_free_bytes, host_free_bytes
+from meta_executor.instance.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
 from meta_executor.instance.startup import (
     RankFacts,
     agreed_facts,
+    barrier,
     check_qualified,
     check_world,
     exchange,
@@ -171,16 +173,21 @@ def assemble(
     arena_bytes = transceiver_config.bounce_arena_mib << 20 if transceiver_config.enable_bounce else 0
     cuda = uses_cuda(service.engine)
     arena_memory = _arena_memory(arena_bytes, cuda)
-    block_count = estimate_blocks(
+    budget = measure_budget(
         owner,
         engine,
         config.kv_cache_config,
-        device="cuda" if cuda else "cpu",
-        ranks_on_node=size,
+        rank=rank,
+        sharing_ranks=max(spec.measuring_ranks, 1),
         arena=None if cuda else arena_memory,
+        free_bytes=device_free_bytes if cuda else host_free_bytes,
+        together=lambda: barrier(comm),
     )
-    # The smallest rank decides: block tables are the same on every stage.
-    block_count = min(int(part) for part in exchange(comm, str(block_count).encode()))
+    measured = [msgspec.json.decode(p, type=RankBudget) for p in exchange(comm, msgspec.json.encode(budget))]
+    agreed = agreed_budget(measured, config.kv_cache_config, f"{role}_servers")
+    block_count = agreed.block_count
+    if rank == 0:
+        log(f"{instance.owner_id}: KV: {agreed.words}")
     block_tokens = config.kv_cache_config.tokens_per_block
     memory = engine.allocate_kv(block_count, block_tokens)
     aux = AuxSlots(AUX_SLOTS, cuda_device=memory.device_id if memory.memory_kind == "VRAM" else None)

@@ -70,7 +70,10 @@ class RunningPair:
             listener.close()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            # The folder goes with this call: what the ranks said belongs beside the failure.
+            sys.stderr.write(self.logs())
         self._end()
 
     def _start(self, instance: InstanceSpec) -> None:
