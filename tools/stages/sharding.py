@@ -1,6 +1,7 @@
 """Shards that take about equally long, and stay the same whatever order the list has.
 
-Longest first, each to the shard with the least time so far; ties go to the line that sorts first and to the lowest shard.
+Longest first, each to the shard with the least time so far; ties go to the line that sorts first, to the shard with the fewest
+lines, and to the lowest shard: so no shard is empty while another one holds two lines.
 A line without a known duration is given the median of the known ones.
 """
 
@@ -49,10 +50,11 @@ def shard(lines: Sequence[TestLine], shards: int, durations: Mapping[str, float]
     known = [durations[line.identity] for line in lines if line.identity in durations]
     default = statistics.median(known) if known else UNKNOWN_S
     seconds = {line.identity: durations.get(line.identity, default) for line in lines}
-    totals = [0.0] * shards
+    totals, counts = [0.0] * shards, [0] * shards
     home: dict[str, int] = {}
     for identity in sorted(seconds, key=lambda i: (-seconds[i], i)):
-        index = min(range(shards), key=lambda i: (totals[i], i))
+        index = min(range(shards), key=lambda i: (totals[i], counts[i], i))
         totals[index] += seconds[identity]
+        counts[index] += 1
         home[identity] = index
     return tuple(tuple(line for line in lines if home[line.identity] == index) for index in range(shards))

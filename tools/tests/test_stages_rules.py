@@ -1,0 +1,868 @@
+"""The rules of the field's lists, stages, shards and waivers, one by one, without running a test."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from stages import __main__ as command
+from stages import checking, matrix
+from stages.bundle import bundle_folder, reusable_stage
+from stages.comment import REFUSED
+from stages.errors import ListError, StageError
+from stages.execution import invocations, reruns_allowed
+from stages.hardware import Hardware
+from stages.junit import CaseResult
+from stages.lists import Condition, covers, parse_line, read_list
+from stages.maintenance import read_maintenance
+from stages.plan import Options, choose, make_plan, stages_of
+from stages.selecting import (
+    CONDITION_KEYS,
+    collisions,
+    mismatch,
+    prefix_holds,
+    query_of_stage,
+    select,
+    unknown_keys,
+)
+from stages.sharding import shard
+from stages.table import Stage, read_table, select_by_name
+from stages.testing import CPU_LIST, TABLE, commit, git, make_project
+from stages.waivers import merge_waivers, parse_waivers, read_waivers, waived, waived_tests
+
+A10 = Stage("A10-PyTorch", "a10", "l0_a10.yml", 1, 1, 1)
+H100 = Stage("DGX_H100-PyTorch", "h100", "l0_h100.yml", 1, 1, 1)
+GB200 = Stage("GB200-4_GPUs-PyTorch", "gb200", "l0_gb200.yml", 1, 1, 4)
+CPU = Stage("CPU-Generic", "cpu", "l0_cpu.yml", 1, 1)
+
+
+@pytest.fixture
+def project(tmp_path):
+    return make_project(tmp_path)
+
+
+def write_list(folder, blocks, name="l0_cpu"):
+    path = folder / f"{name}.yml"
+    path.write_text(f"version: 0.0.1\n{name}:\n{blocks}")
+    return path
+
+
+# -- lists and conditions -----------------------------------------------------------------------------------------------
+
+
+def test_condition_keys_of_the_field_are_known_and_others_are_doubted(tmp_path):
+    """A key that no stage has constrains nothing; most likely it is a slip, and selection says so."""
+    known = dict.fromkeys((*CONDITION_KEYS, "host_mem_free_gib"), "x")
+    assert unknown_keys(Condition(terms=known)) == []
+    assert "terms.stge" in unknown_keys(Condition(terms={"stge": "x"}))[0]
+    assert "did you mean stage" in unknown_keys(Condition(terms={"stge": "x"}))[0]
+    path = write_list(tmp_path, "- condition: {wildcards: {gpus: ['*a10*']}}\n  tests: [a.py]\n")
+    found = select(read_list(path), {"stage": "pre_merge"})
+    assert [line.target for line in found.lines] == ["a.py"]
+    assert any("l0_cpu.yml:3: wildcards.gpus" in text for text in found.warnings)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "other"), [("*a10*", "A100"), ("*b200*", "GB200"), ("*h200*", "GH200"), ("*b300*", "GB300")]
+)
+def test_every_colliding_wildcard_is_warned_about(tmp_path, pattern, other):
+    """It matches the other card, as the field's rule says, and selection warns of it by file and line."""
+    condition = Condition(wildcards={"gpu": (pattern,)})
+    assert mismatch(condition, {"gpu": other.lower()}) is None
+    assert other in collisions(condition)[0]
+    path = write_list(tmp_path, f"- condition: {{wildcards: {{gpu: ['{pattern}']}}}}\n  tests: [a.py]\n")
+    assert f"also matches {other}" in select(read_list(path), {"gpu": other.lower()}).warnings[0]
+
+
+def test_colliding_cards_are_told_apart_by_their_cpu(tmp_path):
+    """*b200* on x86_64 and on aarch64 are two blocks; on a machine of which nothing is known both hold."""
+    blocks = "".join(
+        f"- condition: {{wildcards: {{gpu: ['*b200*'], cpu: {cpu}}}}}\n  tests: [{name}.py]\n"
+        for cpu, name in (("x86_64", "b200"), ("aarch64", "gb200"))
+    )
+    test_list = read_list(write_list(tmp_path, blocks))
+    for hardware, wanted in (
+        (Hardware(cpu="x86_64"), ["b200.py"]),
+        (Hardware(cpu="aarch64"), ["gb200.py"]),
+        (None, ["b200.py", "gb200.py"]),
+    ):
+        assert [line.target for line in select(test_list, query_of_stage(GB200, hardware)).lines] == wanted
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8, 1024])
+def test_a_range_of_everything_always_holds(gpus):
+    """gte 0, lte 1024: lists that any machine runs."""
+    assert mismatch(Condition(ranges={"system_gpu_count": (0, 1024)}), {"system_gpu_count": str(gpus)}) is None
+
+
+def test_a_list_may_have_any_name_that_is_its_own(project):
+    """Not only l0_*: what the table names is read, checked and run."""
+    lists = project / "lists"
+    (lists / "stages.yml").write_text(TABLE.replace("l0_cpu.yml", "infra_dry_run.yml"))
+    (lists / "l0_cpu.yml").rename(lists / "infra_dry_run.yml")
+    with pytest.raises(ListError, match="want exactly one context named 'infra_dry_run'"):
+        make_plan(lists, Options(kind="cpu"), Hardware())
+    (lists / "infra_dry_run.yml").write_text(CPU_LIST.replace("l0_cpu:", "infra_dry_run:"))
+    assert list(checking.check(project, lists)) == []
+    assert len(make_plan(lists, Options(kind="cpu"), Hardware()).stages) == 2
+
+
+def test_a_list_that_can_only_be_empty_is_an_error_with_its_query(project):
+    """tests: [] reads, and selects nothing: exit 2, not a stage that is green for nothing."""
+    (project / "lists" / "l0_cpu.yml").write_text("version: 0.0.1\nl0_cpu:\n- tests: []\n")
+    with pytest.raises(StageError, match=r"CPU-Generic-1: l0_cpu\.yml selects nothing for .*stage=pre_merge"):
+        make_plan(project / "lists", Options(kind="cpu"), Hardware())
+
+
+@pytest.mark.parametrize(
+    ("capability", "able"),
+    [("8.6", {"supports_fp8": "false", "supports_tf32": "true"}), ("9.0", {"supports_fp8": "true"}),
+     ("7.0", {"supports_tf32": "false", "supports_int8": "true"}), ("", {})],
+)  # fmt: skip
+def test_a_query_says_what_the_machine_is_able_to(capability, able):
+    """Abilities follow from the compute capability; without one the keys are absent, and match."""
+    query = query_of_stage(A10, Hardware(compute_capability=capability, cpu="aarch64"))
+    assert {key: value for key, value in query.items() if key in able} == able
+    assert ("supports_fp8" in query) == bool(capability)
+    assert (query["cpu"], query["is_aarch64"], query["sysname"]) == ("aarch64", "true", "Linux")
+
+
+def test_a_stage_of_another_machine_is_asked_for_by_its_name_alone():
+    """Without a machine only what the name says is in the query: what a node alone knows is absent, and matches."""
+    query = query_of_stage(Stage("GB200-8_GPUs-2_Nodes-PyTorch", "gb200", "l", 1, 1, 4, 2))
+    assert set(query) == {"stage", "backend", "gpu", "system_gpu_count", "auto_trigger", "orchestrator"}
+    ubuntu = Condition(wildcards={"linux_distribution_name": ("ubuntu*",), "cpu": ("aarch64",)})
+    assert mismatch(ubuntu, query) is None
+
+
+@pytest.mark.parametrize("value", ["na", "N/A", "unknown", "None"])
+def test_a_probe_that_failed_is_warned_about(tmp_path, value):
+    """A value that stands for nothing matches no block: the reason is named before anyone looks for it elsewhere."""
+    path = write_list(tmp_path, "- tests: [a.py]\n")
+    query = query_of_stage(CPU, Hardware(linux_distribution=value))
+    assert f"linux_distribution_name of the query is {value!r}" in select(read_list(path), query).warnings[0]
+    assert select(read_list(path), query_of_stage(CPU, Hardware())).warnings == ()
+
+
+def test_a_line_that_two_blocks_hold_runs_once_and_the_first_counts(tmp_path):
+    """The field lets the last one's markers win in silence and selects the test twice."""
+    blocks = "- tests:\n  - a.py TIMEOUT (5)\n- tests:\n  - a.py TIMEOUT (9)\n"
+    found = select(read_list(write_list(tmp_path, blocks)), {})
+    assert [(line.target, line.timeout_min) for line in found.lines] == [("a.py", 5)]
+    assert "a.py stands in line 4, too" in found.warnings[0]
+
+
+# -- test lines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "a.py::t[x#y]",
+        "a.py::t[two words]",
+        "a.py::t[it's]",
+        'a.py::t["x" or y]',
+        "a.py::t[enable_concurrency-]",
+        "a.py::t[x-False-1---False-y]",
+        "a.py::t[x[0]-y]",
+        "a.py::t[-k]",
+    ],
+)
+def test_an_id_is_taken_whole(target):
+    """What stands in an id's brackets belongs to it: #, blanks, quotes, empty parts; what follows is read as ever."""
+    line = parse_line(f'{target} -k "z" TIMEOUT (9) # why')
+    assert (line.target, line.keyword, line.timeout_min) == (target, "z", 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a.py::t[x", "not closed"),
+        ("a.py::t[x #y", "not closed"),
+        ("a.py::t SKIP broken", "'broken' is no marker"),
+        ("a.py::t TIMEOUT 90", "minutes in parentheses"),
+        ("a.py::t TIMEOUT (1.5)", "minutes in parentheses"),
+        ("a.py::t ${skipIf(x)}", "is no marker"),
+        ("% if gpu:", "is no marker"),
+        ("a.py::t skipIf(gpu, 'x')", "is no marker"),
+    ],
+)
+def test_what_no_line_says_is_refused(text, part):
+    """A cut id, a reason or minutes without parentheses, a template: there are no templates, conditions select."""
+    with pytest.raises(ListError) as error:
+        parse_line(text)
+    assert part in str(error.value)
+
+
+def test_a_folder_line_stays_what_it_is():
+    """unittest/dir is a target like any other: nothing is rewritten into a test that runs tests."""
+    line = parse_line('unittest/some/dir -m "part0"')
+    assert (line.target, line.identity) == ("unittest/some/dir", 'unittest/some/dir -m "part0"')
+
+
+@pytest.mark.parametrize(
+    ("prefix", "stage", "runs"),
+    [
+        (None, A10, True),
+        ("A10", A10, True),
+        ("a10", A10, True),
+        ("A100", A10, False),
+        ("H100", H100, True),
+        ("DGX_H100", H100, True),
+        ("sm90", H100, True),
+        ("sm90", A10, False),
+        ("sm86", A10, True),
+        ("sm100", GB200, True),
+        ("H100", Stage("H100_PCIe-PyTorch", "h100", "l", 1, 1, 1), True),
+        ("A10", CPU, False),
+    ],
+)
+def test_a_prefix_names_a_stage_a_family_or_an_architecture(prefix, stage, runs):
+    """full:DGX_H100/, full:H100/ and full:sm90/ hold on the same stages; sm names follow from the family."""
+    assert prefix_holds(prefix, stage) is runs
+
+
+def lines_of(project, *lines, waivers=""):
+    """The invocations of one CPU stage with these lines."""
+    (project / "lists" / "stages.yml").write_text(TABLE.replace(", shards: 2", ""))
+    (project / "lists" / "waives.txt").write_text(waivers)
+    write_list(project / "lists", "- tests:\n" + "".join(f"  - {line}\n" for line in lines))
+    run = make_plan(project / "lists", Options(kind="cpu"), Hardware())
+    return invocations(run.stages[0], run)
+
+
+def test_isolated_lines_run_last_each_in_a_process_of_its_own(project):
+    """Whatever place they have in the list; plain lines share a process."""
+    made = lines_of(project, "a.py ISOLATION", "b.py", "c.py ISOLATION,TIMEOUT (5)", "d.py", 'e.py -k "x"')
+    assert [i.targets for i in made] == [("b.py", "d.py"), ("b.py", "d.py"), ("e.py",), ("a.py",), ("c.py",)]
+    assert [i.parallel for i in made] == [True, False, False, False, False]
+
+
+def test_timeouts_are_minutes_of_a_line_and_of_its_tests(project):
+    """60 without a marker and for each line; a marker's minutes are also what pytest-timeout grants one test."""
+    shared, _, own = lines_of(project, "a.py", "b.py", "c.py TIMEOUT (5)")
+    assert (shared.timeout_s, shared.test_timeout_s) == (2 * 60 * 60.0, None)
+    assert (own.timeout_s, own.test_timeout_s) == (300.0, 300.0)
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("A100X-[Post-Merge]-PyTorch", "stage", "post_merge"),
+        ("A100X-PyTorch-Post-Merge", "stage", "post_merge"),
+        ("A100X-PyTorch", "stage", "pre_merge"),
+        ("X-PyTorch", "backend", "pytorch"),
+        ("X-CPP", "backend", "cpp"),
+        ("X-Triton", "backend", "triton"),
+        ("X-FMHA", "backend", "fmha"),
+        ("X-Generic", "backend", "generic"),
+        ("X-Verl", "backend", "verl"),
+        ("X-PyTorchish", "backend", None),
+        ("X", "backend", None),
+        ("X-PyTorch-DeepSeek", "auto_trigger", "deepseek"),
+        ("X-PyTorch-GptOss", "auto_trigger", "gptoss"),
+        ("X-PyTorch", "auto_trigger", "others"),
+        ("X-PyTorch-Ray", "orchestrator", "ray"),
+        ("X-PyTorch", "orchestrator", "mpi"),
+        ("H100_PCIe-PyTorch", "gpu", "h100_pcie"),
+    ],
+)
+def test_every_word_of_a_name_has_its_meaning(family, key, value):
+    """A name without a backend's word has no backend in its query, and so matches them all."""
+    assert query_of_stage(Stage(family, "h100", "l", 1, 1, 1)).get(key) == value
+
+
+@pytest.mark.parametrize(
+    ("entry", "gpus", "nodes", "ranks"),
+    [
+        ("{name: A10-PyTorch, hardware: a10, list: l.yml}", 1, 1, 1),
+        ("{name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml}", 4, 1, 1),
+        ("{name: GB200-8_GPUs-2_Nodes-PyTorch, hardware: gb200, list: l.yml}", 4, 2, 1),
+        ("{name: MPI-4_Ranks-Agreement, hardware: mpi, list: l.yml}", 0, 1, 4),
+        ("{name: CPU-Generic, hardware: cpu, list: l.yml}", 0, 1, 1),
+    ],
+)
+def test_a_name_says_its_counts(tmp_path, entry, gpus, nodes, ranks):
+    """N_GPUs are those of all nodes together; one GPU where the name says nothing, none where the kind has none."""
+    path = tmp_path / "stages.yml"
+    path.write_text(f"version: 0.0.1\nfamilies:\n  - {entry}\n")
+    (stage,) = read_table(path)
+    assert (stage.gpus, stage.nodes, stage.ranks) == (gpus, nodes, ranks)
+    assert query_of_stage(stage)["system_gpu_count"] == str(gpus * nodes)
+
+
+@pytest.mark.parametrize("more", ["gpus: 2", "gpus: 4, nodes: 2", "ranks: 0"])
+def test_a_name_and_its_entry_must_agree(tmp_path, more):
+    """A stage called 4_GPUs that takes two would be told a lie by its own list."""
+    path = tmp_path / "stages.yml"
+    path.write_text(
+        f"version: 0.0.1\nfamilies:\n  - {{name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml, {more}}}\n"
+    )
+    with pytest.raises(ListError, match=rf"{path}:3: "):
+        read_table(path)
+
+
+MAINTENANCE = "# racks\nReason: the racks are being moved\nA10-*\n\nReason: new driver\nCPU-Generic-2 # only this\n"
+
+
+def test_stages_rest_for_a_reason(project):
+    """Names and wildcards below their reason; also when the stage is named; the rest of the run is as ever."""
+    (project / "lists" / "maintenance_stages.txt").write_text(MAINTENANCE)
+    table = read_table(project / "lists" / "stages.yml")
+    resting = read_maintenance(project / "lists" / "maintenance_stages.txt", table)
+    assert resting == {"A10-PyTorch-1": "the racks are being moved", "CPU-Generic-2": "new driver"}
+    run = make_plan(project / "lists", Options(stage_list="CPU-*"), Hardware())
+    assert [plan.resting for plan in run.stages] == [None, "new driver"]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("A10-PyTorch-1\n", ":1: 'A10-PyTorch-1' stands before any Reason:"),
+        ("Reason:\nA10-PyTorch-1\n", ":1: Reason: says none"),
+        ("Reason: x\nA11-PyTorch-1\n", ":2: unknown stage 'A11-PyTorch-1'; did you mean A10-PyTorch-1"),
+    ],
+)
+def test_a_bad_maintenance_file_is_refused(project, text, part):
+    """A typo there would silently let a stage run, or rest for no reason."""
+    path = project / "lists" / "maintenance_stages.txt"
+    path.write_text(text)
+    with pytest.raises(ListError) as error:
+        make_plan(project / "lists", Options(kind="cpu"), Hardware())
+    assert part in str(error.value)
+
+
+# -- shards -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", range(1, 9))
+def test_shards_are_disjoint_complete_and_stable(shards):
+    """Whatever order the lines come in, each is in exactly one shard, and always in the same one, in the list's order."""
+    rng = random.Random(shards)
+    for _ in range(40):
+        lines = [parse_line(f"t/test_{i}.py") for i in range(rng.randrange(1, 40))]
+        # Few different durations: ties must not be broken by the order either.
+        durations = {line.identity: rng.choice([0.0, 1.0, 1.0, 30.0]) for line in lines if rng.random() < 0.7}
+        first = shard(lines, shards, durations)
+        assert len(first) == shards
+        assert sorted(x.identity for s in first for x in s) == sorted(x.identity for x in lines)
+        shuffled = rng.sample(lines, len(lines))
+        again = shard(shuffled, shards, durations)
+        assert [{x.identity for x in s} for s in first] == [{x.identity for x in s} for s in again]
+        for part in again:
+            assert [x for x in shuffled if x in part] == list(part)
+
+
+@pytest.mark.parametrize("shards", range(1, 9))
+def test_a_reordered_list_file_gives_every_stage_the_same_lines(project, shards):
+    """From the file on: blocks and lines in another order, isolated ones among them, change no stage."""
+    rng = random.Random(shards)
+    (project / "lists" / "stages.yml").write_text(TABLE.replace("shards: 2", f"shards: {shards}"))
+    blocks = [[f"t/d{b}/test_{i}.py{' ISOLATION' if i % 3 == 0 else ''}" for i in range(5)] for b in range(3)]
+    (project / "lists" / "durations.json").write_text(json.dumps({f"t/d0/test_{i}.py": 7.0 * i for i in range(5)}))
+    seen = set()
+    for _ in range(4):
+        text = "".join(
+            "- tests:\n" + "".join(f"  - {line}\n" for line in rng.sample(block, 5)) for block in rng.sample(blocks, 3)
+        )
+        write_list(project / "lists", text)
+        run = make_plan(project / "lists", Options(kind="cpu"), Hardware())
+        parts = [frozenset(line.target for line in plan.lines) for plan in run.stages]
+        assert sum(map(len, parts)) == len(frozenset.union(*parts)) == 15
+        seen.add(tuple(parts))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("shards", range(1, 5))
+def test_no_shard_is_left_empty_while_there_are_lines(shards):
+    """One very long line does not swallow the shards after it, and lines that take no time spread, too."""
+    lines = [parse_line(f"t/test_{i}.py") for i in range(4)]
+    for durations in ({"t/test_0.py": 100.0}, {line.identity: 0.0 for line in lines}):
+        assert all(shard(lines, shards, durations))
+
+
+def test_a_folder_is_one_unit_and_foreign_durations_move_nothing():
+    """What other names took, from another root or a list that is gone, neither repeats a line nor loses one."""
+    lines = [parse_line("unittest/dir"), parse_line("unittest/dir/sub.py"), parse_line("t/test_1.py")]
+    plain = shard(lines, 2, {})
+    assert [len(part) for part in plain] == [2, 1]
+    foreign = {"/elsewhere/t/test_1.py": 500.0, "unittest": 70.0, "t/test_10.py": 9.0}
+    assert shard(lines, 2, foreign) == plain
+
+
+# -- which stages -------------------------------------------------------------------------------------------------------
+
+FULL_TABLE = """version: 0.0.1
+families:
+  - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml}
+  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}
+  - {name: A100X-PyTorch, hardware: a100x, list: l0_a100x.yml}
+  - {name: A100X-PyTorch-Post-Merge, hardware: a100x, list: l0_a100x.yml}
+  - {name: DGX_H100-Sanity, hardware: h100, list: l0_h100.yml}
+  - {name: DGX_H100-CPP, hardware: h100, list: l0_h100.yml, on_demand: true}
+  - {name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l0_gb200.yml}
+  - {name: GB200-4_GPUs-PyTorch-Post-Merge, hardware: gb200, list: l0_gb200.yml}
+"""
+EVERYDAY = ["CPU-Generic-1", "A10-PyTorch-1", "A100X-PyTorch-1", "DGX_H100-Sanity-1", "GB200-4_GPUs-PyTorch-1"]
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "stages.yml"
+    path.write_text(FULL_TABLE)
+    return read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "partly"),
+    [
+        ({}, EVERYDAY, None),
+        ({"post_merge": True}, [*EVERYDAY, "A100X-PyTorch-Post-Merge-1", "GB200-4_GPUs-PyTorch-Post-Merge-1"], None),
+        ({"gpu_type": "A10"}, ["A10-PyTorch-1"], "GPU type"),
+        ({"gpu_type": "A10, GB200"}, ["A10-PyTorch-1", "GB200-4_GPUs-PyTorch-1"], "GPU type"),
+        ({"test_backend": "generic"}, ["CPU-Generic-1", "DGX_H100-Sanity-1"], "backend"),
+        ({"test_backend": "PyTorch, cpp"}, EVERYDAY[1:], "backend"),
+        ({"multi_gpu": "only"}, ["GB200-4_GPUs-PyTorch-1"], "only stages of several GPUs"),
+        ({"multi_gpu": "without"}, EVERYDAY[:-1], "no stage of several GPUs"),
+        ({"multi_gpu": "add"}, EVERYDAY, None),
+        ({"multi_gpu": "add", "gpu_type": "A10"}, ["A10-PyTorch-1", "GB200-4_GPUs-PyTorch-1"], "GPU type"),
+        ({"extra_stage": "DGX_H100-CPP-1"}, [*EVERYDAY, "DGX_H100-CPP-1"], None),
+        ({"gpu_type": "A10", "extra_stage": "CPU-*"}, ["CPU-Generic-1", "A10-PyTorch-1"], "GPU type"),
+        ({"stage_list": "A10-*"}, ["A10-PyTorch-1"], "stage list"),
+        ({"skip": "docs"}, EVERYDAY, "skipping all tests (docs)"),
+    ],
+)
+def test_options_choose_stages(table, options, names, partly):
+    """Each filter alone and together; narrowing is said, adding narrows nothing."""
+    choice = choose(table, Options(**options))
+    assert sorted(s.name for s in choice.stages) == sorted(names)
+    assert [s.name for s in choice.stages] == [s.name for s in table if s.name in names]
+    assert (choice.partly is None) == (partly is None)
+    assert partly is None or partly in choice.partly
+    assert choice.warnings == ()
+
+
+def test_a_star_names_every_stage_and_needs_no_approval(table):
+    """Post-merge and on-demand ones too: whoever owns the machine decides. The hosted CI has its own approval."""
+    assert select_by_name(table, "*") == table
+    assert [s.name for s in choose(table, Options(stage_list="*Post-Merge*")).stages] == [
+        "A100X-PyTorch-Post-Merge-1", "GB200-4_GPUs-PyTorch-Post-Merge-1",
+    ]  # fmt: skip
+
+
+def test_a_stage_list_overrides_the_filters_and_says_so(table):
+    """Nothing is ignored in silence."""
+    options = Options(
+        stage_list="A10-PyTorch-1",
+        gpu_type="GB200",
+        test_backend="cpp",
+        post_merge=True,
+        multi_gpu="without",
+        kind="cpu",
+    )
+    choice = choose(table, options)
+    assert [s.name for s in choice.stages] == ["A10-PyTorch-1"]
+    assert [text.split()[0] for text in choice.warnings] == [
+        "--kind", "--gpu-type", "--test-backend", "--post-merge", "--disable-multi-gpu-test",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"gpu_type": "a10"}, "unknown GPU type 'a10'; did you mean A10?"),
+        ({"gpu_type": "H100"}, "unknown GPU type 'H100'"),
+        ({"gpu_type": " , "}, "names none"),
+        ({"test_backend": "torch"}, "did you mean pytorch"),
+        ({"gpu_type": "CPU", "multi_gpu": "only"}, "nothing is left"),
+        ({"stage_list": ""}, "names no stage"),
+        ({"stage_list": "A10-PyTorch-1,B-1", "extra_stage": None}, "unknown stage 'B-1'"),
+    ],
+)
+def test_what_matches_no_stage_is_an_error(table, options, part):
+    """A GPU type is the first word, exactly; no stage at all is an error, never a green nothing."""
+    with pytest.raises(StageError) as error:
+        choose(table, Options(**options))
+    assert part in str(error.value)
+
+
+def test_names_are_checked_against_every_kind(project):
+    """A stage of a card that is not here is known by name: it is no typo, it has no coverage here."""
+    run = make_plan(project / "lists", Options(stage_list="A10-PyTorch-1"), Hardware())
+    assert run.stages[0].lacking == "needs 1 × A10, this machine has no GPU"
+
+
+@pytest.mark.parametrize("option", [*REFUSED])
+def test_options_with_nothing_to_act_on_are_refused_by_name(project, option, capsys):
+    """Exit 2, the option and the reason in one line, nothing run: never accepted and ignored."""
+    folder = project / "results"
+    for words in ([option], [option, "x"], ["--kind", "cpu", option]):
+        assert command.main([*words, "--root", str(project), "--results", str(folder)]) == 2
+        assert f"stages: error: {option}: {REFUSED[option]}" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--reuse-test", "--disable-reuse-test"], "not allowed with"),
+        (["--only-multi-gpu-test", "--disable-multi-gpu-test"], "not allowed with"),
+        (["--stage-lst", "x"], "did you mean --stage-list"),
+        (["--stage", "x"], "unrecognized arguments: --stage"),
+        (["--infra-retries", "many"], "want a whole number"),
+        (["--kill"], "no run is going on"),
+        (["--kind", "cpu", "--reuse-test", "20260101T000000Z-abc"], "no run '20260101T000000Z-abc'"),
+        (["--stages-of", "t/test_goood.py"], "did you mean t/test_good.py"),
+    ],
+)
+def test_words_that_cannot_be_meant_run_nothing(project, words, part, capsys):
+    """Exit 2 in one line: options that contradict each other, typos, short forms, runs and tests that there are not."""
+    places = ["--root", str(project), "--lists", str(project / "lists"), "--results", str(project / "results")]
+    assert command.main([*words, *places]) == 2
+    assert part in capsys.readouterr().err
+    assert list((project / "results").iterdir()) == []
+
+
+def test_a_test_is_mapped_to_its_stages(project, capsys):
+    """A test, a file or a folder: every stage that runs some of it, with the line it does it by."""
+    (project / "lists" / "waives.txt").write_text("t/test_good.py SKIP (x)\n")
+    lists = project / "lists"
+    assert [(s.name, line.target) for s, line in stages_of(lists, "t/test_good.py::test_a")] == [
+        ("CPU-Generic-1", "t/test_good.py"), ("A10-PyTorch-1", "t/test_good.py"),
+    ]  # fmt: skip
+    assert len(stages_of(lists, "t")) == 3
+    assert command.main(["--stages-of", "t/test_other.py", "--lists", str(lists)]) == 0
+    assert capsys.readouterr().out.split() == ["CPU-Generic-2", "t/test_other.py"]
+
+
+def origin(**changes):
+    return {"commit": "c" * 40, "dirty": False, "lists": "l", "versions": {"pytest": "9"}, "python": "3.11.7",
+            "hardware": Hardware(cpu="x86_64", gpu_names=("NVIDIA A10",)).to_dict(), **changes}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "verdict", "reused"),
+    [
+        ({}, {}, "PASSED", True),
+        ({}, {"commit": "d" * 40}, "PASSED", False),
+        ({}, {"dirty": True}, "PASSED", False),
+        ({"dirty": True}, {}, "PASSED", False),
+        ({}, {"lists": "m"}, "PASSED", False),
+        ({}, {"versions": {"pytest": "8"}}, "PASSED", False),
+        ({}, {"python": "3.12.1"}, "PASSED", False),
+        ({}, {"hardware": Hardware(cpu="aarch64", gpu_names=("NVIDIA A10",)).to_dict()}, "PASSED", False),
+        ({}, {"hardware": Hardware(gpu_names=("NVIDIA A100X",)).to_dict()}, "PASSED", False),
+        ({}, {}, "FLAKY", False),
+        ({}, {}, "REUSED", False),
+        ({}, {}, "FAILED", False),
+        ({}, {"commit": ""}, "PASSED", False),
+    ],
+)
+def test_only_a_pass_of_the_very_same_is_reused(tmp_path, earlier, now, verdict, reused):
+    """The same commit, clean, lists, versions, Python and hardware, and it passed then by running."""
+    folder = tmp_path / "20260101T000000Z-cccccccc"
+    folder.mkdir()
+    data = {**origin(**earlier), "stages": [{"name": "A10-PyTorch-1", "verdict": verdict}]}
+    (folder / "results.json").write_text(json.dumps(data))
+    assert bool(reusable_stage([folder], "A10-PyTorch-1", origin(**now))) is reused
+    assert reusable_stage([folder], "A10-PyTorch-2", origin(**now)) is None
+
+
+def test_durations_and_resting_stages_are_part_of_what_was_tested(project):
+    """Other durations may give a shard other lines: its name alone does not say what it ran."""
+    lists = project / "lists"
+
+    def fingerprint():
+        return make_plan(lists, Options(kind="cpu"), Hardware()).fingerprint
+
+    seen = [fingerprint()]
+    for name, text in (
+        ("durations.json", '{"t/test_good.py": 5}'),
+        ("maintenance_stages.txt", "Reason: x\nA10-PyTorch-1\n"),
+        ("waives.txt", "t/test_good.py SKIP (x)\n"),
+        ("l0_cpu.yml", CPU_LIST + "# more\n"),
+        ("stages.yml", TABLE + "# more\n"),
+    ):
+        (lists / name).write_text(text)
+        seen.append(fingerprint())
+    assert len(set(seen)) == 6
+    assert fingerprint() == seen[-1]
+
+
+def test_two_runs_in_one_second_have_bundles_of_their_own(tmp_path):
+    """Nothing that was written is written over."""
+    names = [bundle_folder(tmp_path, "20260101T000000Z", "abcdef0123").name for _ in range(3)]
+    assert names == ["20260101T000000Z-abcdef01", "20260101T000000Z-abcdef01-2", "20260101T000000Z-abcdef01-3"]
+
+
+# -- waivers ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("waiver", "line", "stage", "whole", "part"),
+    [
+        ("t/a.py", "t/a.py", A10, True, False),
+        ("t", "t/a.py", A10, True, False),
+        ("t/a.py::test_b", "t/a.py::test_b[1]", A10, True, False),
+        ("t/a.py", "t", A10, False, True),
+        ("t/sub", "t", A10, False, True),
+        ("t/a.py::test_b", "t/a.py", A10, False, True),
+        ("t/a.py::test_b", "t/a.py::test_bc", A10, False, False),
+        ("t/a", "t/ab/c.py", A10, False, False),
+        ('t/a.py -m "x"', 't/a.py -m "x"', A10, True, False),
+        ('t/a.py -m "x"', 't/a.py -m "y"', A10, False, False),
+        ('t/a.py -k "x"', "t/a.py", A10, False, False),
+        ('t/a.py::test_b -k "x"', "t/a.py", A10, False, False),
+        ("t/a.py", 't/a.py -m "x"', A10, True, False),
+        ("full:A10/t/a.py", "t/a.py", A10, True, False),
+        ("full:A10/t/a.py", "t/a.py", H100, False, False),
+        ("full:sm90/t/a.py::test_b", "t/a.py", H100, False, True),
+    ],
+)
+def test_a_waiver_holds_for_what_it_names(waiver, line, stage, whole, part):
+    """At or below its target, on its hardware; with expressions exactly that line; a name's beginning is no name."""
+    waivers = parse_waivers(f"{waiver} SKIP (known)", "w")
+    assert (waived(waivers, parse_line(line), stage) is not None) is whole
+    assert bool(waived_tests(waivers, parse_line(line), stage)) is part
+
+
+def test_the_last_waiver_counts_without_a_newline(tmp_path):
+    """And an id that has been cut is refused."""
+    path = tmp_path / "waives.txt"
+    path.write_text("a.py SKIP (x)\nb.py SKIP (y)")
+    assert [w.test.target for w in read_waivers(path)] == ["a.py", "b.py"]
+    with pytest.raises(ListError, match=r"w:1: .*was it cut short"):
+        parse_waivers("a.py::t[x-1 SKIP (y)", "w")
+    with pytest.raises(ListError, match="is no marker"):
+        parse_waivers("a.py b.py c.py d.py e.py f.py g.py h.py i.py j.py SKIP (ten)", "w")
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "main", "merged"),
+    [
+        ("a SKIP (1)\n", "a SKIP (1)\n", "a SKIP (1)\nb SKIP (2)\n", "a SKIP (1)\nb SKIP (2)\n"),
+        ("", "a SKIP (1)\n", "a SKIP (1)\nb SKIP (2)\n", "b SKIP (2)\n"),
+        ("a SKIP (1)\nn SKIP (3)\n", "a SKIP (1)\n", "a SKIP (1)", "a SKIP (1)\nn SKIP (3)\n"),
+        ("a SKIP (new)\n", "a SKIP (1)\n", "a SKIP (1)\n", "a SKIP (new)\n"),
+        ("a SKIP (1)\n", "a SKIP (1)\n", "", "a SKIP (1)\n"),
+        ("# why\na SKIP (1)\n", "", "# head\nb SKIP (2)\n", "a SKIP (1)\nb SKIP (2)\n"),
+    ],
+)
+def test_waivers_merge_with_the_main_branch(own, base, main, merged):
+    """What main has holds unless this change deletes that line; what this change adds or words anew holds."""
+    assert merge_waivers(own, base, main) == merged
+    parse_waivers(merged.replace("a ", "a.py ").replace("b ", "b.py ").replace("n ", "n.py "), "w")
+
+
+def test_the_main_branchs_waivers_are_read_from_git(project, capsys):
+    """A waiver that came to main later holds here; without the branch the own ones do, and the run says so."""
+    path = project / "lists" / "waives.txt"
+    places = ["--root", str(project), "--lists", str(project / "lists"), "--kind", "cpu", "--dry-run"]
+    path.write_text("# none\n")
+    commit(project)
+    start = git(project, "rev-parse", "--abbrev-ref", "HEAD")
+    git(project, "checkout", "-q", "-b", "later")
+    path.write_text("t/test_good.py SKIP (later)\n")
+    commit(project)
+    git(project, "checkout", "-q", start)
+    path.write_text("t/test_other.py SKIP (own)\n")
+    assert command.main([*places, "--merge-waivers", "later"]) == 0
+    output = capsys.readouterr().out
+    assert "waived: t/test_good.py (later)" in output
+    assert "waived: t/test_other.py (own)" in output
+    assert command.main([*places, "--merge-waivers", "nowhere"]) == 0
+    output = capsys.readouterr().out
+    assert "warning: the waivers of nowhere are left out" in output
+    assert "waived: t/test_other.py (own)" in output
+    assert "(later)" not in output
+
+
+# -- reruns -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "message", "reruns"),
+    [
+        ("failed", 1.0, "assert 1 == 2", 2),
+        ("failed", 300.0, "assert 1 == 2", 2),
+        ("failed", 301.0, "assert 1 == 2", 1),
+        ("failed", 600.0, "assert 1 == 2", 1),
+        ("failed", 601.0, "assert 1 == 2", 0),
+        ("failed", 601.0, "OSError: Address already in use", 1),
+        ("error", 1.0, "fixture", 2),
+        ("unfinished", 1.0, "began and did not end", 0),
+        ("passed", 1.0, "", 0),
+        ("skipped", 1.0, "", 0),
+    ],
+)
+def test_how_often_a_test_is_tried_again(outcome, seconds, message, reruns):
+    """By its own duration; a very long one only for a known sign of the machine; what did not finish never."""
+    assert reruns_allowed(CaseResult("a.py::test_b", outcome, seconds, message)) == reruns
+
+
+# -- the checker --------------------------------------------------------------------------------------------------------
+
+BASES = """
+import pytest
+from unittest import TestCase
+
+
+class Base:
+    def test_inherited(self):
+        pass
+
+
+class Middle(Base):
+    pass
+
+
+class TestX(Middle):
+    @pytest.mark.parametrize("n", ["a-1", "a-2", "b", "c", "d", "e", "f", "g", "h", "i"])
+    def test_own(self, n):
+        pass
+
+
+class TestForeign(TestCase):
+    pass
+
+
+@pytest.mark.parametrize("n", sorted({1, 2}))
+def test_computed(n):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "wrong", "unsure"),
+    [
+        ("t/test_good.py::TestX::test_own[b]", None, None),
+        ("t/test_good.py::TestX::test_inherited", None, None),
+        ("t/test_good.py::TestX::test_none", "has no TestX::test_none; did you mean test_own", None),
+        ("t/test_good.py::TestX[b]", "is a class: it has no parameters, name its test", None),
+        ("t/test_good.py::TestX::test_own[z]", "there are a-1, a-2, b, c, d, e, f, g", None),
+        ("t/test_good.py::TestX::test_own[a]", "it is the beginning of a-1, a-2", None),
+        ("t/test_good.py::TestForeign::test_any", None, "its base TestCase is made elsewhere"),
+        ("t/test_good.py::test_computed[1]", None, "the parameter ids are no literals"),
+        ("t/test_good.py::test_gone", "has no test_gone", None),
+        ("t::test_x", "is a folder", None),
+    ],
+)
+def test_a_target_is_followed_through_its_file(project, target, wrong, unsure):
+    """Classes and their bases, methods, literal ids with up to eight valid ones; the rest is not guessed."""
+    (project / "t" / "test_good.py").write_text(BASES)
+    checking._scope.cache_clear()
+    found = checking.examine(project, parse_line(target))
+    assert (bool(found.wrong), bool(found.unsure)) == (wrong is not None, unsure is not None), found
+    assert wrong is None or wrong in found.wrong[0]
+    assert wrong is None or ", h" not in found.wrong[0]
+    assert unsure is None or unsure in found.unsure[0]
+
+
+def test_a_file_that_is_not_python_is_a_problem(project):
+    """With the line in it."""
+    (project / "t" / "test_good.py").write_text("def test_a(:\n")
+    checking._scope.cache_clear()
+    assert "t/test_good.py:1: not Python" in next(checking.check_line(project, parse_line("t/test_good.py")))
+
+
+def test_strict_takes_the_unverifiable_for_a_problem(project, capsys):
+    """Without it they are counted, and left to pytest's own collection."""
+    (project / "t" / "test_good.py").write_text(BASES)
+    checking._scope.cache_clear()
+    (project / "lists" / "l0_cpu.yml").write_text(
+        CPU_LIST.replace("t/test_good.py", "t/test_good.py::test_computed[1]")
+    )
+    places = ["--check", "--root", str(project), "--lists", str(project / "lists")]
+    assert command.main(places) == 0
+    assert "1 cannot be verified without an import" in capsys.readouterr().out
+    assert command.main([*places, "--strict"]) == 1
+    assert (
+        "l0_cpu.yml:5: t/test_good.py::test_computed[1]: the parameter ids are no literals" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "part"),
+    [
+        ("l0_cpu.yml", ("- t/test_other.py", "- t"), ":5: t/test_good.py is run by line 6 (t), too"),
+        ("l0_cpu.yml", ("t/test_other.py", "t/test_good.py::test_a"), ":6: t/test_good.py::test_a is run by line 5"),
+        ("l0_cpu.yml", ("t/test_other.py", "t/test_other.py XFAIL (x) SKIP (y)"), "contradict each other"),
+        ("l0_cpu.yml", ("t/test_other.py", "t/test_other.py TIMEOUT (60)"), "is what holds without it"),
+        (
+            "l0_cpu.yml",
+            ("t/test_other.py", "full:A1O/t/test_other.py"),
+            "full:A1O/ is no stage's hardware; did you mean A10",
+        ),
+        ("l0_cpu.yml", ("t/test_other.py", "full:A10/t/test_other.py"), "CPU-Generic-2 holds no line"),
+        ("l0_cpu.yml", ("{stage: pre_merge}", "{stge: pre_merge}"), "terms.stge: no stage has such a key"),
+        ("l0_cpu.yml", ("{stage: pre_merge}", "{backend: pytorch}"), "no stage reaches this block (terms.backend"),
+        ("l0_cpu.yml", ("{stage: pre_merge}", "{backend: pytorch}"), "stages.yml: CPU-Generic-1 selects nothing"),
+        ("l0_cpu.yml", ("tests:\n  - t/test_good.py\n  - t/test_other.py\n", "tests: []\n"), "the block holds no test"),
+        ("stages.yml", ("shards: 2", "shards: 3"), "CPU-Generic-3 holds no line: 3 shards of 2"),
+        ("waives.txt", (None, "t/test_good.py SKIP (x)\nt/test_good.py::test_a SKIP (y)\n"), "waived by line 1, too"),
+        ("waives.txt", (None, "full:l4Os/t/test_good.py SKIP (x)\n"), "full:l4Os/ is no stage's hardware"),
+        ("waives.txt", (None, 't/test_good.py -m "x" SKIP (x)\n'), "is in no list: nothing to waive"),
+        ("waives.txt", (None, "t/test_good.py::test_ SKIP (cut)\n"), "has no test_; did you mean test_a"),
+    ],
+)
+def test_the_checker_finds_what_others_let_through(project, file, change, part):
+    """Overlaps, contradictions, prefixes, keys, empty stages and shards, waivers that waive nothing new."""
+    path = project / "lists" / file
+    old, new = change
+    if old is not None:
+        assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1) if old else new)
+    problems = list(checking.check(project, project / "lists"))
+    assert any(part in problem for problem in problems), problems
+
+
+def test_the_checker_does_not_import_what_it_checks(project):
+    """A test file that may not be imported here is read all the same."""
+    (project / "t" / "test_good.py").write_text("raise SystemExit('imported')\n\n\ndef test_a():\n    pass\n")
+    done = subprocess.run(
+        [sys.executable, str(command.ROOT / "tools" / "stages"), "--check", "--root", str(project), "--lists",
+         str(project / "lists")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "test lists hold\n", "")
+
+
+def test_covering_goes_by_whole_names():
+    """test_1 is not test_10, a folder is not the one whose name it begins."""
+    assert covers("t/a.py::test_1", "t/a.py::test_1[x]")
+    assert covers("t/", "t/a.py")
+    assert not covers("t/a.py::test_1", "t/a.py::test_10")
+    assert not covers("t/a", "t/ab/x.py")
+    assert not covers("t/a.py", "t")
+
+
+# -- the hosted CI ------------------------------------------------------------------------------------------------------
+
+
+def test_the_hosted_workflow_gates_post_merge_stages_as_whole_jobs(table):
+    """Before a merge they need an approval label; a job that is skipped shows so, a skipped step would be green."""
+    text = matrix.workflow(table)
+    jobs = dict(re.findall(r"^  ([\w-]+):\n((?:    .*\n)+)", text.split("\njobs:\n")[1], re.M))
+    assert set(jobs) == {"cpu", "a10", "a100x", "a100x-post-merge", "h100", "gb200", "gb200-post-merge"}
+    for name, body in jobs.items():
+        gate = re.match(r"    if: (.*)", body)
+        assert bool(gate) == name.endswith("post-merge")
+        assert gate is None or ("github.event_name != 'pull_request'" in gate[1] and matrix.APPROVAL in gate[1])
+        assert ("Post-Merge" in body) == name.endswith("post-merge")
+        assert "- run: python3 tools/bootstrap.py -s stages" in body
+    assert "DGX_H100-CPP" not in text
+
+
+def test_the_hosted_workflow_ends_the_run_of_what_was_pushed_before(table):
+    """One run per change; results of every attempt have a name of their own, and none at all is an error."""
+    text = matrix.workflow(table)
+    assert "group: stages-${{ github.ref }}" in text
+    assert "cancel-in-progress: ${{ github.event_name == 'pull_request' }}" in text
+    assert "name: results-${{ matrix.stage }}-${{ github.run_attempt }}" in text
+    assert "if-no-files-found: error" in text
