@@ -109,7 +109,7 @@ def test_a_failure_in_parallel_is_tried_again_alone(project):
     """Two workers, then none: what only fails beside others is flaky, and both results stay."""
     write_tests(
         project,
-        good="import os\n\ndef test_a():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n",
+        good="def test_a(request):\n    assert not hasattr(request.config, 'workerinput')\n",
         other="def test_b():\n    pass\n",
     )
     result = only(project, workers=2)
