@@ -50,6 +50,12 @@ NIGHTLY_ARGUMENTS = {
     "meta-executor/random_pairs": ("--count", "200"),
 }
 
+# pyenv's launchers answer only for the versions that this variable (or a file) names; the first is what `python` means.
+_PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+_INSTALLED = [path.name for v in PYTHONS for path in sorted(_PYENV.glob(f"{v}.*"), reverse=True)[:1]]
+if _INSTALLED:
+    os.environ.setdefault("PYENV_VERSION", ":".join(_INSTALLED))
+
 
 # -- the shared environment ---------------------------------------------------------------------------------------------
 
