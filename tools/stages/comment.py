@@ -21,7 +21,6 @@ REFUSED = {
     "--debug": "no container is kept to log in to: the bundle's log.txt holds each pytest command, to be run again here",
     "--match-exact": "a key that a stage's query lacks matches, as for every list of this format",
     "--test-prefix": "full:<hardware>/ prefixes follow from the stage's own name",
-    "--high-priority": "there is no queue: stages run one after the other on this machine",
 }
 _COMMANDS = ("run", "kill", "skip", "reuse-pipeline", "help")
 
