@@ -47,8 +47,8 @@ def workflow(stages: tuple[Stage, ...]) -> str:
 
 def _job(kind: str, stages: list[Stage], *, post_merge: bool, hosted: bool) -> str:
     condition = (
-        "    if: ${{ github.event_name != 'pull_request' || "
-        f"contains(github.event.pull_request.labels.*.name, '{APPROVAL}') }}}}\n"
+        "    if: \"${{ github.event_name != 'pull_request' || "
+        f"contains(github.event.pull_request.labels.*.name, '{APPROVAL}') }}}}\"\n"
     )
     return (
         f"  {kind}{'-post-merge' if post_merge else ''}:\n"
