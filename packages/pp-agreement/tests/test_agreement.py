@@ -19,6 +19,7 @@ from pp_agreement import (
     FaultCode,
     InProcessExchange,
     InProcessNetwork,
+    Key,
     LocalProtocolError,
     Outcome,
     Prepared,
@@ -265,3 +266,94 @@ def test_baseline_poison_stops_everybody():
         (fault,) = [e for e in events if isinstance(e, Fault)]
         assert fault.code is (FaultCode.HOST if rank == 1 else FaultCode.POISON) and later == ()
         assert rank == 1 or fault.suspect_rank == 1
+
+
+def test_baseline_leaves_a_drain_together():
+    """R11: the first deadline that passes anywhere ends the drain everywhere, in the same exchange; nobody is left in one."""
+    domain = Domain(4, (0, 1, 2))
+    polls = {}
+
+    def work(rank, member):
+        agreement = AllgatherAgreement(domain, rank, member)
+        agreement.open()
+        agreement.admit(7, 1, ready=False)  # nobody votes: the drain cannot be proven
+        if agreement.is_scheduler:
+            agreement.start_drain(1)
+        report = agreement.drain(0.05 if rank == 1 else 1000.0)
+        polls[rank] = agreement.polls
+        return report, agreement.poll(), agreement.close()
+
+    results = run_threads(domain, work)
+    assert len(set(polls.values())) == 1
+    for report, events, clean in results.values():
+        assert not report.drained and report.fault is None and report.undecided == (Key(7, 1),)
+        assert [type(e).__name__ for e in events] == ["DrainStarted"] and clean is False
+
+
+def test_baseline_leaves_a_drain_together_after_a_fault():
+    """A rank that fails inside the drain still gives its poison: the others are not left waiting for it."""
+    domain = Domain(4, (0, 1, 2))
+
+    def work(rank, member):
+        agreement = AllgatherAgreement(domain, rank, member)
+        agreement.open()
+
+        def wait(_s):
+            if rank == 1 and agreement.polls == 3:
+                agreement.fail("out of memory")
+
+        report = agreement.drain(1000.0, wait=wait)
+        return report, agreement.polls
+
+    results = run_threads(domain, work)
+    assert len({polls for _report, polls in results.values()}) == 1
+    assert {r.fault.code for r, _polls in results.values()} == {FaultCode.HOST, FaultCode.POISON}
+
+
+def test_baseline_leaving_by_an_exception_is_poison():
+    domain = Domain(4, (0, 1))
+
+    def work(rank, member):
+        try:
+            with AllgatherAgreement(domain, rank, member) as agreement:
+                agreement.poll()
+                if rank:
+                    raise ValueError("host")
+                return [e for _ in range(2) for e in agreement.poll()]
+        except ValueError:
+            return []
+
+    (fault,) = run_threads(domain, work)[0]
+    assert isinstance(fault, Fault) and fault.code is FaultCode.POISON and fault.suspect_rank == 1
+
+
+def test_baseline_refuses_what_is_no_contribution_of_this_domain():
+    """Cut, foreign, or with flags of another version: as good as poison, never half read."""
+    domain = Domain(4, (0, 1))
+
+    class Forged:
+        name = "forged"
+
+        def __init__(self, other):
+            self.other = other
+
+        def exchange(self, contribution):
+            return [contribution, self.other]
+
+        def close(self, clean):
+            pass
+
+    good = {}
+
+    class Seen(Forged):
+        def exchange(self, contribution):
+            good["head"] = contribution
+            return [contribution, contribution]
+
+    with AllgatherAgreement(domain, 0, Seen(b"")) as agreement:
+        assert agreement.poll() == ()
+    head = good["head"][:16]
+    for other in (b"", head[:-1], head + b"x", head[:-4] + b"\2\0\0\0", b"\0" * 16, head[:4] + b"\7\0\0\0" + head[8:]):
+        with AllgatherAgreement(domain, 0, Forged(other)) as agreement:
+            (fault,) = agreement.poll()
+            assert fault.code is FaultCode.POISON and fault.suspect_rank == 1

@@ -6,6 +6,8 @@ import copy
 import json
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pp_agreement import Agreement, AgreementConfig, Domain, InProcessNetwork, Outcome, verify
 from pp_agreement.__main__ import main
@@ -85,3 +87,117 @@ def test_command_line(lifetime, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "none")]) == 2
     lines.write_text("[1]")
     assert main(["verify", str(lines)]) == 2
+
+
+NEEDED = (
+    "mode", "package_version", "domain", "config", "outcomes", "events", "digest", "activation_digest", "undecided",
+    "missing_ranks", "verdicts", "admitted", "committed", "closed", "open_rounds", "quarantined", "activated",
+    "last_incarnation", "drained", "fault",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", NEEDED)
+@pytest.mark.parametrize("value", ["absent", "x", True, -1, 1.5, [[1]]])
+def test_what_every_rank_lacks_alike_is_found(lifetime, field, value):
+    """Equal is not enough: fields that are missing, or nonsense, on all ranks prove nothing."""
+    records = copy.deepcopy(lifetime)
+    for record in records:
+        if value == "absent":
+            del record[field]
+        else:
+            record[field] = value
+    if (field, value) in [("drained", True), ("package_version", "x")]:
+        assert verify(records) == ()
+        return
+    assert {d.rank for d in verify(records) if field in f"{d.field} {d.detail}"} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("last_incarnation", 6), ("undecided", [[1, 1, 0]]), ("missing_ranks", [2]), ("open_rounds", 1),
+        ("outcomes", {"COMPLETED": 4, "FAILED": 0, "CANCELLED": 0}), ("outcomes", {"COMPLETED": 6, "FAILED": -1}),
+        ("events", {"Committed": 4}), ("quarantined", 6), ("fault", "DEATH"), ("fault", {}), ("verdicts", ["x"]),
+    ],
+)  # fmt: skip
+def test_a_record_that_contradicts_itself_is_found(lifetime, field, value):
+    """The same contradiction on all ranks: no comparison shows it."""
+    records = copy.deepcopy(lifetime)
+    for record in records:
+        record[field] = value
+    assert {d.rank for d in verify(records)} == {0, 1, 2}
+
+
+def test_foreign_records_are_told_and_never_raise(lifetime):
+    for odd in (None, 5, [], "x", {}, {"format": "pp-agreement evidence", "rank": True}):
+        assert any(d.field == "format" for d in verify([*lifetime, odd]))
+    for ranks in (5, None, "012", {"0": 1}, [[0]]):
+        records = copy.deepcopy(lifetime)
+        for record in records:
+            record["domain"]["ranks"] = ranks
+        assert verify(records)
+    records = copy.deepcopy(lifetime)
+    records[0]["config"] = {"credits": object()}
+    assert any(d.rank == 0 and d.field == "config" for d in verify(records))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n",
+        "[]",
+        "[" * 100_000,
+        '{"a": 1, "a": 2}',
+        '{"x": {"rank": 0, "rank": 1}}',
+        "[1]",
+        "null",
+        "{",
+        b"\xff\xfe\x00",
+    ],
+)
+def test_files_that_are_none(text, tmp_path, capsys):
+    """Empty, cut, nested without end, saying a thing twice, not text: exit 2 with a reason, never a traceback."""
+    path = tmp_path / "odd.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["verify", str(path)]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_every_truncation_of_a_file_is_noticed(lifetime, tmp_path):
+    """A file that was cut at any byte never verifies."""
+    whole = "\n".join(json.dumps(r) for r in lifetime)
+    path = tmp_path / "all.jsonl"
+    path.write_text(whole)
+    assert main(["verify", str(path)]) == 0
+    for length in range(0, len(whole), 37):
+        path.write_text(whole[:length])
+        assert main(["verify", str(path)]) != 0
+
+
+def test_a_file_given_twice_is_noticed(lifetime, tmp_path, capsys):
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(lifetime))
+    assert main(["verify", str(path), str(path)]) == 1
+    assert "two records" in capsys.readouterr().out
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_changed_value_never_verifies_by_accident(lifetime, data):
+    """Any field of any rank, replaced by anything: never an exception; equal fields and counts are never let through."""
+    records = copy.deepcopy(lifetime)
+    record = data.draw(st.sampled_from(records))
+    field = data.draw(st.sampled_from(sorted(record)))
+    value = data.draw(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.floats(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+            max_leaves=5,
+        )
+    )
+    changed = json.dumps(record[field], sort_keys=True) != json.dumps(value, sort_keys=True)
+    record[field] = value
+    found = verify(records)
+    if changed and field in NEEDED:
+        assert found

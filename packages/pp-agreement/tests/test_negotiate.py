@@ -81,11 +81,89 @@ def test_domain_members_must_be_in_the_exchange():
         negotiate({0: part(), 1: part()})
 
 
+class Nasty:
+    """Cannot be printed, compared or asked for its truth."""
+
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    __hash__ = None
+
+    def __str__(self):
+        raise RuntimeError("printed")
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["\udcff", "1\n", "1 ", "y" * 10_000, 10**5000, Nasty(), float("nan"), [1], {}, object(), b"1", -0.0],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_rank_with_any_flag_can_take_part(flag):
+    """A contribution that its rank cannot encode would leave the others in the exchange for ever."""
+    odd = part({"async_terminal": flag, "async_ready": "1"}, topology={**TOPOLOGY, "backend": flag})
+    sent = json.dumps(odd).encode("utf-8")
+    assert len(sent) < 4096
+    for _rank in range(2):
+        with pytest.raises(NegotiationError) as caught:
+            negotiate({0: part(topology={**TOPOLOGY, "backend": "x"}), 1: json.loads(sent), 2: part()})
+        assert (caught.value.rank, caught.value.field) == (1, "async_terminal")
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "field"),
+    [
+        (0, Nasty(), "tag"), (0, [TOPOLOGY], "tag"), (0, 10**5000, "tag"), (1, True, "protocol version"),
+        (1, 1.0, "protocol version"), (1, 10**5000, "protocol version"), (2, None, "flags"),
+        (2, ("1", "1", "1"), "flags"), (2, ("1", Nasty()), "async_ready"), (3, (), "domain"), (3, None, "domain"),
+        (3, (1, 0, ({},), 0, 0), "domain"), (3, (1, 0, 7, 0, 0), "domain"), (3, (1, 0, (0, True), 0, 0), "domain"),
+        (4, (), "config"), (4, None, "config"), (5, None, "topology"), (5, "facts", "topology"), (5, (("a",),), "topology"),
+        (5, {}, "topology"),
+    ],
+    ids=lambda value: value if type(value) is str else type(value).__name__,
+)  # fmt: skip
+def test_what_all_ranks_lack_alike_is_refused_too(index, value, field):
+    """Equal on every rank is not enough: malformed facts are not qualified, missing bounds are no bounds."""
+    forged = list(part())
+    forged[index] = value
+    for _rank in range(3):
+        with pytest.raises(NegotiationError) as caught:
+            negotiate(dict.fromkeys(range(3), tuple(forged)), qualified=TOPOLOGY)
+        assert caught.value.field == field
+
+
+def test_a_rank_without_bounds_is_named():
+    with pytest.raises(NegotiationError) as caught:
+        negotiate({0: part(), 1: part(config=None), 2: part()})
+    assert (caught.value.rank, caught.value.field) == (1, "config")
+
+
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=6) | st.lists(inner, max_size=6).map(tuple),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=6)
+        | st.lists(inner, max_size=6).map(tuple)
+        | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=12,
 )
+near = st.tuples(
+    st.just("pp-agreement") | anything, st.just(1) | anything, st.just(("1", "1")) | anything,
+    st.just(part()[3]) | anything, st.just(part()[4]) | anything, st.just(part()[5]) | anything,
+)  # fmt: skip
+
+
+@given(st.lists(near, min_size=1, max_size=3))
+def test_nearly_right_contributions_are_judged_alike(parts):
+    """One field of six may be anything, on one rank or on all."""
+    told = set()
+    for _rank in range(2):
+        try:
+            told.add(str(negotiate(dict(enumerate(parts)), qualified=TOPOLOGY)))
+        except NegotiationError as error:
+            told.add(str(error))
+    assert len(told) == 1
 
 
 @given(st.dictionaries(st.integers(0, 5), anything, max_size=5))

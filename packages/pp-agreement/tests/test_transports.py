@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -206,6 +207,77 @@ def test_zmq_addresses_are_checked(tmp_path):
     with pytest.raises(TransportError, match="rank 0"):
         taken.open((0,), 4096)
     taken.close(False)
+
+
+@pytest.mark.parametrize("address", ["inproc://x", "udp://x", "", None, 5, b"ipc://x"])
+def test_only_addresses_that_two_processes_can_share(address):
+    """inproc:// would need a common context: it would never connect, and nobody would be told."""
+    with pytest.raises(ConfigurationError, match="addresses"):
+        ZmqTransport(Domain(1, (0, 1)), 0, {0: address})
+
+
+@pytest.mark.parametrize("key", ["sixteen letters.", b"short", 16])
+def test_a_key_is_bytes(key, tmp_path):
+    with pytest.raises(ConfigurationError, match="key"):
+        ZmqTransport(Domain(1, (0, 1)), 0, {0: f"ipc://{tmp_path}/x"}, key=key)
+
+
+@pytest.mark.parametrize("key", [None, b"sixteen bytes..."])
+def test_a_stranger_at_the_socket_is_no_death(key, tmp_path):
+    """Only the peer's own end of file is evidence of its death: whoever else connects and leaves, before or after it, stops
+    nobody."""
+    domain = Domain(1, (0, 1))
+    path = f"{tmp_path}/0.sock"
+    hub = ZmqTransport(domain, 1, {0: f"ipc://{path}"}, key=key)
+    peer = ZmqTransport(domain, 0, {0: f"ipc://{path}"}, key=key)
+    hub.open((0,), 4096)
+
+    def visit():
+        before = hub._connected[0].copy()
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(path)
+            until(lambda: hub.deaths() == () and hub._connected[0] - before)
+        until(lambda: hub.deaths() == () and hub._connected[0] == before)
+
+    def until(holds):
+        limit_s = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < limit_s
+            time.sleep(0.001)
+
+    try:
+        visit()
+        peer.open((1,), 4096)
+        peer.send(1, b"x" * 64)
+        until(lambda: hub.receive(4).frames)
+        until(lambda: hub.deaths() == () and 0 in hub._greeted)
+        visit()
+        assert hub.outstanding(0) == 0 and 0 not in hub._gone
+        peer.close(False)
+        found = []
+        until(lambda: found.extend(hub.deaths()) or found)
+        assert [member for member, _evidence in found] == [0]
+    finally:
+        hub.close(False)
+        peer.close(False)
+
+
+def test_one_watch_may_be_shared():
+    """R7: ``dead`` tells each once, ``all_dead`` tells everyone who asks."""
+    context = multiprocessing.get_context("spawn")
+    child = context.Process(target=time.sleep, args=(600,))
+    child.start()
+    with PidWatch({4: child.pid}) as watch:
+        assert watch.all_dead() == ()
+        child.kill()
+        child.join()
+        until_s = time.monotonic() + 10
+        while not watch.all_dead():
+            assert time.monotonic() < until_s
+        assert [r for r, _ in watch.all_dead()] == [r for r, _ in watch.all_dead()] == [4]
+        assert watch.dead() == ()
+    with PidWatch({4: child.pid}) as late:  # gone before anybody looked
+        assert [r for r, _ in late.all_dead()] == [4]
 
 
 def test_a_wrong_key_is_never_heard(tmp_path):

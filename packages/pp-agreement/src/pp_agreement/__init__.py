@@ -22,6 +22,7 @@ from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import (
     AgreementError,
     AgreementTimeout,
+    ConcurrentCallError,
     ConfigurationError,
     DomainStopped,
     LocalProtocolError,
@@ -156,6 +157,7 @@ __all__ = [
     "LocalProtocolError",
     "RemoteProtocolError",
     "DomainStopped",
+    "ConcurrentCallError",
     "TransportError",
     "AgreementTimeout",
     "InvariantViolation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +12,13 @@ from typing import Any, cast
 from pp_agreement import _events as ev
 from pp_agreement._codec import Codec
 from pp_agreement._config import AgreementConfig, Domain
-from pp_agreement._errors import AgreementError, LocalProtocolError, RemoteProtocolError, TransportError, WouldBlock
+from pp_agreement._errors import (
+    ConcurrentCallError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    TransportError,
+    WouldBlock,
+)
 from pp_agreement._events import (
     SURVIVES_FAULT,
     AgreementEvent,
@@ -86,6 +93,8 @@ class BaseAgreement:
         self._opened = False
         self._ended = False
         self._clean = False
+        self._polling = False
+        self._failing: ev.HostFailed | None = None  # said while a call was running
         self.polls = 0
         self.poll_sum_s = 0.0
         self.poll_max_s = 0.0
@@ -102,14 +111,23 @@ class BaseAgreement:
         """One step; events are kept for the next poll, a frame goes out at once, the answer is returned."""
         if self._ended:
             raise LocalProtocolError("after close()", rank=self.rank)
+        if self._failing is not None:
+            self._fail_now()
+        return self._step(event, self._clock())
+
+    def _step(self, event: ev.Input, now_s: float) -> Any:
+        core = self._core
         try:
-            effects = self._core.step(event, self._clock())
-        except (AgreementError, WouldBlock):
-            raise
-        except Exception as error:  # a defect of the core must stop the domain, not go on half done
-            self._keep(self._core.step(ev.HostFailed(FaultCode.INTERNAL, repr(error)), self._clock()))
+            effects = core.step(event, now_s)
+        except BaseException:  # a refusal, with nothing to keep; or a defect or an interrupt, which stopped the domain
+            self._keep(core.salvage())
             raise
         return self._keep(effects)
+
+    def _fail_now(self) -> None:
+        failed, self._failing = self._failing, None
+        if failed is not None:
+            self._step(failed, self._clock())
 
     def _keep(self, effects: tuple[ev.Effect, ...]) -> Any:
         answer: Any = None
@@ -134,6 +152,8 @@ class BaseAgreement:
         if not self._events:
             return ()
         events, self._events = self._events, []
+        if self._core.fault is not None:  # also what drain() and close() kept from before the fault
+            return tuple([e for e in events if isinstance(e, SURVIVES_FAULT)])
         return tuple([e for e in events if not isinstance(e, (ev.Prepared, ev.Released)) or self._binds(e)])
 
     def _binds(self, event: ev.Prepared | ev.Released) -> bool:
@@ -145,6 +165,11 @@ class BaseAgreement:
     def _begin_poll(self) -> float:
         if not self._opened or self._ended:
             raise LocalProtocolError("poll before open() or after close()", rank=self.rank)
+        if self._polling:
+            raise ConcurrentCallError(f"rank {self.rank}: poll while another poll runs")
+        self._polling = True
+        if self._failing is not None:
+            self._fail_now()
         now_s = self._clock()
         if self._last_poll_s is not None and now_s - self._last_poll_s > self.poll_gap_max_s:
             self.poll_gap_max_s = now_s - self._last_poll_s
@@ -204,7 +229,7 @@ class BaseAgreement:
 
         Raises:
             WouldBlock: On the scheduling rank without a free credit. Nothing changed.
-            LocalProtocolError: Out of order, in use, or after the drain. Nothing changed.
+            LocalProtocolError: Out of order, in use, after the drain, or of a wrong type. Nothing changed.
             DomainStopped: After a fault.
         """
         answer = self._apply(ev.RequestAdmitted(request_id, incarnation, ready))
@@ -255,6 +280,8 @@ class BaseAgreement:
         Raises:
             LocalProtocolError: One is not RELEASED here (scheduling rank) or LEASED (others). Nothing changed.
         """
+        if not isinstance(keys_in_schedule_order, Iterable) or isinstance(keys_in_schedule_order, Key):
+            raise LocalProtocolError(f"{keys_in_schedule_order!r} is no sequence of keys", rank=self.rank)
         return int(self._apply(ev.ScheduleActivated(tuple(keys_in_schedule_order))) or 0)
 
     def revoke(self, key: Key, reason: Reason = Reason.CANCELLED) -> RevokeResult:
@@ -292,8 +319,18 @@ class BaseAgreement:
     # -- domain --------------------------------------------------------------------------------------------------------------
 
     def fail(self, detail: str, code: FaultCode = FaultCode.HOST) -> None:
-        """Stop the domain for a reason of the host's. Without effect when it has stopped already."""
-        self._keep(self._core.step(ev.HostFailed(code, detail), self._clock()))
+        """Stop the domain for a reason of the host's. Without effect when it has stopped already.
+
+        The one call that may come at any moment, from a signal handler or a callback: while another call runs it is noted,
+        and takes effect with the next call or poll.
+        """
+        if type(code) is not FaultCode:
+            raise LocalProtocolError(f"{code!r} is no FaultCode", rank=self.rank)
+        failed = ev.HostFailed(code, str(detail)[:1000])
+        if self._core.stepping:
+            self._failing = self._failing or failed
+        else:
+            self._step(failed, self._clock())
 
     def start_drain(self, last_incarnation: int) -> None:
         """Nothing after ``last_incarnation`` is admitted. The scheduling rank's call starts the drain for all.
@@ -334,8 +371,11 @@ class BaseAgreement:
             wait: Called between polls with a duration <= 2 ms; interruptible where the host wants it.
             on_events: Gets each poll's events and must go on voting and acknowledging. Without it they wait for the
                 next ``poll()``.
+
+        Raises:
+            LocalProtocolError: Not open, or ``deadline_s`` is no number.
         """
-        until_s = self._clock() + deadline_s
+        until_s = self._clock() + self._duration(deadline_s)
         kept: list[AgreementEvent] = []
         try:
             while True:
@@ -350,6 +390,11 @@ class BaseAgreement:
                 wait(0.002)
         finally:
             self._events[:0] = kept
+
+    def _duration(self, deadline_s: float) -> float:
+        if type(deadline_s) not in (int, float) or math.isnan(deadline_s):  # a wait until NaN would never end
+            raise LocalProtocolError(f"deadline_s={deadline_s!r} is no number of seconds", rank=self.rank)
+        return deadline_s
 
     # -- looking at it ---------------------------------------------------------------------------------------------------------
 
@@ -403,7 +448,19 @@ class BaseAgreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(0.0 if kind is not None else 5.0)
+        if kind is None:
+            self.close(5.0)
+            return
+        try:  # the others would wait for this rank's votes: tell them, as far as that needs no waiting
+            if self._opened and not self._ended and not self._core.drained:
+                self.fail(f"left by {kind.__name__}: {error}")
+                self._last_words()
+        finally:
+            self.close(0.0)
+
+    def _last_words(self) -> None:
+        """After a failure, before leaving."""
+        self._events[:0] = self.poll()
 
 
 class Agreement(BaseAgreement):
@@ -440,13 +497,18 @@ class Agreement(BaseAgreement):
         self._bytes_received = 0
         self._refused_slots = 0
         self._outstanding_max = 0
-        self._dead: list[tuple[int, str]] = []
+        self._dead: dict[int, str] = {}  # evidence that waits for the member's ring to be empty
+        self._buried: set[int] = set()
 
     def open(self) -> None:
         """Open the transport. Nothing is exchanged yet."""
-        if self._opened:
-            raise LocalProtocolError("opened twice", rank=self.rank)
-        self._transport.open(self._core.peers, self.config.frame_bytes_max)
+        if self._opened or self._ended:
+            raise LocalProtocolError("opened twice, or after close()", rank=self.rank)
+        try:
+            self._transport.open(self._core.peers, self.config.frame_bytes_max)
+        except BaseException:
+            self._transport.close(False)  # what a failed opening has made must not stay
+            raise
         self._opened = True
         self._opened_at_s = self._clock()
 
@@ -461,12 +523,14 @@ class Agreement(BaseAgreement):
         return self._bytes_sent, self._bytes_received, self._refused_slots, self._outstanding_max
 
     def _transmit(self, effect: SendFrame) -> None:
-        data = self._codec.encode(effect.peer, effect.frame)
         try:
+            data = self._codec.encode(effect.peer, effect.frame)
             self._transport.send(effect.peer, data)
-        except (WouldBlock, TransportError) as error:
-            # The record left its queue and may or may not arrive: nothing may be sent again, so the domain stops.
-            self._keep(self._core.step(ev.SendFailed(effect.peer, str(error)), self._clock()))
+        except BaseException as error:
+            # The records left their queue and may or may not arrive: nothing may be sent again, so the domain stops.
+            self._step(ev.SendFailed(effect.peer, str(error) or repr(error)), self._clock())
+            if not isinstance(error, (WouldBlock, TransportError)):
+                raise  # a defect, or an interrupt
             return
         self._bytes_sent += len(data)
 
@@ -474,13 +538,25 @@ class Agreement(BaseAgreement):
         """Receive what has arrived, send at most one frame to each peer, judge silence; bounded, never blocks.
 
         Returns:
-            Events in order, each once. A ``Fault`` is among them, not raised; afterwards polls return ().
+            Events in order, each once. A ``Fault`` is among them, not raised; afterwards polls return (). After ``close``:
+            what ``drain`` and ``close`` kept, once.
 
         Raises:
             LocalProtocolError: Not open.
+            ConcurrentCallError: Another poll of this agreement runs.
         """
+        if self._ended and self._events:
+            return self._take()
         began_s = self._begin_poll()
-        core, transport = self._core, self._transport
+        try:
+            self._exchange(began_s)
+            self._end_poll(began_s)
+        finally:
+            self._polling = False
+        return self._take()
+
+    def _exchange(self, began_s: float) -> None:
+        transport = self._transport
         try:
             sweep = transport.receive(self.config.frames_per_poll_max)
         except TransportError as error:
@@ -496,32 +572,44 @@ class Agreement(BaseAgreement):
                 except RemoteProtocolError as error:
                     event = ev.FrameRejected(peer, str(error))
                 self._apply(event)
-            self._keep(core.step(ev.SweepCompleted(sweep.empty), began_s))
-            deaths = transport.deaths()
+            self._step(ev.SweepCompleted(sweep.empty), began_s)
+            try:
+                deaths = transport.deaths()
+            except TransportError as error:
+                self.fail(str(error), FaultCode.TRANSPORT)
+                deaths = ()
             if deaths or self._dead:
-                self._dead.extend(deaths)
+                for member, evidence in deaths:
+                    if member not in self._buried:
+                        self._dead.setdefault(member, evidence)
                 self._bury(sweep.empty, began_s)
+        if self._failing is not None:
+            self._fail_now()
         self._flush(began_s)
-        self._end_poll(began_s)
-        return self._take()
 
     def _bury(self, empty: int, now_s: float) -> None:
         """Evidence of death counts once everything that the dead member said has been heard."""
         links = sum(1 << peer for peer in self._core.peers)
-        for member, evidence in tuple(self._dead):
+        for member, evidence in tuple(self._dead.items()):
             if empty >> member & 1 or not links >> member & 1:
-                self._dead.remove((member, evidence))
-                self._keep(self._core.step(ev.PeerDied(member, evidence), now_s))
+                del self._dead[member]
+                self._buried.add(member)
+                self._step(ev.PeerDied(member, evidence), now_s)
 
     def _flush(self, now_s: float) -> None:
         core, transport = self._core, self._transport
         for peer in core.peers:
             if core.wants_slot(peer, now_s):
-                outstanding = transport.outstanding(peer)
+                try:
+                    outstanding = transport.outstanding(peer)
+                    free = transport.can_send(peer)
+                except TransportError as error:
+                    self._step(ev.SendFailed(peer, str(error)), now_s)
+                    continue
                 if outstanding > self._outstanding_max:
                     self._outstanding_max = outstanding
-                if transport.can_send(peer):
-                    self._keep(core.step(ev.SlotFreed(peer, outstanding), now_s))
+                if free:
+                    self._step(ev.SlotFreed(peer, outstanding), now_s)
                 else:
                     self._refused_slots += 1
 
@@ -531,16 +619,16 @@ class Agreement(BaseAgreement):
         Returns:
             Whether every frame left now; otherwise it leaves at the next poll.
         """
-        self._apply(ev.BusyDeclared(max_s))
-        self.busy_reason = reason
         if not self._opened or self._ended:
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
+        self._apply(ev.BusyDeclared(max_s))
+        self.busy_reason = str(reason)[:200]
         self._flush(self._clock())
         return not self._core.busy_pending
 
     def peer_died(self, rank: int, evidence: str) -> None:
         """The launcher has operating-system evidence that ``rank`` is gone. Stops the domain; frees nothing."""
-        self._keep(self._core.step(ev.PeerDied(self.domain.index_of(rank), evidence), self._clock()))
+        self._step(ev.PeerDied(self.domain.index_of(rank), str(evidence)[:1000]), self._clock())
 
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """End this rank's part. After a proven drain all ranks shake hands, then the transport is freed.
@@ -550,29 +638,43 @@ class Agreement(BaseAgreement):
             wait: Called between polls.
 
         Returns:
-            True: clean, every rank has closed. False: left without them; nothing that needs a peer was done.
+            True: clean, every rank has closed. False: left without them; nothing that needs a peer was done. Events that
+            came while closing wait for a ``poll()`` after it.
+
+        Raises:
+            LocalProtocolError: ``deadline_s`` is no number.
+            ConcurrentCallError: A poll or another call runs.
         """
         if self._ended:
             return self._clean
+        until_s = self._clock() + self._duration(deadline_s)
+        if self._polling or self._core.stepping:
+            raise ConcurrentCallError(f"rank {self.rank}: close while another call runs")
         core = self._core
-        if self._opened:
-            until_s = self._clock() + deadline_s
-            if core.drained and core.fault is None:
-                self._apply(ev.CloseRequested())
-                while not self._left(core.closed) and core.fault is None and self._clock() < until_s:
+        try:
+            if self._failing is not None:
+                self._fail_now()
+            if self._opened:
+                if core.drained and core.fault is None:
+                    self._apply(ev.CloseRequested())
+                # Without a drain nobody is waited for; after a fault only for the FAIL_STOP to leave.
+                while core.closing or core.fault is not None:
+                    if self._left(core.closed or core.fault is not None) or self._clock() >= until_s:
+                        break
                     self._events[:0] = self.poll()
                     wait(0.0005)
-            elif core.fault is not None:
-                while not self._left(True) and self._clock() < until_s:
-                    self.poll()
-                    wait(0.0005)
-            self._clean = core.closed and core.fault is None and self._left(True)
-            self._transport.close(self._clean)
-        self._ended = True
+                self._clean = core.closed and core.fault is None and self._left(True)
+        finally:  # also when an interrupt ends the waiting: an agreement is left once, and nothing of it stays open
+            self._ended = True
+            if self._opened:
+                self._transport.close(self._clean)
         return self._clean
 
-    def _left(self, closed: bool) -> bool:
+    def _left(self, said: bool) -> bool:
         """Whether the last words have been received by the peers."""
-        if not closed or self._core.intents or any(self._core.queues.values()):
+        if not said or self._core.intents or any(self._core.queues.values()):
             return False
-        return all(self._transport.outstanding(peer) == 0 for peer in self._core.peers)
+        try:
+            return all(self._transport.outstanding(peer) == 0 for peer in self._core.peers)
+        except TransportError:
+            return False

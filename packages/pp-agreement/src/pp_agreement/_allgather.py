@@ -15,15 +15,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pp_agreement import _events as ev
-from pp_agreement._agreement import BaseAgreement
+from pp_agreement._agreement import BaseAgreement, DrainReport
 from pp_agreement._config import RECORD_BYTES, AgreementConfig, Domain
-from pp_agreement._errors import LocalProtocolError, TransportError
+from pp_agreement._errors import ConcurrentCallError, LocalProtocolError, TransportError
 from pp_agreement._events import AgreementEvent, FaultCode, Record, SendFrame
 from pp_agreement._machine import EXCHANGE
 
 _RECORD = struct.Struct("<BBBBIQQ")
-_HEAD = struct.Struct("<IIII")  # marker, domain id, epoch, 0
+_HEAD = struct.Struct("<IIII")  # marker, domain id, epoch, flags
 _MARK, _POISON = 0x50504C53, 0xDEADBEEF
+_LEAVING = 1  # flag: the deadline of this rank's drain has passed
 
 
 class Exchange(Protocol):
@@ -88,8 +89,10 @@ class _Member:
 class AllgatherAgreement(BaseAgreement):
     """The baseline with the same interface as :class:`Agreement`.
 
-    ``poll``, ``drain`` and ``close`` are collective: every rank calls them equally often (lockstep). A rank that cannot
-    go on contributes poison in the next poll, which stops the domain everywhere; none hangs for it.
+    ``poll``, ``drain`` and ``close`` are collective: every rank calls them equally often, and admits the same requests
+    before the same poll (lockstep). A rank that cannot go on, or leaves ``with`` by an exception, contributes poison in
+    the next exchange, which stops the domain everywhere; none hangs for it. A drain ends in the same exchange on every
+    rank: the first deadline that passes anywhere counts for all.
 
     Args:
         domain, rank, config, clock: As for :class:`Agreement`.
@@ -111,13 +114,15 @@ class AllgatherAgreement(BaseAgreement):
         self._exchange: Exchange | None = comm if hasattr(comm, "exchange") else None
         self._outgoing: tuple[Record, ...] = ()
         self._poisoned = False
+        self._leaving = False
+        self._somebody_leaves = False
         self._bytes_sent = 0
         self._bytes_received = 0
 
     def open(self) -> None:
         """Get ready; collective over the members when ``comm`` is a communicator."""
-        if self._opened:
-            raise LocalProtocolError("opened twice", rank=self.rank)
+        if self._opened or self._ended:
+            raise LocalProtocolError("opened twice, or after close()", rank=self.rank)
         if self._exchange is None:
             from pp_agreement._allgather_mpi import MpiExchange
 
@@ -141,17 +146,27 @@ class AllgatherAgreement(BaseAgreement):
         """One exchange: blocks until every rank has called it as often. After a fault: one poisoned exchange, then ().
 
         Returns:
-            Events in order, each once.
+            Events in order, each once. After ``close``: what ``drain`` and ``close`` kept, once.
         """
-        began_s = self._begin_poll()
-        if self._core.fault is not None and self._poisoned:
+        if self._ended and self._events:
             return self._take()
+        began_s = self._begin_poll()
+        try:
+            if self._core.fault is None or not self._poisoned:
+                self._exchange_once(began_s)
+            self._end_poll(began_s)
+        finally:
+            self._polling = False
+        return self._take()
+
+    def _exchange_once(self, began_s: float) -> None:
         poison = self._core.fault is not None
         self._poisoned = poison
         self._outgoing = ()
         if not poison:
-            self._keep(self._core.step(ev.SlotFreed(EXCHANGE, 0), began_s))
-        head = _HEAD.pack(_POISON if poison else _MARK, self.domain.domain_id, self.domain.epoch, 0)
+            self._step(ev.SlotFreed(EXCHANGE, 0), began_s)
+        flags = _LEAVING if self._leaving else 0
+        head = _HEAD.pack(_POISON if poison else _MARK, self.domain.domain_id, self.domain.epoch, flags)
         outgoing: tuple[Record, ...] = self._outgoing  # set by _transmit
         payload = head + b"".join([_RECORD.pack(*record) for record in outgoing])
         self._bytes_sent += len(payload)
@@ -169,27 +184,56 @@ class AllgatherAgreement(BaseAgreement):
                 self._apply(ev.ExchangeCompleted(decoded))
                 if self._core.fault is not None and any(d is None for d in decoded):
                     self._poisoned = True  # everybody saw the poison in this exchange
-                self._keep(self._core.step(ev.SweepCompleted(0), began_s))
-        self._end_poll(began_s)
-        return self._take()
+                self._step(ev.SweepCompleted(0), began_s)
 
     def _decode(self, data: bytes) -> tuple[Record, ...] | None:
         if len(data) < _HEAD.size or (len(data) - _HEAD.size) % RECORD_BYTES:
             return None
-        mark, domain_id, epoch, _zero = _HEAD.unpack_from(data)
-        if mark != _MARK or (domain_id, epoch) != (self.domain.domain_id, self.domain.epoch):
+        mark, domain_id, epoch, flags = _HEAD.unpack_from(data)
+        if mark != _MARK or (domain_id, epoch) != (self.domain.domain_id, self.domain.epoch) or flags & ~_LEAVING:
             return None
+        self._somebody_leaves |= flags == _LEAVING
         return tuple(_RECORD.iter_unpack(memoryview(data)[_HEAD.size :]))
 
     def busy(self, max_s: float, reason: str = "") -> bool:
         """Nothing to declare: the others wait in their poll anyway."""
+        if not self._opened or self._ended:
+            raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
         self._apply(ev.BusyDeclared(max_s))
-        self.busy_reason = reason
+        self.busy_reason = str(reason)[:200]
         return True
+
+    def drain(
+        self,
+        deadline_s: float,
+        wait: Callable[[float], object] = time.sleep,
+        on_events: Callable[[tuple[AgreementEvent, ...]], None] | None = None,
+    ) -> DrainReport:
+        """Collective; see :meth:`BaseAgreement.drain`. All ranks return from it after the same exchange."""
+        until_s = self._clock() + self._duration(deadline_s)
+        kept: list[AgreementEvent] = []
+        core = self._core
+        self._somebody_leaves = False
+        try:
+            while True:
+                # Whose deadline has passed says so in the exchange: leaving alone would leave the others in the next one.
+                self._leaving = self._clock() >= until_s
+                events = self.poll()
+                if on_events is not None:
+                    if events:
+                        on_events(events)
+                else:
+                    kept.extend(events)
+                if core.drained or self._somebody_leaves or (core.fault is not None and self._poisoned):
+                    return self.drain_state()
+                wait(0.002)
+        finally:
+            self._leaving = False
+            self._events[:0] = kept
 
     def peer_died(self, rank: int, evidence: str) -> None:
         """Stops this rank; the others stop with the next exchange, if there can be one."""
-        self._keep(self._core.step(ev.PeerDied(self.domain.index_of(rank), evidence), self._clock()))
+        self._step(ev.PeerDied(self.domain.index_of(rank), str(evidence)[:1000]), self._clock())
 
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """Collective after a proven drain (one exchange); otherwise leaves at once.
@@ -199,11 +243,18 @@ class AllgatherAgreement(BaseAgreement):
         """
         if self._ended:
             return self._clean
-        if self._opened and self._exchange is not None:
-            if self._core.drained and self._core.fault is None:
+        self._duration(deadline_s)
+        if self._polling or self._core.stepping:
+            raise ConcurrentCallError(f"rank {self.rank}: close while another call runs")
+        try:
+            if self._failing is not None:
+                self._fail_now()
+            if self._opened and self._core.drained and self._core.fault is None:
                 self._apply(ev.CloseRequested())
                 self._events[:0] = self.poll()
             self._clean = self._core.closed and self._core.fault is None
-            self._exchange.close(self._clean)
-        self._ended = True
+        finally:
+            self._ended = True
+            if self._opened and self._exchange is not None:
+                self._exchange.close(self._clean)
         return self._clean

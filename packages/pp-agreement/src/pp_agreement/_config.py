@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from pp_agreement._errors import ConfigurationError
@@ -35,12 +36,15 @@ class Domain:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        _within("domain_id", self.domain_id, 0, U32_MAX)
-        _within("epoch", self.epoch, 0, U32_MAX)
-        _within("ranks", len(self.ranks), 1, RANKS_MAX)
+        given: object = self.ranks
+        if not isinstance(given, Iterable):
+            raise ConfigurationError("ranks", f"{given!r} is no sequence of ranks")
+        object.__setattr__(self, "ranks", tuple(given))
+        within("domain_id", self.domain_id, 0, U32_MAX)
+        within("epoch", self.epoch, 0, U32_MAX)
+        within("ranks", len(self.ranks), 1, RANKS_MAX)
         for rank in self.ranks:
-            _within("ranks", rank, 0, 65_535)
+            within("ranks", rank, 0, 65_535)
         if len(set(self.ranks)) != len(self.ranks):
             raise ConfigurationError("ranks", f"a rank stands twice in {self.ranks}")
         if self.scheduling_rank is None:
@@ -48,6 +52,7 @@ class Domain:
         if self.coordinator_rank is None:
             object.__setattr__(self, "coordinator_rank", self.ranks[-1])
         for name in ("scheduling_rank", "coordinator_rank"):
+            within(name, getattr(self, name), 0, 65_535)
             if getattr(self, name) not in self.ranks:
                 raise ConfigurationError(name, f"{getattr(self, name)} is no member of {self.ranks}")
 
@@ -89,8 +94,8 @@ class AgreementConfig:
         heartbeat_s: A peer without other frames gets an empty one this often, > 0.
         silence_s: Observed silence that makes a verdict, >= 2 heartbeats.
         startup_s: The same before a peer's first frame, >= silence_s (models load).
-        busy_max_s: Longest declaration of ``busy()``, >= 0.
-        round_timeout_s: Idle time of a started round that stops the domain, > 0; None: never.
+        busy_max_s: Longest declaration of ``busy()``, 0..4,000,000 (it travels as 32 bits of milliseconds).
+        round_timeout_s: Idle time of a started round that stops the domain, > 0; None: never. Declared busy time counts.
         lease_timeout_s: Age of an unscheduled lease at which the scheduling rank revokes it, > 0; None: never.
         doubt_deadline_s: Time from the first ``doubt()`` after which a QUARANTINE vote is accepted, >= 0.
         quarantine_rounds_max: QUARANTINE commits that a domain survives, >= 0; one more stops it.
@@ -114,15 +119,15 @@ class AgreementConfig:
     story_entries_max: int = 32
 
     def __post_init__(self) -> None:
-        _within("credits", self.credits, 1, 65_535)
-        _within("frame_bytes_max", self.frame_bytes_max, FRAME_BYTES_MIN, 1 << 20)
-        _within("frames_per_poll_max", self.frames_per_poll_max, 1, 65_536)
-        _within("quarantine_rounds_max", self.quarantine_rounds_max, 0, 1 << 31)
-        _within("story_entries_max", self.story_entries_max, 0, 1024)
+        within("credits", self.credits, 1, 65_535)
+        within("frame_bytes_max", self.frame_bytes_max, FRAME_BYTES_MIN, 1 << 20)
+        within("frames_per_poll_max", self.frames_per_poll_max, 1, 65_536)
+        within("quarantine_rounds_max", self.quarantine_rounds_max, 0, 1 << 31)
+        within("story_entries_max", self.story_entries_max, 0, 1024)
         _seconds("heartbeat_s", self.heartbeat_s, 1e-3)
         _seconds("silence_s", self.silence_s, 2 * self.heartbeat_s)
         _seconds("startup_s", self.startup_s, self.silence_s)
-        _seconds("busy_max_s", self.busy_max_s, 0.0)
+        _seconds("busy_max_s", self.busy_max_s, 0.0, 4e6)
         _seconds("doubt_deadline_s", self.doubt_deadline_s, 0.0)
         for name in ("round_timeout_s", "lease_timeout_s"):
             value = getattr(self, name)
@@ -139,20 +144,21 @@ class AgreementConfig:
         """Records that can wait for one destination: the space that admission reserves.
 
         A destination owes at most ``credits`` open and ``credits`` unheard or undelivered rounds; of each at most four
-        records (with eight more for the reasons of a commit) can be undelivered; control records are few.
+        records (with eight more for the reasons of a commit) can be undelivered, and to the scheduling rank two pieces of
+        advice of each member; control records are few.
         """
-        return 2 * self.credits * 12 + 4 * RANKS_MAX
+        return 2 * self.credits * (12 + RANKS_MAX) + 4 * RANKS_MAX
 
     def describe(self) -> tuple[tuple[str, int | float | None], ...]:
         """Field names and values, in order: what negotiation compares."""
         return tuple((f.name, getattr(self, f.name)) for f in fields(self))
 
 
-def _within(field: str, value: object, low: int, high: int) -> None:
+def within(field: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
         raise ConfigurationError(field, f"{value!r} is no integer in {low}..{high}")
 
 
-def _seconds(field: str, value: object, low: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= 1e9:
-        raise ConfigurationError(field, f"{value!r} is no number of seconds in {low}..1e9")
+def _seconds(field: str, value: object, low: float, high: float = 1e9) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigurationError(field, f"{value!r} is no number of seconds in {low}..{high:g}")

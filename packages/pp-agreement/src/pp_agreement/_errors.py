@@ -48,6 +48,13 @@ class LocalProtocolError(AgreementError):
         self.story = tuple(story)
 
 
+class ConcurrentCallError(AgreementError):
+    """A call came while another one of the same agreement was running. It changed nothing; one thread uses an agreement.
+
+    Raised in a signal handler and not caught there, it breaks the interrupted call off, and the domain stops.
+    """
+
+
 class RemoteProtocolError(AgreementError):
     """A peer broke the contract. The core reports it as a ``Fault``; codecs raise it for bytes that are no frame."""
 

@@ -61,6 +61,7 @@ def evidence_of(agreement: BaseAgreement) -> dict[str, object]:
         "events": dict(core.events),
         "records_sent": dict(core.records_sent),
         "records_received": dict(core.records_received),
+        "busy_reason": agreement.busy_reason,
         "frames_sent": core.frames_sent,
         "frames_received": core.frames_received,
         "heartbeats_sent": core.heartbeats_sent,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from pp_agreement._config import Domain
-from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
+from pp_agreement._config import Domain, within
+from pp_agreement._errors import TransportError, WouldBlock
 from pp_agreement._transport import Sweep
 
 
@@ -28,8 +28,7 @@ class InProcessNetwork:
         clock: Callable[[], float] | None = None,
         delay_s: Callable[[int, int], float] | None = None,
     ) -> None:
-        if window < 1:
-            raise ConfigurationError("window", f"{window} is no integer >= 1")
+        within("window", window, 1, 1 << 20)
         self.domain = domain
         self.window = window
         self.clock = clock or (lambda: 0.0)

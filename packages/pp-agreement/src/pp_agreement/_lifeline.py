@@ -19,6 +19,7 @@ class PidWatch:
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
         self._gone: list[tuple[int, str]] = []
+        self._all: list[tuple[int, str]] = []
         for rank, pid in pids.items():
             try:
                 descriptor = os.pidfd_open(pid)
@@ -29,7 +30,7 @@ class PidWatch:
             self._poll.register(descriptor, select.POLLIN)
 
     def dead(self) -> tuple[tuple[int, str], ...]:
-        """Newly dead ranks with their evidence; each is told once. Never blocks."""
+        """Newly dead ranks with their evidence; each is told once, so only one may ask. Never blocks."""
         found, self._gone = self._gone, []
         if self._ranks:
             for descriptor, _events in self._poll.poll(0):
@@ -37,7 +38,13 @@ class PidWatch:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
                 found.append((rank, "pidfd: the process has ended"))
+        self._all.extend(found)
         return tuple(found)
+
+    def all_dead(self) -> tuple[tuple[int, str], ...]:
+        """All dead ranks so far: several domains of a process share one watch by it. Never blocks."""
+        self.dead()
+        return tuple(self._all)
 
     def close(self) -> None:
         """Stop watching."""

@@ -11,12 +11,13 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from hashlib import blake2b
 from typing import Any, NoReturn
 
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
-from pp_agreement._errors import AgreementError, DomainStopped, LocalProtocolError, WouldBlock
+from pp_agreement._errors import AgreementError, ConcurrentCallError, DomainStopped, LocalProtocolError, WouldBlock
 from pp_agreement._events import (
     SURVIVES_FAULT,
     AdviceKind,
@@ -184,6 +185,8 @@ class AgreementCore:
         self.queues: dict[int, list[Record]] = {p: [] for p in self.peers} if self.is_coordinator else {}
         self._local: deque[tuple[bool, Record]] = deque()
         self._fx: list[Effect] = []
+        self._stepping = False
+        self._broken_off: tuple[Effect, ...] = ()
         self._now = 0.0
         self.fault: Fault | None = None
         # drain and close
@@ -245,9 +248,14 @@ class AgreementCore:
             LocalProtocolError: A local call broke the contract; nothing changed.
             WouldBlock: An admission without a credit; nothing changed.
             DomainStopped: A local call after a fault; nothing changed.
+            ConcurrentCallError: Another step is running (a thread, a signal handler); nothing changed.
+
+        Anything else (a defect, an interrupt) breaks the step off half done: the domain stops; see ``salvage``.
         """
         kind = type(event)
         handler = _HANDLERS[kind]
+        if self._stepping:
+            raise ConcurrentCallError(f"rank {self.rank}: {kind.__name__} while another call runs")
         if self.fault is not None:
             if kind in _LOCAL_INPUTS:
                 raise DomainStopped(self.fault)
@@ -256,6 +264,7 @@ class AgreementCore:
         self._now = now_s
         fx: list[Effect] = []
         self._fx = fx
+        self._stepping = True
         try:
             handler(self, event)
             if self._local:
@@ -264,7 +273,25 @@ class AgreementCore:
                 self._report()
         except _Violation as violation:
             self._stop(violation)
+        except (LocalProtocolError, WouldBlock):
+            raise
+        except BaseException as error:
+            self._stop(_Violation(FaultCode.INTERNAL, f"broken off: {error!r}"))
+            self._broken_off = tuple(fx)
+            raise
+        finally:
+            self._stepping = False
         return tuple(fx)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is running: seen from a signal handler, a callback or another thread."""
+        return self._stepping
+
+    def salvage(self) -> tuple[Effect, ...]:
+        """Effects of a step that an exception broke off, once: what still binds, and the fault."""
+        effects, self._broken_off = self._broken_off, ()
+        return effects
 
     def _deliver_local(self) -> None:
         """Empty this rank's own queue: never from inside a decision, always in decision order."""
@@ -290,6 +317,8 @@ class AgreementCore:
             self._refuse(f"request_id {request_id!r} is no integer in 0..2**63-1")
         if type(incarnation) is not int or incarnation < 1:
             self._refuse(f"incarnation {incarnation!r} is no integer >= 1")
+        if type(event.ready) is not bool:
+            self._refuse(f"ready={event.ready!r} is neither True nor False")
         known = self.rounds.get(incarnation)
         if incarnation <= self.heard:
             if known is not None and known.request_id == request_id and known.uses_ready == event.ready:
@@ -381,11 +410,15 @@ class AgreementCore:
         """The open round of ``key``; None when it is decided here.
 
         Raises:
-            LocalProtocolError: Never admitted here, or another request's incarnation.
+            LocalProtocolError: No key, never admitted here, or another request's incarnation.
         """
+        if type(key) is not Key:
+            self._refuse(f"{key!r} is no Key")
+        if type(key.incarnation) is not int or type(key.attempt) is not int or key.attempt < 0:
+            self._refuse(f"{key!r} holds something else than counts")
         round_ = self.rounds.get(key.incarnation)
         if round_ is None:
-            if type(key.incarnation) is not int or key.incarnation > self.heard or key.incarnation < 1:
+            if key.incarnation > self.heard or key.incarnation < 1:
                 self._refuse("unknown incarnation: not admitted here", key)
             return None
         if not round_.heard:
@@ -436,7 +469,7 @@ class AgreementCore:
         self._say(round_, _READY_SLOT, _VOTE)
 
     def _on_withdraw(self, event: ev.WithdrawRequested) -> None:
-        key, reason = event.key, int(event.reason)
+        key, reason = event.key, self._known(Reason, event.reason)
         round_ = self._round_of(key)
         if round_ is None or key.attempt < round_.attempt:
             self._fx.append(Answer(WithdrawResult.FINAL))
@@ -548,14 +581,15 @@ class AgreementCore:
     def _on_revoke(self, event: ev.RevokeRequested) -> None:
         key = event.key
         if not self.is_scheduler:
-            self._refuse("only the scheduling rank revokes", key)
+            self._refuse("only the scheduling rank revokes", key if type(key) is Key else None)
+        reason = self._known(Reason, event.reason)
         round_ = self._round_of(key)
         if round_ is None or key.attempt < round_.attempt:
             self._fx.append(Answer(RevokeResult.FINAL))
             return
         ready = round_.ready
         if ready in (ReadyState.LEASED, ReadyState.RELEASED) and key.attempt == round_.attempt:
-            self._revoke(round_, int(event.reason))
+            self._revoke(round_, reason)
             answer = RevokeResult.WILL_ABORT
         elif ready in (ReadyState.REVOKED, ReadyState.WITHDRAWN, ReadyState.ABORTING, ReadyState.ABORT_ACKED):
             answer = RevokeResult.WILL_ABORT
@@ -579,7 +613,7 @@ class AgreementCore:
         self._revoke(round_, int(reason))
 
     def _on_recall(self, event: ev.RecallRequested) -> None:
-        key = event.key
+        key, reason = event.key, self._known(Reason, event.reason)
         round_ = self._round_of(key)
         if self.is_scheduler:
             self._refuse("the scheduling rank revokes; it does not recall", key, round_)
@@ -591,14 +625,16 @@ class AgreementCore:
         )
         if sent and round_ is not None:
             round_.advised = True
-            self._say(round_, _RECALL_SLOT, _RECALL, reason=int(event.reason))
+            self._say(round_, _RECALL_SLOT, _RECALL, reason=reason)
         self._fx.append(Answer(sent))
 
     # -- local calls: terminal --------------------------------------------------------------------------------------
 
     def _on_terminal_voted(self, event: ev.TerminalVoted) -> None:
         key = event.key
-        outcome, disposition, reason = int(event.outcome), int(event.disposition), int(event.reason)
+        outcome = self._known(Outcome, event.outcome)
+        disposition = self._known(Disposition, event.disposition)
+        reason = self._known(Reason, event.reason)
         round_ = self._round_of(key)
         if round_ is None:
             self._refuse("terminal vote for a decided request", key)
@@ -628,7 +664,7 @@ class AgreementCore:
         return round_.doubt_at_s is not None and self._now >= round_.doubt_at_s + self.config.doubt_deadline_s
 
     def _on_doubt(self, event: ev.DoubtRaised) -> None:
-        key = event.key
+        key, reason = event.key, self._known(Reason, event.reason)
         round_ = self._round_of(key)
         if round_ is None:
             self._refuse("doubt about a decided request", key)
@@ -642,22 +678,25 @@ class AgreementCore:
             round_.doubt_at_s = self._now
             self._doubt_timers[round_.incarnation] = self._now + self.config.doubt_deadline_s
             self._note(round_, "doubt", self.me)
-            self._say(round_, _DOUBT_SLOT, _DOUBT, reason=int(event.reason))
+            self._say(round_, _DOUBT_SLOT, _DOUBT, reason=reason)
         self._fx.append(Answer(first))
 
     # -- local calls: domain ----------------------------------------------------------------------------------------
 
     def _on_busy(self, event: ev.BusyDeclared) -> None:
-        if not 0 <= event.max_s <= self.config.busy_max_s:
-            self._refuse(f"busy({event.max_s}): 0..{self.config.busy_max_s} s")
+        max_s = event.max_s
+        if type(max_s) not in (int, float) or not 0 <= max_s <= self.config.busy_max_s:
+            self._refuse(f"busy({max_s!r}): a number in 0..{self.config.busy_max_s} s")
         for peer in self.peers:
-            self.busy_pending[peer] = max(1, int(event.max_s * 1000))
+            self.busy_pending[peer] = max(1, int(max_s * 1000))
         self._fx.append(Answer(None))
 
     def _on_drain_requested(self, event: ev.DrainRequested) -> None:
         last = event.last_incarnation
         if type(last) is not int or last < self.heard or (self.is_scheduler and last != self.heard):
             self._refuse(f"drain at {last!r}, but {self.heard} were admitted here")
+        if last < max(self.rounds, default=0):
+            self._refuse(f"drain at {last}, but peers speak of incarnation {max(self.rounds)}")
         if self.drain_last is not None and self.drain_last != last:
             self._refuse(f"drain at {last}, but it was declared at {self.drain_last}")
         declared = self.drain_last is not None
@@ -708,6 +747,10 @@ class AgreementCore:
                 suspect=source,
             )
         if kind == _FAIL_STOP:
+            if outcome != source and not self.replicated:
+                raise _Violation(
+                    FaultCode.PROTOCOL, f"rank {self._name(source)} reports another rank's fault", suspect=source
+                )
             self._failed_elsewhere(source, record)
         if reason > REASON_MAX:
             raise _Violation(FaultCode.PROTOCOL, f"rank {self._name(source)}: unknown reason {reason}", suspect=source)
@@ -735,6 +778,10 @@ class AgreementCore:
         if kind == _TERMINAL:
             self._count_terminal(round_, source, outcome, disposition, reason)
         elif kind == _DOUBT:
+            if round_.doubted >> source & 1:
+                self.duplicates += 1
+                return
+            round_.doubted |= 1 << source
             self._note(round_, "doubt", source)
             self._advise(round_, source, AdviceKind.DOUBT, reason)
         else:
@@ -750,6 +797,12 @@ class AgreementCore:
                 FaultCode.PROTOCOL,
                 f"rank {self._name(source)} speaks of incarnation {incarnation}, request {request_id}; "
                 f"{self.heard} were heard of and {self.config.credits} credits exist",
+                suspect=source,
+            )
+        if self.drain_last is not None and incarnation > self.drain_last:
+            raise _Violation(
+                FaultCode.DRAIN_MISMATCH,
+                f"rank {self._name(source)} speaks of incarnation {incarnation} after the drain at {self.drain_last}",
                 suspect=source,
             )
         if self.open_count >= self.config.credits:
@@ -827,6 +880,10 @@ class AgreementCore:
             round_.withdrawn |= bit
             round_.abort_reason = max(round_.abort_reason, reason)
         elif rule == Rule.ADVISE:
+            if round_.recalled & bit:
+                self.duplicates += 1
+                return
+            round_.recalled |= bit
             self._advise(round_, source, AdviceKind.RECALL, reason)
         else:
             self._unexpected(round_, source, kind, f"in phase {round_.phase.name}")
@@ -853,7 +910,7 @@ class AgreementCore:
         if mode is FinalizeMode.REOPEN:
             round_.phase = Phase.GATHERING
             round_.phase_attempt += 1
-            round_.votes = round_.withdrawn = round_.acks = round_.activated = round_.abort_acks = 0
+            round_.votes = round_.withdrawn = round_.acks = round_.activated = round_.abort_acks = round_.recalled = 0
             round_.abort_reason = 0
         else:
             round_.phase = Phase.FINAL
@@ -955,6 +1012,9 @@ class AgreementCore:
                 raise _Violation(
                     FaultCode.PROTOCOL, f"rank {self._name(source)} closed before it drained", suspect=source
                 )
+            if self.close_mask & bit:
+                self.duplicates += 1
+                return
             self.close_mask |= bit
             if self.close_mask == self.all_mask:
                 self._fan_out((_CLOSE_ACK, 0, 0, 0, 0, 0, 0))
@@ -1134,16 +1194,20 @@ class AgreementCore:
         if kind == _ADVICE:
             if not self.is_scheduler or outcome >= self.size or reason > REASON_MAX:
                 raise _Violation(FaultCode.PROTOCOL, "advice for another rank", suspect=self.coordinator)
-            if incarnation in self.rounds:
+            round_ = self.rounds.get(incarnation)
+            if round_ is not None:
+                if round_.request_id != request_id or attempt > round_.attempt:
+                    self._impossible(round_, kind, f"for request {request_id}, attempt {attempt}")
                 key = Key(request_id, incarnation, attempt)
                 self._emit(ev.Advice(key, AdviceKind(disposition), self._name(outcome), REASONS[reason]))
             else:
                 self.stale += 1
         elif kind == _DRAIN_ALL:
-            if (self.drain_last is not None and self.drain_last != incarnation) or self.heard > incarnation:
+            known = max(self.heard, max(self.rounds, default=0))
+            if (self.drain_last is not None and self.drain_last != incarnation) or known > incarnation:
                 raise _Violation(
                     FaultCode.DRAIN_MISMATCH,
-                    f"drain at {incarnation}; here {self.heard} were admitted and it was declared at {self.drain_last}",
+                    f"drain at {incarnation}; here {known} is the last one known and it was declared at {self.drain_last}",
                 )
             self.drain_last = incarnation
             self._emit(ev.DrainStarted(incarnation))
@@ -1227,7 +1291,8 @@ class AgreementCore:
     def _heartbeat_due(self, peer: int, now_s: float) -> bool:
         if self.fault is not None or self.closed or peer == EXCHANGE or (self.closing and not self.is_coordinator):
             return False
-        return now_s - self.last_sent_s[peer] >= self.config.heartbeat_s
+        since_s = now_s - self.last_sent_s[peer]
+        return since_s >= self.config.heartbeat_s or since_s < 0  # a clock that went back must not mute this rank
 
     def _on_slot_freed(self, event: ev.SlotFreed) -> None:
         peer = event.peer
@@ -1326,6 +1391,8 @@ class AgreementCore:
     def _on_peer_died(self, event: ev.PeerDied) -> None:
         if self.closed or event.peer == self.me:
             return  # after the last handshake everybody may leave
+        if self.closing and not self.replicated and event.peer not in self.peers:
+            return  # it may have left by the handshake that is still on its way here; the coordinator knows
         self._emit(ev.DeathVerdict(self.rank, self._name(event.peer), event.evidence))
         raise _Violation(FaultCode.DEATH, f"rank {self._name(event.peer)} died: {event.evidence}", suspect=event.peer)
 
@@ -1358,7 +1425,12 @@ class AgreementCore:
     def _spread_verdict(self, suspect: int, ended: int) -> None:
         milliseconds = min(int(self.silent_s[suspect] * 1000), 2**32 - 1)
         for peer, queue in self.queues.items():
-            if peer != suspect:
+            if peer == suspect:
+                continue
+            unsent = next((r for r in queue if r[0] == _VERDICT and r[1] == suspect), None)
+            if unsent is not None:  # the opposite, not told yet: neither needs telling, and the queue stays bounded
+                queue.remove(unsent)
+            else:
                 queue.append((_VERDICT, suspect, ended, 0, milliseconds, 0, 0))
 
     def _run_timers(self, now_s: float) -> None:
@@ -1430,6 +1502,12 @@ class AgreementCore:
                 queue.append(record)
         elif not isinstance(violation, _Elsewhere):
             self.intents[(_CONTROL_SLOT + _FAIL_STOP, 0)] = record
+
+    def _known(self, kind: type[IntEnum], value: object) -> int:
+        """The number of an enumeration's member; anything else would be found only on the wire."""
+        if type(value) is not kind:
+            self._refuse(f"{value!r} is no {kind.__name__}")
+        return int(value)
 
     def _refuse(self, message: str, key: Key | None = None, round_: Round | None = None) -> NoReturn:
         raise LocalProtocolError(

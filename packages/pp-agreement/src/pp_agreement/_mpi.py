@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 
 from pp_agreement._codec import frame_length
-from pp_agreement._config import Domain
+from pp_agreement._config import Domain, within
 from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
 from pp_agreement._transport import Sweep
 
@@ -23,6 +23,11 @@ QUIET_ROUNDS = 4
 """Fruitless rounds that end a sweep. One ``Test`` makes MPICH handle about one packet, and the acknowledgements of our own
 synchronous sends are packets, too: with a single round every hop took an iteration longer (60 instead of 20 ms)."""
 SIZE_CLASSES = (256, 2048)  # persistent sends have a fixed length; most frames carry under nine records
+CANCEL_TESTS = 1000
+"""Looks at a cancelled receive before it is left alone: one that has matched a large frame completes only with its sender."""
+
+_left_behind: list[_Stream] = []
+"""Streams with a request that MPI may still serve when the peer comes back: their memory is never given back."""
 
 
 class MpiTransport:
@@ -34,7 +39,8 @@ class MpiTransport:
         domain: Who decides together.
         window: Outstanding frames per stream and receives posted per peer, 1..64. A frame that matched a posted receive
             is the peer's, so at most ``2 * window`` frames of a stream lie between two hosts.
-        watch: Gives (rank, evidence) of dead ranks of the parent communicator, for instance ``PidWatch.dead``.
+        watch: Gives (rank, evidence) of dead ranks of the parent communicator, again as often as it likes: for instance
+            ``PidWatch.all_dead``, which several domains may share; a death has to stop every one of them.
 
     Raises:
         ConfigurationError: This process is no member, or a value is out of range.
@@ -50,8 +56,7 @@ class MpiTransport:
         window: int = 4,
         watch: Callable[[], Iterable[tuple[int, str]]] | None = None,
     ) -> None:
-        if not 1 <= window <= 64:
-            raise ConfigurationError("window", f"{window} is no integer in 1..64")
+        within("window", window, 1, 64)
         if max(domain.ranks) >= comm.Get_size():
             raise ConfigurationError("ranks", f"{domain.ranks} exceed the communicator of {comm.Get_size()}")
         self._parent = comm
@@ -79,8 +84,12 @@ class MpiTransport:
             group.Free()
         self._status = MPI.Status()
         self._order = peers
-        for peer in peers:
-            self._streams[peer] = _Stream(self._comm, peer, self._window, frame_bytes_max)
+        try:
+            for peer in peers:
+                self._streams[peer] = _Stream(self._comm, peer, self._window, frame_bytes_max)
+        except MPI.Exception as error:
+            self.close(False)
+            raise TransportError(f"no persistent requests: {error}") from error
 
     def outstanding(self, peer: int) -> int:
         """See :class:`Transport`."""
@@ -124,8 +133,8 @@ class MpiTransport:
                         empty |= 1 << peer
                     else:
                         frames.append((peer, data))
-                        if len(frames) >= frames_max:
-                            return Sweep(frames, 0)
+                        if len(frames) >= frames_max:  # those looked at in this round were empty: a flood hides nobody
+                            return Sweep(frames, empty)
                 quiet = quiet + 1 if len(frames) == before else 0
         except MPI.Exception as error:
             raise TransportError(str(error)) from error
@@ -136,21 +145,34 @@ class MpiTransport:
         if self._watch is None:
             return ()
         ranks = self._domain.ranks
-        return tuple((ranks.index(rank), evidence) for rank, evidence in self._watch() if rank in ranks)
+        try:
+            dead = tuple(self._watch())
+        except OSError as error:
+            raise TransportError(f"the watch for dead ranks failed: {error}") from error
+        return tuple((ranks.index(rank), evidence) for rank, evidence in dead if rank in ranks)
 
     def close(self, clean: bool) -> None:
         """Cancel the posted receives; after a clean close also free the requests and the communicator.
 
         Freeing is collective in MPI's terms, so it is done only when every member has closed. After an unclean close
         leave the process without ``MPI_Finalize`` (``os._exit``): a synchronous send to a dead rank never completes.
+        Never waits for a peer; what MPI may still read or write stays allocated for the life of the process.
+
+        Raises:
+            TransportError: MPI refused; nothing more can be done with this transport.
         """
-        for stream in self._streams.values():
-            stream.close(clean)
-        self._streams.clear()
+        streams, self._streams = self._streams, {}
+        comm, self._comm = self._comm, None
         self._order = ()
-        if clean and self._comm is not None:
-            self._comm.Free()
-        self._comm = None
+        try:
+            for stream in streams.values():
+                if not stream.close(clean):
+                    _left_behind.append(stream)
+            if clean and comm is not None:
+                comm.Free()
+        except MPI.Exception as error:
+            _left_behind.extend(s for s in streams.values() if s not in _left_behind)
+            raise TransportError(f"close: {error}") from error
 
 
 class _Stream:
@@ -204,12 +226,22 @@ class _Stream:
         self._head = (self._head + 1) % self._window
         return data
 
-    def close(self, clean: bool) -> None:
+    def close(self, clean: bool) -> bool:
+        """Whether nothing is left that MPI may still touch."""
+        idle = True
         for request in self._receives:
             request.Cancel()
-            request.Wait()  # local: a cancelled or matched receive completes without the peer
-            request.Free()
+        for request in self._receives:
+            # Local for a cancelled or a small matched receive; never ``Wait``: the sender of a large frame may be dead.
+            if any(request.Test() for _ in range(CANCEL_TESTS)):
+                request.Free()
+            else:
+                idle = False
+        self.outstanding()
         for slot, active in zip(self._sends, self._active):
             for request in slot:
-                if clean or request is not active:  # an outstanding synchronous send is left alone
+                if request is not active:
                     request.Free()
+                else:  # an outstanding synchronous send is left alone
+                    idle = False
+        return idle

@@ -7,7 +7,7 @@ existing exchanges already carry stays byte-identical, and no exchange is added.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pp_agreement._config import AgreementConfig, Domain
@@ -58,7 +58,7 @@ def contribution(
         domain.domain_id, domain.epoch, tuple(domain.ranks), domain.scheduling_rank, domain.coordinator_rank,
     )  # fmt: skip
     bounds = () if config is None else config.describe()
-    facts = tuple(sorted((str(k), repr(v)) for k, v in (topology or {}).items()))
+    facts = tuple(sorted((_text(k, str), _text(v, repr)) for k, v in (topology or {}).items()))
     return (_TAG, PROTOCOL_VERSION, given, where, bounds, facts)
 
 
@@ -67,7 +67,15 @@ def _flag_text(value: object) -> str:
         return "0"
     if value is True:
         return "1"
-    return str(value)[:64]
+    return _text(value, str)
+
+
+def _text(value: object, how: Callable[[object], str]) -> str:
+    """At most 64 characters of ASCII, whatever it is: a rank that cannot encode its part would leave the others waiting."""
+    try:
+        return how(value)[:64].encode("ascii", "backslashreplace").decode("ascii")
+    except Exception as error:  # noqa: BLE001 - a flag's own __str__ may raise anything
+        return f"<unprintable {type(value).__name__}: {type(error).__name__}>"
 
 
 def negotiate(contributions: Mapping[int, object], *, qualified: Mapping[str, object] | None = None) -> AgreementMode:
@@ -97,11 +105,15 @@ def negotiate(contributions: Mapping[int, object], *, qualified: Mapping[str, ob
     for rank, part in parsed.items():
         _check(rank, part or (), reference, reference_rank)
     _check_domain(parsed, reference)
+    if not reference[4]:
+        raise NegotiationError(reference_rank, "config", "could not be built")
     facts = reference[5]
-    if qualified is not None and isinstance(facts, tuple):
-        offered = {str(f[0]): f[1] for f in facts if isinstance(f, tuple) and len(f) == 2}
+    if not isinstance(facts, tuple) or not all(isinstance(f, tuple) and len(f) == 2 for f in facts):
+        raise NegotiationError(reference_rank, "topology", f"{str(facts)[:120]} are no facts")
+    if qualified is not None:
+        offered = {str(f[0]): f[1] for f in facts if isinstance(f, tuple)}
         for name, wanted in qualified.items():
-            if offered.get(name) != repr(wanted):
+            if offered.get(name) != _text(wanted, repr):
                 raise NegotiationError(
                     reference_rank, name, f"{offered.get(name)}; the asynchronous protocol is qualified for {wanted!r}"
                 )
@@ -117,9 +129,9 @@ _FIELDS = ("tag", "protocol version", "flags", "domain", "config", "topology")
 
 
 def _check(rank: int, part: tuple[object, ...], reference: tuple[object, ...], reference_rank: int) -> None:
-    if len(part) != len(_FIELDS) or part[0] != _TAG:
+    if len(part) != len(_FIELDS) or type(part[0]) is not str or part[0] != _TAG:
         raise NegotiationError(rank, "tag", f"{str(part)[:120]} is no contribution of this protocol")
-    if part[1] != PROTOCOL_VERSION:
+    if type(part[1]) is not int or part[1] != PROTOCOL_VERSION:
         raise NegotiationError(rank, "protocol version", f"{part[1]!r}; this is {PROTOCOL_VERSION}")
     given = part[2]
     if not isinstance(given, tuple) or len(given) != len(FLAG_NAMES):
@@ -155,18 +167,22 @@ def _check_domain(parsed: Mapping[int, tuple[object, ...] | None], reference: tu
     if not isinstance(where, tuple) or len(where) != 5:
         raise NegotiationError(next(iter(parsed)), "domain", "could not be built")
     members = where[2]
-    if not isinstance(members, tuple) or any(m not in parsed for m in members):
+    if not isinstance(members, tuple) or any(type(m) is not int or m not in parsed for m in members):
         raise NegotiationError(next(iter(parsed)), "domain", f"{members!r} are not all in the exchange")
 
 
 def _plain(value: object) -> tuple[object, ...] | None:
-    """Tuples again, whatever lists a codec made of them; foreign values stay visible as what they are."""
+    """Tuples again, whatever lists a codec made of them; foreign values stay visible as text, and compare as that."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
         return tuple(_deep(v) for v in value)
-    return (value,)
+    return (_deep(value, 0),)
 
 
-def _deep(value: object) -> object:
-    return tuple(_deep(v) for v in value) if isinstance(value, (list, tuple)) else value
+def _deep(value: object, depth: int = 0) -> object:
+    if isinstance(value, (list, tuple)) and depth < 8:
+        return tuple(_deep(v, depth + 1) for v in value)
+    if value is None or type(value) in (bool, float, str) or (type(value) is int and value.bit_length() <= 64):
+        return value
+    return _text(value, repr)

@@ -307,6 +307,7 @@ class Round:
         "disposition",
         "doubt_at_s",
         "doubt_expired",
+        "doubted",
         "heard",
         "held",
         "incarnation",
@@ -320,6 +321,7 @@ class Round:
         "ready",
         "reason",
         "reasons",
+        "recalled",
         "request_id",
         "story",
         "terminal",
@@ -364,6 +366,8 @@ class Round:
         self.activated = 0
         self.abort_acks = 0
         self.abort_reason = 0
+        self.doubted = 0  # members whose advice was passed on: of each once
+        self.recalled = 0
         self.terminal_mask = 0
         self.terminal_votes: dict[int, tuple[int, int, int]] | None = None
         self.story: list[tuple[float, str, int]] = []
@@ -388,7 +392,7 @@ class Round:
             int(self.terminal), self.outcome, self.disposition, self.reason, self.own_reason, self.next_intent,
             self.next_reason, self.aborted_for, self.doubt_expired, self.advised, tuple(self.held or ()), self.reasons,
             int(self.phase), self.phase_attempt, self.votes, self.withdrawn, self.acks, self.activated,
-            self.abort_acks, self.abort_reason, self.terminal_mask, votes,
+            self.abort_acks, self.abort_reason, self.doubted, self.recalled, self.terminal_mask, votes,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,14 @@ EQUAL_FIELDS = (
     "version", "package_version", "mode", "domain", "config", "admitted", "committed", "closed", "outcomes",
     "quarantined", "activated", "digest", "activation_digest", "last_incarnation",
 )  # fmt: skip
+MODES = ("async", "allgather")
+COUNTS = ("admitted", "committed", "closed", "open_rounds", "quarantined", "activated", "last_incarnation")
+_DIGEST = re.compile("[0-9a-f]{32}").fullmatch
+_SHAPES: tuple[tuple[str, type | tuple[type, ...]], ...] = (
+    ("package_version", str), ("domain", Mapping), ("config", Mapping), ("outcomes", Mapping), ("events", Mapping),
+    ("digest", str), ("activation_digest", str), ("undecided", list), ("missing_ranks", list), ("verdicts", list),
+)  # fmt: skip
+"""Fields that ``_judge`` relies on: a record without them proves nothing, however equal the ranks are in lacking them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +55,8 @@ def verify(evidence: Iterable[Mapping[str, Any]]) -> tuple[Difference, ...]:
         return (Difference(None, "evidence", "there is none"),)
     by_rank: dict[int, Mapping[str, Any]] = {}
     for position, record in enumerate(records):
-        rank = record.get("rank")
-        if record.get("format") != "pp-agreement evidence" or type(rank) is not int:
+        rank = record.get("rank") if isinstance(record, Mapping) else None
+        if not isinstance(record, Mapping) or record.get("format") != "pp-agreement evidence" or type(rank) is not int:
             found.append(Difference(None, "format", f"record {position + 1} is no evidence of this package"))
         elif record.get("version") != EVIDENCE_VERSION:
             found.append(Difference(rank, "version", f"{record.get('version')!r}; this reads {EVIDENCE_VERSION}"))
@@ -66,7 +75,7 @@ def verify(evidence: Iterable[Mapping[str, Any]]) -> tuple[Difference, ...]:
 def _compare(by_rank: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
     found: list[Difference] = []
     for field in EQUAL_FIELDS:
-        values = {rank: json.dumps(record.get(field), sort_keys=True) for rank, record in by_rank.items()}
+        values = {rank: _canonical(record.get(field)) for rank, record in by_rank.items()}
         counts = Counter(values.values())
         if len(counts) == 1:
             continue
@@ -77,34 +86,81 @@ def _compare(by_rank: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
     members: set[int] = set()
     for record in by_rank.values():
         domain = record.get("domain")
-        if isinstance(domain, Mapping):
-            members.update(r for r in domain.get("ranks", ()) if type(r) is int)
+        ranks = domain.get("ranks") if isinstance(domain, Mapping) else None
+        if isinstance(ranks, (list, tuple)):
+            members.update(r for r in ranks if type(r) is int)
     found.extend(Difference(rank, "evidence", "missing") for rank in sorted(members - set(by_rank)))
     found.extend(Difference(rank, "domain", "is no member") for rank in sorted(set(by_rank) - members))
     return found
 
 
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=repr)
+
+
 def _judge(rank: int, record: Mapping[str, Any]) -> list[Difference]:
-    found: list[Difference] = []
-    admitted, committed, closed = (record.get(name) for name in ("admitted", "committed", "closed"))
-    if not all(type(v) is int for v in (admitted, committed, closed)):
-        found.append(Difference(rank, "counts", "missing"))
-    elif committed + closed != admitted:  # type: ignore[operator]
-        found.append(Difference(rank, "decided", f"{committed} committed + {closed} closed of {admitted} admitted"))
+    """What one record must show by itself, and must not contradict."""
+    found = [
+        Difference(rank, name, f"missing, or malformed: {str(record.get(name))[:60]}")
+        for name, shape in _SHAPES
+        if not isinstance(record.get(name), shape)
+    ]
+    for name in ("digest", "activation_digest"):
+        value = record.get(name)
+        if isinstance(value, str) and not _DIGEST(value):
+            found.append(Difference(rank, name, f"no digest: {value[:60]!r}"))
+    if record.get("mode") not in MODES:
+        found.append(Difference(rank, "mode", f"{str(record.get('mode'))[:60]!r} is none of {MODES}"))
+    counts = {name: record.get(name) for name in COUNTS if name != "last_incarnation" or record.get("drained") is True}
+    wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
+    if wrong:
+        found.append(Difference(rank, "counts", f"missing, or no counts: {', '.join(wrong)}"))
+    if not found:
+        found.extend(_contradictions(rank, record))
     if record.get("drained") is not True:
         missing = record.get("missing_ranks")
         found.append(
             Difference(rank, "drained", f"not proven; undecided {record.get('undecided')}, missing ranks {missing}")
         )
-    fault = record.get("fault")
+    fault = record.get("fault", "missing")
     if isinstance(fault, Mapping):
         found.append(
             Difference(rank, "fault", f"{fault.get('code')} at rank {fault.get('rank')}: {fault.get('detail')}")
         )
-    for verdict in record.get("verdicts") or ():
+    elif fault is not None:
+        found.append(Difference(rank, "fault", f"missing, or malformed: {str(fault)[:60]}"))
+    verdicts = record.get("verdicts")
+    for verdict in verdicts if isinstance(verdicts, list) else ():
         if isinstance(verdict, Mapping):
             told = f"{verdict.get('kind')} of rank {verdict.get('suspect_rank')} by rank {verdict.get('observer_rank')}"
-            found.append(Difference(rank, "verdict", told))
+        else:
+            told = f"malformed among the verdicts: {str(verdict)[:60]}"
+        found.append(Difference(rank, "verdict", told))
+    return found
+
+
+def _contradictions(rank: int, record: Mapping[str, Any]) -> list[Difference]:
+    found: list[Difference] = []
+    admitted, committed, closed = record["admitted"], record["committed"], record["closed"]
+    if committed + closed != admitted:
+        found.append(Difference(rank, "decided", f"{committed} committed + {closed} closed of {admitted} admitted"))
+    if record.get("drained") is True:
+        last = record["last_incarnation"]
+        if last != admitted:
+            found.append(Difference(rank, "last_incarnation", f"drained at {last}, but {admitted} admitted"))
+        for name in ("undecided", "missing_ranks"):
+            if record[name]:
+                found.append(Difference(rank, name, f"drained, yet {str(record[name])[:60]}"))
+        if record["open_rounds"]:
+            found.append(Difference(rank, "open_rounds", f"drained, yet {record['open_rounds']} are open"))
+    values = list(record["outcomes"].values())
+    if not all(type(v) is int and v >= 0 for v in values) or sum(values) != committed:
+        found.append(Difference(rank, "outcomes", f"{_canonical(record['outcomes'])[:80]} of {committed} committed"))
+    told = record["events"].get("Committed", 0)
+    if told != committed:
+        found.append(Difference(rank, "events", f"{told} Committed of {committed} committed"))
+    if record["quarantined"] > committed:
+        found.append(Difference(rank, "quarantined", f"{record['quarantined']} of {committed} committed"))
     return found
 
 
@@ -115,14 +171,32 @@ def read_evidence(path: Path) -> list[Mapping[str, Any]]:
         ValueError: The file holds something else; the message names it.
     """
     text = path.read_text(encoding="utf-8")
+    if not text.strip():
+        raise ValueError(f"{path}: empty")
     try:
-        loaded = json.loads(text)
-    except ValueError:
+        loaded = _loads(text)
+    except ValueError as first:
         try:
-            loaded = [json.loads(line) for line in text.splitlines() if line.strip()]
+            loaded = [_loads(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
-            raise ValueError(f"{path}: neither JSON nor JSON lines: {error}") from error
+            raise ValueError(f"{path}: neither JSON nor JSON lines: {first}; {error}") from error
     records = loaded if isinstance(loaded, list) else [loaded]
-    if not all(isinstance(r, dict) for r in records):
-        raise ValueError(f"{path}: not every record is an object")
+    if not records or not all(isinstance(r, dict) for r in records):
+        raise ValueError(f"{path}: no records, or not every one is an object")
     return records
+
+
+def _loads(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that says one thing twice says nothing."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        raise ValueError(f"{', '.join(twice)[:80]} stands twice in an object")
+    return found

@@ -2,7 +2,9 @@
 
 The window is the high-water mark of the link, on both ends; ZMQ does not tell when a peer has taken a frame, so
 ``outstanding`` is either 0 or the whole window. Over ``ipc://`` the link is a lifeline as well: its end of file is
-operating-system evidence that the peer's process let go. Over ``tcp://`` it is none, because networks cut links, too.
+operating-system evidence that the peer's process let go. Over ``tcp://`` it is none, because networks cut links, too. A
+stranger that connects to the address and leaves again is no evidence: only when the last connection of a link on which a
+handshake has succeeded is gone, its peer is.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from pp_agreement._config import Domain
+from pp_agreement._config import Domain, within
 from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
 from pp_agreement._transport import Sweep
 
 LINGER_MS = 1000
+MONITORED = zmq.EVENT_CONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+MONITOR_EVENTS_MAX = 64
+"""Looked at per link and poll."""
 
 
 class ZmqTransport:
@@ -40,10 +45,9 @@ class ZmqTransport:
     def __init__(
         self, domain: Domain, rank: int, addresses: Mapping[int, str], *, window: int = 4, key: bytes | None = None
     ) -> None:
-        if not 1 <= window <= 64:
-            raise ConfigurationError("window", f"{window} is no integer in 1..64")
-        if key is not None and len(key) < 16:
-            raise ConfigurationError("key", "shorter than 16 bytes")
+        within("window", window, 1, 64)
+        if key is not None and (not isinstance(key, bytes) or len(key) < 16):
+            raise ConfigurationError("key", "no bytes, or fewer than 16")
         self._domain = domain
         self._me = domain.index_of(rank)
         self._coordinator = domain.coordinator_index
@@ -52,7 +56,7 @@ class ZmqTransport:
             if member == self._coordinator or (self._me != self._coordinator and member != self._me):
                 continue
             address = addresses.get(name)
-            if address is None or not address.startswith(("ipc://", "tcp://", "inproc://")):
+            if not isinstance(address, str) or not address.startswith(("ipc://", "tcp://")):
                 raise ConfigurationError("addresses", f"rank {name}: {address!r}")
             if address.startswith("tcp://") and key is None:
                 raise ConfigurationError("key", f"rank {name}: {address} needs one")
@@ -63,6 +67,8 @@ class ZmqTransport:
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: dict[int, zmq.Socket[bytes]] = {}
         self._gone: set[int] = set()
+        self._connected: dict[int, set[int]] = {}  # live connections of a link
+        self._greeted: set[int] = set()  # links on which a handshake has succeeded
         self._opened: list[zmq.Socket[bytes]] = []  # monitors, closed with the links
         self._start = 0
 
@@ -80,7 +86,8 @@ class ZmqTransport:
             if self._key is not None:
                 self._secure(link, binds)
             self._sockets[peer] = link
-            self._monitors[peer] = link.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._connected[peer] = set()
+            self._monitors[peer] = link.get_monitor_socket(MONITORED)
             self._opened.append(self._monitors[peer])
             try:
                 if binds:
@@ -107,7 +114,10 @@ class ZmqTransport:
 
     def can_send(self, peer: int) -> bool:
         """See :class:`Transport`."""
-        return bool(int(self._sockets[peer].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        try:
+            return bool(int(self._sockets[peer].getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        except zmq.ZMQError as error:
+            raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
 
     def send(self, peer: int, frame: bytes) -> None:
         """See :class:`Transport`."""
@@ -145,13 +155,33 @@ class ZmqTransport:
         """See :class:`Transport`: end of file on an ``ipc://`` link."""
         found = []
         for peer, monitor in tuple(self._monitors.items()):
-            if int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                recv_monitor_message(monitor, zmq.DONTWAIT)
+            if self._let_go(peer, monitor):
                 self._gone.add(peer)
                 if self._addresses[peer if self._me == self._coordinator else self._me].startswith("ipc://"):
                     del self._monitors[peer]
                     found.append((peer, "end of file on its local socket"))
         return tuple(found)
+
+    def _let_go(self, peer: int, monitor: zmq.Socket[bytes]) -> bool:
+        connected = self._connected[peer]
+        try:
+            for _ in range(MONITOR_EVENTS_MAX):
+                if not int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    break
+                message = recv_monitor_message(monitor, zmq.DONTWAIT)
+                what, descriptor = message["event"], int(message["value"])
+                if what in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+                    connected.add(descriptor)
+                    self._gone.discard(peer)
+                elif what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._greeted.add(peer)
+                else:
+                    connected.discard(descriptor)
+                    if not connected and peer in self._greeted:
+                        return True
+        except zmq.ZMQError as error:
+            raise TransportError(f"monitor: {error}", rank=self._domain.ranks[peer]) from error
+        return False
 
     def close(self, clean: bool) -> None:
         """Close the links; after a clean close what was said last still leaves (bounded by a second)."""
