@@ -49,11 +49,15 @@ KEY = b"a key for benchmarks"
 def places(seed: int, base: int, *, ascending: bool) -> np.ndarray[Any, Any]:
     """COUNT slots of SIZE bytes, none touching another: every other slot of the range at most."""
     slots = np.random.default_rng(seed).permutation(ROOM // SIZE // 2)[:COUNT] * 2
-    return base + (np.sort(slots) if ascending else slots).astype(np.int64) * SIZE
+    addresses: np.ndarray[Any, Any] = base + (np.sort(slots) if ascending else slots).astype(np.int64) * SIZE
+    addresses.setflags(write=False)  # as plans have them
+    return addresses
 
 
 def plan_at(base: int) -> WriterPlan:
-    return WriterPlan(0, places(1, base, ascending=True), np.full(COUNT, SIZE, np.int64), COUNT, COUNT)
+    sizes = np.full(COUNT, SIZE, np.int64)
+    sizes.setflags(write=False)
+    return WriterPlan(0, places(1, base, ascending=True), sizes, COUNT, COUNT)
 
 
 def memory_of(seed: int) -> np.ndarray[Any, Any]:
@@ -62,6 +66,13 @@ def memory_of(seed: int) -> np.ndarray[Any, Any]:
 
 def raw_operation(number: int) -> OperationIdentity:
     return OperationIdentity(TransferIdentity(1 << 40, 0, RECEIVER.generation, 0), 0, number)
+
+
+def raw_transport(self_id: PeerId, tls: str | None, *memories: np.ndarray[Any, Any]) -> NixlTransport:
+    """The baseline's own: its write is one post, whatever it takes."""
+    transport = NixlTransport(self_id, config=NixlConfig(tls=tls, bytes_per_grain=TOTAL, bytes_per_post_max=TOTAL))
+    transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in memories])
+    return transport
 
 
 def receiver_main(pipe: Any, tls: str | None) -> None:
@@ -74,7 +85,8 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
     arena = BounceArena(region.ctypes.data, 2 * TOTAL)  # the last third is the raw baseline's
     receiver = Receiver(RECEIVER, transport, channel, arena=arena)
     receiver.introduce([SENDER])
-    pipe.send((memory.ctypes.data, region.ctypes.data))
+    plain = raw_transport(RECEIVER, tls, region)
+    pipe.send((memory.ctypes.data, region.ctypes.data, plain.agent_info(SENDER)))
     expected = memory_of(7)
     plan = plan_at(memory.ctypes.data)
     copier = HostCopier()
@@ -91,7 +103,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
         memory[:] = 0
         if command == "raw":
             pipe.send("go")
-            while not any(arrived.mark.operation.operation == number for arrived in transport.poll().marks):
+            while not any(arrived.mark.operation.operation == number for arrived in plain.poll().marks):
                 os.sched_yield()
             landed = time.monotonic()
             copier.submit(table).wait()
@@ -137,7 +149,9 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
     # The first two thirds are the arena; the last is the raw baseline's staging.
     sender = Sender(SENDER, transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
     pipe.send(channel.address)
-    base, region = pipe.recv()
+    base, region, agent = pipe.recv()
+    plain = raw_transport(SENDER, tls, slot)
+    plain.connect(RECEIVER, agent)
     while not sender.statistics().get("frames_received"):
         sender.poll()
     for _ in range(100):
@@ -158,15 +172,15 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
         copier.submit(table).wait()
         gathered = time.monotonic()
         operation = raw_operation(number)
-        transport.start_write(
+        plain.start_write(
             WriteJob(operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL)))
         )
         state = ""
         while state != "done":
             os.sched_yield()
-            for write in transport.poll().writes:
+            for write in plain.poll().writes:
                 state = write.state
-        transport.forget_write(operation)
+        plain.forget_write(operation)
         landed, scattered = pipe.recv()
         check(pipe.recv())
         times["gather"].append(gathered - began)

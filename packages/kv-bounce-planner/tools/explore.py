@@ -126,9 +126,7 @@ def _clone_core(core: Any) -> Any:
     for operation, record in core._records.items():
         twin = copy.copy(record)
         twin.machine = copy.copy(record.machine)
-        for name in ("marks", "evidence"):
-            if hasattr(record, name):
-                setattr(twin, name, set(getattr(record, name)))
+        twin.evidence = set(record.evidence)
         records[operation] = twin
     new._records = records
     return new

@@ -175,14 +175,28 @@ MUTANTS = (
     Mutant(
         "parts of another count are believed",
         "_receive_core.py",
-        "if not 0 <= event.index < event.count <= MARKS_MAX or record.mark_count not in (0, event.count):",
-        "if not 0 <= event.index < event.count <= MARKS_MAX:",
+        "if not 0 <= event.index < end <= event.count <= MARKS_MAX or record.mark_count not in (0, event.count):",
+        "if not 0 <= event.index < end <= event.count <= MARKS_MAX:",
     ),
     Mutant(
         "the first part is taken for all",
         "_receive_core.py",
-        "        if len(record.marks) < event.count:\n            return",
-        "        if not record.marks:\n            return",
+        "        if record.landed != (1 << event.count) - 1:\n            return",
+        "        if not record.landed:\n            return",
+    ),
+    Mutant(
+        "overlapping parts are believed",
+        "_receive_core.py",
+        "        if record.landed & grains not in (0, grains):",
+        "        if False:",
+        ("receiver",),
+    ),
+    Mutant(
+        "a part counts for as many grains as it says, beyond the last",
+        "_receive_core.py",
+        "        if not 0 <= event.index < end <= event.count <= MARKS_MAX or",
+        "        if not 0 <= event.index < event.count <= MARKS_MAX or",
+        ("receiver",),
     ),
     Mutant(
         "a bounce write is proven without its report",
@@ -218,7 +232,7 @@ MUTANTS = (
     Mutant(
         "seal after a landed part is believed",
         "_receive_core.py",
-        "                if record.marks or not record.machine.allows(_T.SEALED):",
+        "                if record.landed or not record.machine.allows(_T.SEALED):",
         "                if not record.machine.allows(_T.SEALED):",
     ),
     Mutant(
@@ -399,6 +413,56 @@ MUTANTS = (
         "        if sequence < link.received:",
         "        if False:",
         ("control",),
+    ),
+    # what a poll may take
+    Mutant(
+        "a post takes as much as it may, whatever is left of the budget",
+        "_nixl.py",
+        '                    count = min(count, int(np.searchsorted(units, fitting, side="right")))\n',
+        "",
+        ("pacing",),
+    ),
+    Mutant(
+        "the budget begins with the first post",
+        "_nixl.py",
+        "                left = self.config.post_budget_s - (now - started)",
+        "                left = self.config.post_budget_s",
+        ("pacing",),
+    ),
+    Mutant(
+        "one agent is always first",
+        "_nixl.py",
+        "        self._post_turn = (self._post_turn + 1) % len(agents)",
+        "        self._post_turn = 0",
+        ("pacing",),
+    ),
+    Mutant(
+        "posts grow without having been tried",
+        "_pacing.py",
+        "        return min(2.0, left_s / cost if cost > 0 else 2.0) * last",
+        "        return 1e9",
+        ("pacing",),
+    ),
+    Mutant(
+        "a cheap post is the rule",
+        "_pacing.py",
+        "FALL = 0.4",
+        "FALL = 1.4",
+        ("pacing",),
+    ),
+    Mutant(
+        "a surprise is averaged away",
+        "_pacing.py",
+        "        if predicted is not None and took_s > 2 * predicted:",
+        "        if False:",
+        ("pacing",),
+    ),
+    Mutant(
+        "a whole list is looked at in one step",
+        "_nixl.py",
+        "        end = min(len(job.sizes), begin + (EXAMINED_PER_STEP if begin else STRIDED_COUNT_MIN))",
+        "        end = len(job.sizes)",
+        ("pacing",),
     ),
 )
 

@@ -156,7 +156,7 @@ class CalibrationTarget:
             if self._trial is None or mark.operation.operation != self._trial[1].number:
                 continue
             parts = self._landed.setdefault(mark.count, set())
-            parts.add(mark.index)
+            parts.update(range(mark.index, mark.index + mark.extent))
             if len(parts) == mark.count:
                 self._finish(*self._trial)
                 self._trial = None

@@ -19,11 +19,11 @@ RANK_MAX = 2**20 - 1
 SLICE_MAX = 2**16 - 1
 OPERATION_MAX = 2**63 - 1
 NAME_BYTES_MAX = 64
-#: Transfers of one operation may be cut into at most this many posts, each with a notification of its own.
+#: Grains of one operation, at most: a post covers whole grains, and its notification names them.
 MARKS_MAX = 2**20
 
-_MARK_HEAD = struct.Struct("<4sQIIHIQIIB")
-_MARK_MAGIC = b"KVD\x01"
+_MARK_HEAD = struct.Struct("<4sQIIHIQIIIB")
+_MARK_MAGIC = b"KVD\x02"
 
 
 def _check_name(field: str, value: str) -> None:
@@ -118,19 +118,23 @@ class OperationIdentity(msgspec.Struct, frozen=True, array_like=True, order=True
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """ "Part ``index`` of ``count`` of this operation has landed": the notification bound to one posted write."""
+    """ "Grains ``index`` to ``index + extent - 1`` of ``count`` of this operation have landed": bound to one posted write.
+
+    The number of grains is fixed when a write begins; how many of them one post covers is decided at each post.
+    """
 
     operation: OperationIdentity
     index: int
     count: int
+    extent: int = 1
 
 
 def encode_mark(mark: Mark) -> bytes:
-    """The notification's bytes; canonical, so equality of bytes is equality of marks. At most 110 bytes."""
+    """The notification's bytes; canonical, so equality of bytes is equality of marks. At most 111 bytes."""
     operation, transfer = mark.operation, mark.operation.transfer
     generation = transfer.endpoint_generation.encode()
-    if not 0 <= mark.index < mark.count <= MARKS_MAX:
-        raise ValueError(f"mark {mark.index} of {mark.count} is outside 0..{MARKS_MAX}")
+    if not 0 <= mark.index < mark.index + mark.extent <= mark.count <= MARKS_MAX:
+        raise ValueError(f"mark {mark.index} + {mark.extent} of {mark.count} is outside 0..{MARKS_MAX}")
     head = _MARK_HEAD.pack(
         _MARK_MAGIC,
         transfer.request_id,
@@ -141,6 +145,7 @@ def encode_mark(mark: Mark) -> bytes:
         operation.operation,
         mark.index,
         mark.count,
+        mark.extent,
         len(generation),
     )
     return head + generation
@@ -154,7 +159,7 @@ def decode_mark(data: bytes) -> Mark:
     """
     if len(data) < _MARK_HEAD.size or len(data) > _MARK_HEAD.size + NAME_BYTES_MAX:
         raise RemoteProtocolError(f"notification of {len(data)} bytes is not a completion mark")
-    magic, request_id, incarnation, rank, slice_index, writer_rank, operation, index, count, length = (
+    magic, request_id, incarnation, rank, slice_index, writer_rank, operation, index, count, extent, length = (
         _MARK_HEAD.unpack_from(data)
     )
     generation = data[_MARK_HEAD.size :]
@@ -169,6 +174,7 @@ def decode_mark(data: bytes) -> Mark:
             ),
             index,
             count,
+            extent,
         )
         if encode_mark(mark) != data:
             raise ValueError("not canonical")

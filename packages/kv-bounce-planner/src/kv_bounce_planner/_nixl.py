@@ -1,9 +1,11 @@
 """NIXL (UCX backend) behind the ``Transport`` protocol. The one file that imports nixl.
 
 Theory. One agent per peer instance and generation: destroying it is the receiver's proof over tcp, and it ends nothing but
-that peer's transfers. No progress thread: each ``poll`` progresses every agent. A write is cut into parts, bounded in
-descriptors and bytes, because posting can copy synchronously (CMA: about 2.6 us a descriptor, 0.12 ms a MiB); parts are posted
-within a time budget per poll, each with a notification of its own, which names operation, part and count exactly.
+that peer's transfers. No progress thread: each ``poll`` progresses every agent. Posting can copy synchronously (CMA: about
+2.6 us a descriptor, 0.12 ms a MiB), so a write is posted in parts within a time budget per poll. A write's grains, the
+smallest parts that are posted, are fixed when it begins; each post takes as many as fit into what is left of the budget, by
+what posts cost so far (``_pacing.py``), and its notification names operation, grains and their number exactly. Nothing is
+done for a whole write in one call: descriptors are built for the part that is posted, regularity is looked for in steps.
 
 Descriptors are built here from integers. What a peer sends is only its agent's metadata in NIXL's own length-prefixed
 format, which carries no pickle; ``deserialize_descs`` (pickle) is never called. UCX is configured through the backend's own
@@ -28,7 +30,8 @@ from typing import Any, Final
 import numpy as np
 
 from kv_bounce_planner._errors import LocalProtocolError, RemoteProtocolError, TransportError
-from kv_bounce_planner._identity import Mark, OperationIdentity, PeerId, decode_mark, encode_mark
+from kv_bounce_planner._identity import MARKS_MAX, Mark, OperationIdentity, PeerId, decode_mark, encode_mark
+from kv_bounce_planner._pacing import BYTES_PER_UNIT, PostPace
 from kv_bounce_planner._proof import TransportClass
 from kv_bounce_planner._transport import (
     AgentInfo,
@@ -55,6 +58,11 @@ _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 #: From how many descriptors on a regular job is handed over as two strided rows, prepared once: below, the two preparation
 #: calls cost more than the rows.
 STRIDED_COUNT_MIN: Final = 64
+#: Rows that are looked at in one step for being regular (count): about 0.1 ms.
+EXAMINED_PER_STEP: Final = 16384
+#: What a poll's first post may take beyond the budget, as a share of it, if it is its write's last: a rest would cost another
+#: post, another notification and another poll.
+ENDING: Final = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,13 @@ class NixlConfig:
             class is then every transport that this host could use.
         transport_class: Overrides the class that was derived; for hosts whose transports were qualified by hand.
         spare_agents: Agents made ahead, count, >= 0: first contact then costs no construction.
-        descriptors_per_post_max: Per part, count, >= 1.
-        bytes_per_post_max: Per part, bytes, >= 1; larger fragments are cut.
-        post_budget_s: Posting within one poll stops when the next post would end later than this, > 0. One post is made in
-            any case; asking for states takes at most half of it.
+        descriptors_per_post_max: Per post, count, >= 1.
+        bytes_per_post_max: Per post, bytes, >= 1.
+        descriptors_per_grain: The smallest post, count, >= 1: what is posted in any case, whatever it costs.
+        bytes_per_grain: The smallest post, bytes, >= 1; larger fragments are cut.
+        post_budget_s: Posting within one poll stops when the next post would end later than this, counted from the poll's
+            beginning, > 0; one that ends a write may take half as much again. One grain is posted in any case; asking
+            for states takes at most half of it.
         parts_in_flight_max: Per agent, count, >= 1.
         error_handling: UCX error handling mode of the endpoints: ``peer`` notices a dead peer.
         strided: Hand regular patterns over as prepared strided lists.
@@ -78,15 +89,23 @@ class NixlConfig:
     tls: str | None = None
     transport_class: TransportClass | None = None
     spare_agents: int = 0
-    descriptors_per_post_max: int = 128
+    descriptors_per_post_max: int = 512
     bytes_per_post_max: int = 4 << 20
+    descriptors_per_grain: int = 16
+    bytes_per_grain: int = 256 << 10
     post_budget_s: float = 0.001
     parts_in_flight_max: int = 64
     error_handling: str = "peer"
     strided: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("descriptors_per_post_max", "bytes_per_post_max", "parts_in_flight_max"):
+        for name in (
+            "descriptors_per_post_max",
+            "bytes_per_post_max",
+            "descriptors_per_grain",
+            "bytes_per_grain",
+            "parts_in_flight_max",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} wants >= 1, got {getattr(self, name)}")
         if self.spare_agents < 0 or self.post_budget_s <= 0:
@@ -113,43 +132,100 @@ class Registration:
         self.regions = regions
 
 
+class _Pieces:
+    """A job's fragments, the large ones cut into pieces; cut only where they are asked for.
+
+    ``ends(begin, end)`` are the running sums of the bytes of these pieces, ``rows(begin, end)`` their sources, targets and
+    sizes, pieces of one fragment joined again.
+    """
+
+    __slots__ = ("_cut_bytes", "_ends", "_job", "count", "cut")
+
+    def __init__(self, job: WriteJob, bytes_max: int, largest: int) -> None:
+        self._job, self._cut_bytes = job, bytes_max
+        self.cut = largest > bytes_max
+        self.count = len(job.sizes)
+        self._ends: Any = None
+        if self.cut and self.count > 1:
+            self._ends = np.cumsum(-(-job.sizes // bytes_max))
+            self.count = int(self._ends[-1])
+        elif self.cut:
+            self.count = -(-largest // bytes_max)
+
+    def ends(self, begin: int, end: int) -> Any:
+        if not self.cut:
+            return np.cumsum(self._job.sizes[begin:end])
+        if self._ends is None:
+            ends = np.arange(1, end - begin + 1) * self._cut_bytes
+            if end == self.count:
+                ends[-1] = int(self._job.sizes[0]) - begin * self._cut_bytes
+            return ends
+        return np.cumsum(self._cut(begin, end)[2])
+
+    def rows(self, begin: int, end: int) -> tuple[Any, Any, Any]:
+        job = self._job
+        if not self.cut:
+            return job.source_addresses[begin:end], job.target_addresses[begin:end], job.sizes[begin:end]
+        if self._ends is None:
+            at = begin * self._cut_bytes
+            size = min(end * self._cut_bytes, int(job.sizes[0])) - at
+            return job.source_addresses + at, job.target_addresses + at, size
+        owner, offset, sizes = self._cut(begin, end)
+        first = np.flatnonzero(np.diff(owner, prepend=-1))
+        sources, targets = job.source_addresses[owner] + offset, job.target_addresses[owner] + offset
+        return sources[first], targets[first], np.add.reduceat(sizes, first)
+
+    def _cut(self, begin: int, end: int) -> tuple[Any, Any, Any]:
+        """Per piece: its fragment, its place in it, its size."""
+        piece = np.arange(begin, end)
+        owner = np.searchsorted(self._ends, piece, side="right")
+        sizes = self._job.sizes[owner]
+        offset = (piece - self._ends[owner] - (-sizes // self._cut_bytes)) * self._cut_bytes
+        return owner, offset, np.minimum(sizes - offset, self._cut_bytes)
+
+
 class _Job:
+    """One write. ``posted``, ``completed`` and ``total`` count grains."""
+
     __slots__ = (
-        "bounds",
+        "bulk",
         "completed",
         "detail",
         "error",
+        "extents",
         "failed",
+        "grain",
         "handles",
         "job",
         "lists",
+        "pieces",
         "posted",
+        "regular",
         "reported",
-        "sizes",
-        "sources",
         "stopped",
-        "strides",
-        "targets",
+        "total",
     )
 
     def __init__(self, job: WriteJob, config: NixlConfig) -> None:
         self.job = job
-        self.sources, self.targets, self.sizes = _cut(job, config.bytes_per_post_max)
-        self.bounds = _parts(self.sizes, config.descriptors_per_post_max, config.bytes_per_post_max)
+        bytes_max, largest = min(config.bytes_per_grain, config.bytes_per_post_max), int(job.sizes.max())
+        self.pieces = _Pieces(job, bytes_max, largest)
+        self.bulk = largest >= BYTES_PER_UNIT
+        by_bytes = bytes_max // min(bytes_max, largest)
+        smallest = min(config.descriptors_per_grain, config.descriptors_per_post_max, by_bytes)
+        self.grain = max(1, smallest, -(-self.pieces.count // MARKS_MAX))  # pieces
+        self.total = -(-self.pieces.count // self.grain)
         self.posted = 0
         self.completed = 0
         self.stopped = False
         self.error = False
         self.detail = ""
-        self.handles: dict[int, Any] = {}  # of the library, by part: in progress, or ended in an error
+        self.handles: dict[int, Any] = {}  # of the library, by first grain: in progress, or ended in an error
+        self.extents: dict[int, int] = {}  # grains of each
         self.failed: set[int] = set()
-        self.strides = _strides(self.sources, self.targets, self.sizes) if config.strided else None
+        self.regular = _Regular(job) if config.strided and not self.pieces.cut else None
         self.lists: tuple[Any, ...] = ()  # prepared for the whole job; they outlive every handle made of them
         self.reported: tuple[int, int, str] | None = None
-
-    @property
-    def total(self) -> int:
-        return len(self.bounds) - 1
 
     @property
     def state(self) -> WriteState:
@@ -162,6 +238,42 @@ class _Job:
         return "posted" if self.posted == self.total else "posting"
 
 
+class _Regular:
+    """Whether a job's rows have one size and one stride on each side, ascending and not overlapping; found out in steps."""
+
+    __slots__ = ("_job", "_rows", "known", "strides")
+
+    def __init__(self, job: WriteJob) -> None:
+        self._job, self._rows = job, 0
+        #: Whether the answer stands in ``strides``: (source, target), or None.
+        self.known = False
+        self.strides: tuple[int, int] | None = None
+        count, sources, targets = len(job.sizes), job.source_addresses, job.target_addresses
+        if count >= STRIDED_COUNT_MIN:
+            size = int(job.sizes[0])
+            self.strides = int(sources[1]) - int(sources[0]), int(targets[1]) - int(targets[0])
+            if min(self.strides) < size:
+                self.strides = None
+        self.known = self.strides is None
+
+    def step(self) -> None:
+        """Look at some more rows."""
+        if self.known or self.strides is None:
+            return
+        job, begin = self._job, self._rows
+        # The first step looks at few rows: a list that is not regular mostly shows it there.
+        end = min(len(job.sizes), begin + (EXAMINED_PER_STEP if begin else STRIDED_COUNT_MIN))
+        sources, targets = (a[max(0, begin - 1) : end] for a in (job.source_addresses, job.target_addresses))
+        if (
+            bool((job.sizes[begin:end] != job.sizes[0]).any())
+            or bool((sources[1:] - sources[:-1] != self.strides[0]).any())
+            or bool((targets[1:] - targets[:-1] != self.strides[1]).any())
+        ):
+            self.strides = None
+        self._rows = end
+        self.known = self.strides is None or end == len(job.sizes)
+
+
 @dataclass(eq=False)
 class _Agent:
     nixl: Any
@@ -170,6 +282,7 @@ class _Agent:
     remotes: dict[PeerId, str] = field(default_factory=dict)
     jobs: dict[OperationIdentity, _Job] = field(default_factory=dict)
     queue: deque[OperationIdentity] = field(default_factory=deque)
+    paces: dict[tuple[str, str, bool], PostPace] = field(default_factory=dict)
     in_flight: int = 0
     lost: set[PeerId] = field(default_factory=set)
 
@@ -205,8 +318,8 @@ class NixlTransport:
         self._counters = TransportCounters()
         self._closed = False
         self._ended: list[WriteProgress] = []
-        self._post_s = 0.0  # running estimate of one post
         self._turn = 0
+        self._post_turn = 0
 
     @property
     def transport_class(self) -> TransportClass:
@@ -455,7 +568,7 @@ class NixlTransport:
             self._part_failed(agent, job, part, None)
 
     def _finish(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
-        job.completed += 1
+        job.completed += job.extents.pop(part)
         agent.in_flight -= 1
         del job.handles[part]
         try:
@@ -495,68 +608,107 @@ class NixlTransport:
         self._counters.lost[name] = self._counters.lost.get(name, 0) + 1
 
     def _post(self, agents: list[_Agent], started: float) -> None:
-        """Post parts round robin over agents and their jobs until the budget would be exceeded."""
-        posted_any = False
+        """Post round robin over agents and their jobs, each time as much as fits into what is left of the budget.
+
+        Agents take turns in being first: one with much to write does not use up every poll's budget.
+        """
+        if not any(agent.queue for agent in agents):
+            return
+        self._post_turn = (self._post_turn + 1) % len(agents)
+        order = agents[self._post_turn :] + agents[: self._post_turn]
+        begun = False
         progress = True
         while progress:
             progress = False
-            for agent in agents:
+            for agent in order:
                 if not agent.queue or agent.in_flight >= self.config.parts_in_flight_max:
                     continue
-                now = self._clock()
-                if posted_any and now - started + self._post_s > self.config.post_budget_s:
-                    return
-                operation = agent.queue.popleft()
-                job = agent.jobs.get(operation)
+                job = agent.jobs.get(agent.queue[0])
                 if job is None or job.stopped or job.error or job.posted == job.total:
+                    agent.queue.popleft()
                     progress = True
                     continue
-                self._post_part(agent, job)
-                posted_any = progress = True
-                took = self._clock() - now
-                self._post_s = max(took, 0.75 * self._post_s)
-                self._counters.post_longest_s = max(self._counters.post_longest_s, took)
-                if not job.error and job.posted < job.total:
-                    agent.queue.append(operation)
+                now = self._clock()
+                left = self.config.post_budget_s - (now - started)
+                if begun and left <= 0:
+                    return
+                if job.regular is not None and not job.regular.known:
+                    job.regular.step()
+                    begun = progress = True
+                    continue
+                pace = self._pace(agent, job)
+                begin = job.posted * job.grain
+                window = max(1, self.config.descriptors_per_post_max // job.grain) * job.grain
+                ends = job.pieces.ends(begin, min(job.pieces.count, begin + window))
+                units = ends / BYTES_PER_UNIT + np.arange(1, len(ends) + 1)
+                grain = min(job.grain, len(ends))
+                count = int(np.searchsorted(ends, self.config.bytes_per_post_max, side="right"))
+                last = begin + count == job.pieces.count
+                extra = 0.0 if begun else ENDING * self.config.post_budget_s
+                if not last or units[count - 1] > pace.fitting(left + extra, float(units[grain - 1])):
+                    fitting = pace.fitting(left, float(units[grain - 1]))
+                    count = min(count, int(np.searchsorted(units, fitting, side="right")))
+                    if begin + count < job.pieces.count:
+                        count -= count % job.grain
+                if count == 0:
+                    if begun:
+                        return
+                    count = grain  # so that a write goes on whatever a grain costs
+                agent.queue.rotate(-1)
+                if self._post_part(agent, job, begin, begin + count, int(ends[count - 1])):
+                    took = self._clock() - now
+                    self._counters.post_longest_s = max(self._counters.post_longest_s, took)
+                    pace.learn(float(units[count - 1]), took)
+                begun = progress = True
 
-    def _post_part(self, agent: _Agent, job: _Job) -> None:
-        part = job.posted
-        begin, end = job.bounds[part], job.bounds[part + 1]
-        note = encode_mark(Mark(job.job.operation, part, job.total))
+    def _pace(self, agent: _Agent, job: _Job) -> PostPace:
+        kind = (job.job.source_kind, job.job.target_kind, job.bulk)
+        pace = agent.paces.get(kind)
+        if pace is None:
+            pace = agent.paces[kind] = PostPace()
+        return pace
+
+    def _post_part(self, agent: _Agent, job: _Job, begin: int, end: int, byte_count: int) -> bool:
+        """Post pieces ``begin`` to ``end``, the job's next. Returns whether the library took them."""
+        first, extent = job.posted, -(-(end - begin) // job.grain)
+        note = encode_mark(Mark(job.job.operation, first, job.total, extent))
         try:
             handle = self._build(agent, job, begin, end, note)
         except Exception as error:  # noqa: BLE001 - see agent_info; nothing of this part was handed over
             self._fail(agent, job, error)
-            return
-        job.handles[part] = handle
-        job.posted += 1  # before the call: from here on this part may be going on
+            return False
+        job.handles[first] = handle
+        job.extents[first] = extent
+        job.posted += extent  # before the call: from here on this part may be going on
         agent.in_flight += 1
         self._counters.posts += 1
         self._counters.descriptors += end - begin
-        self._counters.bytes_posted += int(job.sizes[begin:end].sum())
+        self._counters.bytes_posted += byte_count
         try:
             state = agent.nixl.transfer(handle, note)
         except Exception as error:  # noqa: BLE001 - see agent_info
-            self._part_failed(agent, job, part, error)
-            return
+            self._part_failed(agent, job, first, error)
+            return False
         if state == "DONE":
-            self._finish(agent, job, part, handle)
+            self._finish(agent, job, first, handle)
         elif state != "PROC":
-            self._part_failed(agent, job, part, None)
+            self._part_failed(agent, job, first, None)
+        return True
 
     def _build(self, agent: _Agent, job: _Job, begin: int, end: int, note: bytes) -> Any:
-        """A handle for rows begin..end: by index into two strided rows where the whole job is regular, else lists."""
+        """A handle for pieces begin..end: by index into two strided rows where the whole job is regular, else lists."""
         write = job.job
         remote = agent.remotes[write.peer]
-        if job.strides is not None:
+        if job.regular is not None and job.regular.strides is not None:
             if not job.lists:
-                job.lists = self._strided_lists(agent, job, remote)
+                job.lists = self._strided_lists(agent, write, remote, job.regular.strides)
             index = np.arange(begin, end, dtype=np.int32)
             return agent.nixl.make_prepped_xfer("WRITE", job.lists[0], index, job.lists[1], index, note)
-        rows = np.empty((2, end - begin, 3), np.uint64)
-        rows[0, :, 0], rows[0, :, 2] = job.sources[begin:end], write.source_device
-        rows[1, :, 0], rows[1, :, 2] = job.targets[begin:end], write.target_device
-        rows[:, :, 1] = job.sizes[begin:end]
+        sources, targets, sizes = job.pieces.rows(begin, end)
+        rows = np.empty((2, len(sources), 3), np.uint64)
+        rows[0, :, 0], rows[0, :, 2] = sources, write.source_device
+        rows[1, :, 0], rows[1, :, 2] = targets, write.target_device
+        rows[:, :, 1] = sizes
         return agent.nixl.initialize_xfer(
             "WRITE",
             agent.nixl.get_xfer_descs(rows[0], write.source_kind),
@@ -565,13 +717,17 @@ class NixlTransport:
             note,
         )
 
-    def _strided_lists(self, agent: _Agent, job: _Job, remote: str) -> tuple[Any, Any]:
-        write, (source_stride, target_stride) = job.job, job.strides or (0, 0)
-        count, size = len(job.sizes), int(job.sizes[0])
-        local_row = np.array([[int(job.sources[0]), size, write.source_device, source_stride, count]], np.uint64)
-        remote_row = np.array([[int(job.targets[0]), size, write.target_device, target_stride, count]], np.uint64)
-        local = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", local_row, write.source_kind)
-        return local, agent.nixl.prep_xfer_dlist(remote, remote_row, write.target_kind)
+    def _strided_lists(self, agent: _Agent, write: WriteJob, remote: str, strides: tuple[int, int]) -> tuple[Any, Any]:
+        count, size = len(write.sizes), int(write.sizes[0])
+        rows = [
+            np.array([[int(addresses[0]), size, device, stride, count]], np.uint64)
+            for addresses, device, stride in (
+                (write.source_addresses, write.source_device, strides[0]),
+                (write.target_addresses, write.target_device, strides[1]),
+            )
+        ]
+        local = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", rows[0], write.source_kind)
+        return local, agent.nixl.prep_xfer_dlist(remote, rows[1], write.target_kind)
 
     # -- end
 
@@ -611,46 +767,3 @@ def check_metadata(metadata: bytes) -> None:
     """
     if metadata[:2] in _PICKLE_MAGICS or not metadata.startswith(_METADATA_MAGIC):
         raise TransportError(f"{len(metadata)} bytes are not an agent's own serialised metadata")
-
-
-def _cut(job: WriteJob, bytes_max: int) -> tuple[Any, Any, Any]:
-    """Cut fragments above ``bytes_max`` into pieces."""
-    sizes = job.sizes
-    if int(sizes.max()) <= bytes_max:
-        return job.source_addresses, job.target_addresses, sizes
-    pieces = -(-sizes // bytes_max)
-    owner = np.repeat(np.arange(len(sizes)), pieces)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = nth * bytes_max
-    return (
-        job.source_addresses[owner] + offset,
-        job.target_addresses[owner] + offset,
-        np.minimum(sizes[owner] - offset, bytes_max),
-    )
-
-
-def _parts(sizes: Any, count_max: int, bytes_max: int) -> list[int]:
-    """Row bounds of parts, each within both limits."""
-    ends = np.cumsum(sizes)
-    bounds, begin, total = [0], 0, len(sizes)
-    while begin < total:
-        base = int(ends[begin - 1]) if begin else 0
-        by_bytes = int(np.searchsorted(ends, base + bytes_max, side="right"))
-        begin = min(total, begin + count_max, max(by_bytes, begin + 1))
-        bounds.append(begin)
-    return bounds
-
-
-def _strides(sources: Any, targets: Any, sizes: Any) -> tuple[int, int] | None:
-    """(source, target) strides if both sides are regular, ascending and not overlapping; else None."""
-    count = len(sizes)
-    if count < STRIDED_COUNT_MIN:
-        return None
-    size, source, target = int(sizes[0]), int(sources[1] - sources[0]), int(targets[1] - targets[0])
-    if source < size or target < size:
-        return None
-    if bool((sizes != size).any()):
-        return None
-    if bool((np.diff(sources) != source).any()) or bool((np.diff(targets) != target).any()):
-        return None
-    return source, target

@@ -68,6 +68,7 @@ class MarkArrived:
     operation: OperationIdentity
     index: int
     count: int
+    extent: int = 1
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,7 @@ ReceiveEffect = (
 class _Record:
     spec: OperationSpec
     machine: Machine[ReceiveState, ReceiveTrigger]
-    marks: set[int] = field(default_factory=set)
+    landed: int = 0  # one bit per grain
     mark_count: int = 0
     wants: bool = False
     refused: bool = False
@@ -389,12 +390,18 @@ class ReceiveTransfer:
         if record.state is _S.UNEXPOSED:
             self._conflict(record, "notification before exposure", now_s)
             return
-        if not 0 <= event.index < event.count <= MARKS_MAX or record.mark_count not in (0, event.count):
-            self._conflict(record, f"part {event.index} of {event.count}, expected {record.mark_count}", now_s)
+        end = event.index + event.extent
+        if not 0 <= event.index < end <= event.count <= MARKS_MAX or record.mark_count not in (0, event.count):
+            what = f"grains {event.index}..{end} of {event.count}, expected {record.mark_count}"
+            self._conflict(record, what, now_s)
+            return
+        grains = ((1 << event.extent) - 1) << event.index
+        if record.landed & grains not in (0, grains):
+            self._conflict(record, f"grains {event.index}..{end} overlap others", now_s)
             return
         record.mark_count = event.count
-        record.marks.add(event.index)
-        if len(record.marks) < event.count:
+        record.landed |= grains
+        if record.landed != (1 << event.count) - 1:
             return
         if record.state in (_S.EXPOSED, _S.GRANTED, _S.IN_DOUBT):
             was = record.state
@@ -421,7 +428,7 @@ class ReceiveTransfer:
                 record.reported = True
                 self._effects.append(CheckReport(message.operation, message))
             case Sealed(reason=reason):
-                if record.marks or not record.machine.allows(_T.SEALED):
+                if record.landed or not record.machine.allows(_T.SEALED):
                     self._conflict(record, "sealed as never posted, after a part of it was done", now_s)
                     return
                 record.machine.fire(_T.SEALED, reason)

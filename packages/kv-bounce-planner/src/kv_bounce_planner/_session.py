@@ -27,6 +27,7 @@ from kv_bounce_planner._identity import (
     RequestKey,
     TransferIdentity,
 )
+from kv_bounce_planner._layout import read_only
 from kv_bounce_planner._messages import (
     PAYLOAD_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -868,7 +869,9 @@ class Receiver(_Shell):
             elif agent != arrived.agent_name:
                 self._counters["foreign"] += 1
             else:
-                self._step(record, rc.MarkArrived(operation, arrived.mark.index, arrived.mark.count))
+                self._step(
+                    record, rc.MarkArrived(operation, arrived.mark.index, arrived.mark.count, arrived.mark.extent)
+                )
 
     def _copies(self) -> None:
         """Checks and scatters, outside the lock."""
@@ -917,8 +920,8 @@ class Receiver(_Shell):
         plan, region = record.expected[operation].plan, record.regions[operation]
         if plan is None:
             raise LocalProtocolError(f"{operation} has no plan to scatter by")
-        offsets = np.cumsum(plan.sizes) - plan.sizes
-        return self._copier.prepare(offsets + region.address, plan.target_addresses, plan.sizes)
+        sources = read_only(plan.staging_offsets + region.address)
+        return self._copier.prepare(sources, plan.target_addresses, plan.sizes)
 
     def _scatter(self, record: _Receive, scatter: rc.Scatter) -> None:
         handles: list[CopyHandle] = []
@@ -1461,7 +1464,8 @@ class Sender(_Shell):
                     self._counters["prepare_failed"] += 1
 
     def _gather_list(self, transfer: WriterTransfer, address: int) -> PreparedCopy:
-        return self._copier.prepare(transfer.source_addresses, transfer.staging_offsets + address, transfer.sizes)
+        targets = read_only(transfer.staging_offsets + address)
+        return self._copier.prepare(transfer.source_addresses, targets, transfer.sizes)
 
     def _copies(self) -> None:
         for _ in range(min(len(self._gathers), self.config.copies_per_poll_max)):

@@ -75,7 +75,7 @@ WriteState = Literal["posting", "posted", "done", "stopped", "error"]
 class WriteProgress:
     """What is physically true of one job after a poll.
 
-    ``posted`` parts of ``total`` were handed to the library, ``completed`` of them ended well. ``done``: all of them.
+    ``posted`` grains of ``total`` were handed to the library, ``completed`` of them ended well. ``done``: all of them.
     ``stopped``: after ``stop_write``, everything that was posted completed. ``error``: at least one handle ended in an
     error, or died with its agent: parts of the write may still be going on.
     """

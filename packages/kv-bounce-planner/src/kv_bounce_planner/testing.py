@@ -486,8 +486,10 @@ def check_transport(
         for arrived in receiver.poll().marks:
             _expect(arrived.agent_name == writer_agent, f"mark by {arrived.agent_name!r}")
             _expect(arrived.mark.operation == operation, "mark of another operation")
-            _expect(arrived.mark.index not in seen, "a part was marked twice")
-            seen.add(arrived.mark.index)
+            grains = set(range(arrived.mark.index, arrived.mark.index + arrived.mark.extent))
+            _expect(bool(grains) and not grains & seen, "a grain was marked twice")
+            seen |= grains
+            _expect(total in (0, arrived.mark.count), "marks of one operation differ in their count")
             total = arrived.mark.count
         if state == "done" and total and len(seen) == total:
             break

@@ -153,7 +153,10 @@ def test_mark_bytes_are_exact_and_distinct():
     mark = Mark(OPERATION, 2, 9)
     data = encode_mark(mark)
     assert decode_mark(data) == mark
-    assert data.hex() == "4b5644010700000000000000010000000200000003000400000005000000000000000200000009000000026731"
+    assert (
+        data.hex()
+        == "4b564402070000000000000001000000020000000300040000000500000000000000020000000900000001000000026731"
+    )
     others = [
         Mark(OperationIdentity(msgspec.structs.replace(TRANSFER, **{field: value}), 4, 5), 2, 9)
         for field, value in {
@@ -169,6 +172,7 @@ def test_mark_bytes_are_exact_and_distinct():
         Mark(OperationIdentity(TRANSFER, 4, 6), 2, 9),
         Mark(OPERATION, 3, 9),
         Mark(OPERATION, 2, 10),
+        Mark(OPERATION, 2, 9, 2),
     ]
     assert len({encode_mark(other) for other in [*others, mark]}) == len(others) + 1
     for at in range(len(data)):
@@ -176,8 +180,13 @@ def test_mark_bytes_are_exact_and_distinct():
             decode_mark(data[:at])
     with pytest.raises(ValueError, match="outside"):
         encode_mark(Mark(OPERATION, 0, MARKS_MAX + 1))
-    with pytest.raises(RemoteProtocolError):
-        decode_mark(data[:-6] + b"\xff\xff\xff\xff" + data[-2:])
+    for extent in (0, 8):
+        with pytest.raises(ValueError, match="outside"):
+            encode_mark(Mark(OPERATION, 2, 9, extent))
+    for count, extent in ((2**32 - 1, 1), (9, 0), (9, 8), (9, 2**32 - 1)):
+        fields = count.to_bytes(4, "little") + extent.to_bytes(4, "little")
+        with pytest.raises(RemoteProtocolError):
+            decode_mark(data[:-11] + fields + data[-3:])
 
 
 def test_random_operations_survive_and_have_distinct_digests():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 
 import numpy as np
@@ -84,16 +83,17 @@ def test_regular_patterns_go_as_strided_rows_and_land_exactly():
         target[:] = 0
         operation = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 1, number)
         job = WriteJob(operation, PEER, sources, targets, sizes)
-        assert (_nixl._strides(*_nixl._cut(job, 100_000)) is not None) == (number == 0)
         left.start_write(job)
+        planned = next(iter(left._agents.values())).jobs[operation]
         parts: set[int] = set()
         count, state = 1, ""
         while state != "done" or len(parts) < count:
             for write in left.poll().writes:
                 state = write.state
             for arrived in right.poll().marks:
-                parts.add(arrived.mark.index)
+                parts.update(range(arrived.mark.index, arrived.mark.index + arrived.mark.extent))
                 count = arrived.mark.count
+        assert (planned.regular is not None and planned.regular.strides is not None) == (number == 0)
         left.forget_write(operation)
         expected = np.zeros_like(target)
         for at, to, size in zip(sources - source.ctypes.data, targets - target.ctypes.data, sizes):
@@ -189,6 +189,7 @@ class Library:
     log: list[str] = []
     script: dict[str, list] = {}
     kept: list = []
+    sink: list | None = None
 
     def __init__(self, name, config):
         self.agent = type("Inner", (), {})()
@@ -196,7 +197,7 @@ class Library:
 
     @classmethod
     def reset(cls):
-        cls.log, cls.script, cls.kept = [], {}, []
+        cls.log, cls.script, cls.kept, cls.sink = [], {}, [], None
 
     def answer(self, call, default):
         self.log.append(call)
@@ -231,6 +232,8 @@ class Library:
         self.number += 1
         self.note = note
         self.answer("initialize", None)
+        if self.sink is not None:
+            self.sink.append((decode_mark(note), (local[1], remote[1])))
         return Handle(self.log, f"handle {self.number}")
 
     def prep_xfer_dlist(self, agent, rows, kind):
@@ -449,11 +452,13 @@ def test_asking_for_states_is_bounded_and_hides_no_job(library):
 
 def test_prepared_lists_are_released_after_their_handle(library):
     """Order: the handle, then the lists it uses."""
-    transport = connected()
+    transport = connected(post_budget_s=10)
     transport.start_write(job(count=100))
     transport.poll()
     assert [line for line in library.log if line.startswith("release")] == [
-        "release handle 1",
+        "release handle 1",  # 16 descriptors, then at most twice as many each time
+        "release handle 2",
+        "release handle 3",
         "release list of NIXL_INIT_AGENT",
         "release list of peer-agent",
     ]
@@ -527,21 +532,43 @@ def test_an_agent_that_cannot_be_made_is_a_mapped_error(library):
         transport.agent_info(PEER)
 
 
-def test_parts_keep_both_limits():
-    """Cutting and grouping: every part within descriptors and bytes, every byte exactly once."""
+def test_posts_keep_every_limit(library):
+    """Random jobs and limits: grains and posts stay within descriptors and bytes, marks tile the write, every byte once."""
     generator = np.random.default_rng(5)
-    for _ in range(200):
-        count = int(generator.integers(1, 60))
-        sizes = generator.integers(1, 5000, count).astype(np.int64)
+    posts: list = []
+    library.sink = posts
+    for number in range(200):
+        count = int(generator.integers(1, 90))
+        sizes = generator.integers(1, int(generator.choice([50, 5000])), count).astype(np.int64)
         sources, targets = np.cumsum(sizes) - sizes + 7, np.cumsum(sizes + 3) - sizes
-        write = WriteJob(OperationIdentity(TransferIdentity(1, 0, "g", 0), 0, 0), PEER, sources, targets, sizes)
-        bytes_max, count_max = int(generator.integers(1, 6000)), int(generator.integers(1, 20))
-        cut_sources, cut_targets, cut_sizes = _nixl._cut(write, bytes_max)
-        bounds = _nixl._parts(cut_sizes, count_max, bytes_max)
-        assert bounds[0] == 0 and bounds[-1] == len(cut_sizes)
-        for begin, end in itertools.pairwise(bounds):
-            assert 1 <= end - begin <= count_max
-            assert cut_sizes[begin:end].sum() <= bytes_max
+        write = WriteJob(OperationIdentity(TransferIdentity(1, 0, "g1", 0), 0, number), PEER, sources, targets, sizes)
+        limits = {
+            "bytes_per_post_max": int(generator.integers(1, 20000)),
+            "descriptors_per_post_max": int(generator.integers(1, 40)),
+            "bytes_per_grain": int(generator.integers(1, 6000)),
+            "descriptors_per_grain": int(generator.integers(1, 20)),
+        }
+        transport = connected(**limits, strided=False)
+        transport.start_write(write)
+        posts.clear()
+        state = ""
+        while state != "done":
+            for progress in transport.poll().writes:
+                state = progress.state
+        at = 0
+        for mark, (local, remote) in posts:
+            assert mark.index == at
+            at += mark.extent
+            assert 1 <= len(local) <= limits["descriptors_per_post_max"]
+            assert local[:, 1].sum() <= limits["bytes_per_post_max"]
+            assert (local[:, 1] == remote[:, 1]).all()
+            if mark.extent == 1:
+                assert len(local) <= limits["descriptors_per_grain"]
+                assert local[:, 1].sum() <= limits["bytes_per_grain"]
+        assert at == posts[0][0].count == progress.total
+        rows = np.concatenate([np.stack([local[:, 0], remote[:, 0], local[:, 1]]) for _, (local, remote) in posts], 1)
         bytes_of = lambda at, size: np.concatenate([np.arange(a, a + s) for a, s in zip(at, size)])  # noqa: E731
-        assert (bytes_of(cut_sources, cut_sizes) == bytes_of(sources, sizes)).all()
-        assert (bytes_of(cut_targets, cut_sizes) == bytes_of(targets, sizes)).all()
+        rows = rows.astype(np.int64)
+        assert (bytes_of(rows[0], rows[2]) == bytes_of(sources, sizes)).all()
+        assert (bytes_of(rows[1], rows[2]) == bytes_of(targets, sizes)).all()
+        transport.forget_write(write.operation)

@@ -864,6 +864,32 @@ def test_parts_must_agree_on_their_count(make_lab):
     assert lab.state(operation) == "CONFLICTED"
 
 
+@pytest.mark.parametrize(
+    ("marks", "state"),
+    [
+        (((0, 2), (2, 3)), "PROVEN"),
+        (((2, 3), (0, 2)), "PROVEN"),
+        (((0, 2), (0, 2), (1, 1), (2, 3)), "PROVEN"),  # replays say nothing new
+        (((0, 2), (3, 2)), "EXPOSED"),  # grain 2 is missing
+        (((0, 3), (2, 3)), "CONFLICTED"),
+        (((1, 2), (0, 5)), "CONFLICTED"),
+        (((0, 2), (2, 4)), "CONFLICTED"),  # beyond the last
+        (((0, 5),), "PROVEN"),
+    ],
+)
+def test_grains_that_landed_must_tile_the_write(make_lab, marks, state):
+    """Posts are of any number of grains: done is every grain, whole; what overlaps others or leaves the write lies."""
+    from kv_bounce_planner import _receive_core as rc
+
+    lab = make_lab(1)
+    (operation,) = lab.open()
+    lab.run(4)
+    record = lab.receiver._of_operation[operation]
+    for index, extent in marks:
+        lab.receiver._step(record, rc.MarkArrived(operation, index, 5, extent))
+    assert record.core.state_of(operation).value == state
+
+
 def test_marks_that_outrun_the_introduction_are_kept(make_lab):
     """The write may be faster than the control channel: its notification waits for the writer's name."""
     lab = make_lab(1)
