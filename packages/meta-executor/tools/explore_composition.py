@@ -252,6 +252,24 @@ SCOPES = (
         PairConfig(**{**SMALL, "stages": 3, "layer_count": 3}, context_blocks=2),
         ((("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)), (("hold-decisions", 0), ("let-decisions", 0))),
     ),
+    Scope(
+        "two requests, room for one, leases expire",
+        PairConfig(**SMALL, context_blocks=2, lease_timeout_s=0.5),
+        ((("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)), (("lapse", 0), ("lapse", 0))),
+    ),
+    Scope(
+        "two requests, a full pipeline, leases expire, results late",
+        PairConfig(**{**SMALL, "max_num_tokens": 2}, lease_timeout_s=0.5),
+        (
+            (("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)),
+            (("hold-link", 0), ("lapse-unheard", 0), ("let-link", 0), ("let-aborts", 0)),
+        ),
+    ),
+    Scope(
+        "two requests, room for one, leases expire, one is cancelled",
+        PairConfig(**SMALL, context_blocks=2, lease_timeout_s=0.5),
+        ((("gen", 1), ("ctx", 1), ("gen", 2), ("ctx", 2)), (("lapse", 0),), (("cancel", 2),)),
+    ),
     Scope("a drain beside a request", PairConfig(**SMALL), ((("gen", 1), ("ctx", 1)), (("drain", 0),))),
 )  # fmt: skip
 
@@ -275,6 +293,12 @@ def apply_event(pair: Pair, event: tuple[str, int], style: str) -> None:
     elif kind in ("hold-decisions", "let-decisions"):
         network, last = pair.agreement_network, len(pair.context.ranks) - 1
         (network.hold if kind == "hold-decisions" else network.release)(last, 1)
+    elif kind in ("lapse", "lapse-unheard"):
+        pair.now_s += 2.0 * (pair.config.lease_timeout_s or 0.0)
+        if kind == "lapse-unheard":
+            pair.agreement_network.hold(len(pair.context.ranks) - 1, 0)
+    elif kind == "let-aborts":
+        pair.agreement_network.release(len(pair.context.ranks) - 1, 0)
     elif kind == "drain":
         pair.context.desk.drain(pair.now_s + 1e6)
         pair.generation.desk.drain(pair.now_s + 1e6)
@@ -294,7 +318,7 @@ def enabled(scope: Scope, done: list[int], index: int) -> bool:
     if done[index] >= len(events):
         return False
     kind, request_id = events[done[index]]
-    if kind in ("gen", "ctx") or kind.startswith(("hold", "let")):
+    if kind in ("gen", "ctx") or kind.startswith(("hold", "let", "lapse")):
         return True
     submitted = {e for taken, own in zip(done, scope.events) for e in own[:taken]}
     wanted = {(k, r) for own in scope.events for k, r in own if k in ("gen", "ctx") and request_id in (0, r)}
@@ -616,6 +640,16 @@ def _mutant_abort_while_activated() -> AbstractContextManager[Any]:
     return stack
 
 
+def _mutant_revoked_lease_may_be_scheduled() -> AbstractContextManager[Any]:
+    real = ContextTransceiver._decided
+
+    def decided(self: Any, sequence: Any, event: Any) -> None:
+        if type(event).__name__ != "Revoked":
+            real(self, sequence, event)
+
+    return patch.object(ContextTransceiver, "_decided", decided)
+
+
 MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "admission without the peer's metadata": _mutant_admits_without_metadata,
     "terminal vote with open legs": _mutant_votes_with_open_legs,
@@ -626,6 +660,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "blocks back at the logical end of a transfer": _mutant_blocks_back_at_logical_end,
     "the window is not counted": _mutant_window_not_counted,
     "quiescence without ending legs": _mutant_abort_while_activated,
+    "a revoked lease may still be scheduled": _mutant_revoked_lease_may_be_scheduled,
 }
 
 

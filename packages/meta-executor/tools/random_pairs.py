@@ -29,11 +29,13 @@ def main() -> int:
     spec.loader.exec_module(module)
     styles = ("context_first", "generation_first") if options.style == "both" else (options.style,)
     started_s = time.monotonic()
-    totals = {"completed": 0, "cancelled": 0}
+    totals = {"completed": 0, "cancelled": 0, "expired": 0}
     for seed in range(options.seed, options.seed + options.count):
         for style in styles:
             try:
-                counts = module.drive_randomly(seed, style=style)
+                # Leases belong to the generation-first schedule; every other run has short ones.
+                leases = style == "generation_first" and seed % 2 == 1
+                counts = module.drive_randomly(seed, style=style, leases=leases)
             except BaseException:  # noqa: BLE001 - any failure is reported with its seed
                 traceback.print_exc()
                 print(f"FAILED: --style {style} --seed {seed} --count 1")
@@ -41,8 +43,8 @@ def main() -> int:
             for name, count in counts.items():
                 totals[name] += count
     runs = options.count * len(styles)
-    print(f"{runs} runs, {totals['completed']} requests completed, {totals['cancelled']} cancelled, 0 failures, "
-          f"{time.monotonic() - started_s:.1f} s")  # fmt: skip
+    print(f"{runs} runs, {totals['completed']} requests completed, {totals['cancelled']} cancelled or failed "
+          f"({totals['expired']} of them by their lease), 0 failures, {time.monotonic() - started_s:.1f} s")  # fmt: skip
     return 0
 
 

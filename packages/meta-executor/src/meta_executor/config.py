@@ -88,6 +88,9 @@ class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
     bounce_bytes_min: NonNegativeInt = 0
     #: Requests that may wait for peer metadata before they compute (count). None: the compute cap.
     max_num_generation_first_pre_active_requests: PositiveInt | None = None
+    #: A request that all context ranks have granted their lease for and that was not scheduled for so long is revoked: it fails
+    #: with LEASE_EXPIRED, nothing of it was computed (s). None: it waits for as long as it must. Context, generation-first.
+    lease_timeout_s: Annotated[float, msgspec.Meta(ge=0.001)] | None = None
     #: A transfer that has not ended by then is failed, its memory quarantined unless proof arrives (s).
     transfer_timeout_s: PositiveFloat = 60.0
     #: Bytes (MiB) of KV that may stand in quarantine before the rank stops.
@@ -440,6 +443,12 @@ def _check(config: ServiceConfig) -> None:
         raise ConfigError(
             "generation_servers.pipeline_parallel_size",
             f"only 1 is supported, got {config.generation_servers.pipeline_parallel_size}",
+        )
+    lease_timeout_s = config.generation_servers.cache_transceiver_config.lease_timeout_s
+    if lease_timeout_s is not None:
+        raise ConfigError(
+            "generation_servers.cache_transceiver_config.lease_timeout_s",
+            f"applies to context_servers only, got {lease_timeout_s}",
         )
     context = config.context_servers
     transceiver = context.cache_transceiver_config

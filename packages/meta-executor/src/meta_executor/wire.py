@@ -50,6 +50,8 @@ TRANSFER_FAILED = "TRANSFER_FAILED"
 ENGINE_FAILED = "ENGINE_FAILED"
 DEADLINE = "DEADLINE"
 DRAINING = "DRAINING"
+#: Every rank was ready for it, and it was not scheduled in time. Nothing was computed; it may be sent again.
+LEASE_EXPIRED = "LEASE_EXPIRED"
 INTERNAL = "INTERNAL"
 
 #: HTTP status of each error code. 4xx were refused before any memory was touched.
@@ -61,6 +63,7 @@ STATUS_OF: dict[str, int] = {
     BACKPRESSURE: 429,
     CANCELLED: 499,
     DRAINING: 503,
+    LEASE_EXPIRED: 503,
     DEADLINE: 504,
     TRANSFER_FAILED: 502,
     ENGINE_FAILED: 500,
@@ -263,6 +266,8 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     ready_prepares: int = 0
     ready_activations: int = 0
     ready_completions: int = 0
+    #: Requests that every rank was ready for and that were given up because they were not scheduled in time.
+    leases_expired: int = 0
     activation_digest: str = ""
     #: Transfers of this rank by tier.
     transfers_coalesced: int = 0

@@ -24,6 +24,7 @@ def test_nothing_is_the_default_topology():
     assert not transceiver.enable_async_terminal_agreement
     assert not transceiver.enable_async_readiness_agreement
     assert not transceiver.enable_bounce
+    assert transceiver.lease_timeout_s is None
     assert transceiver.max_num_generation_first_pre_active_requests is None
 
 
@@ -63,6 +64,16 @@ def test_nothing_is_the_default_topology():
             {"context_servers": {"max_batch_size": 64, "max_num_tokens": 32}},
             "context_servers.max_num_tokens",
             ["max_batch_size (64)", "got 32"],
+        ),
+        (
+            {"generation_servers": {"cache_transceiver_config": {"lease_timeout_s": 5}}},
+            "generation_servers.cache_transceiver_config.lease_timeout_s",
+            ["context_servers only", "got 5"],
+        ),
+        (
+            {"context_servers": {"cache_transceiver_config": {"lease_timeout_s": 0}}},
+            "context_servers.cache_transceiver_config.lease_timeout_s",
+            ["0.001", "got 0"],
         ),
         (
             {"context_servers": {"kv_cache_config": {"free_memory_fraction": 1.5}}},

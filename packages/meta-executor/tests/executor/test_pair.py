@@ -335,3 +335,161 @@ def test_a_drain_at_any_moment_of_readiness_revokes_and_never_activates_what_it_
     pair.run(lambda: all(rank.loop.left for rank in pair.ranks))
     assert all(rank.loop.drained and not rank.faults for rank in pair.ranks)
     assert pair.generation.finish(1) in ("length", "cancelled", "error")
+
+
+# -- leases that expire -------------------------------------------------------------------------------------------------
+
+LEASE_S = 0.5
+
+
+def leased_and_waiting(pair: Pair, *, selected: bool) -> None:
+    """Request 2 has every rank's lease and cannot be scheduled: there are no blocks for it, or (selected) its blocks are set
+    aside and the pipeline is full of request 1, whose results do not come back."""
+    rank = pair.context.ranks[0]
+    if selected:
+        rank.loop._link._world.held.add((3, 0))
+        start_generation_first(pair, 1)
+    else:
+        pair.submit_context(1, PROMPT)
+        pair.run(lambda: bool(pair.context.answers.get(1)))
+    start_generation_first(pair, 2)
+    pair.run(lambda: 2 in (rank.loop._active if selected else rank.transceiver._candidates))
+    pair.settle(20)
+    record = rank.registry.require(2)
+    assert record.state is State.PREPARED and bool(record.block_ids) == selected
+    assert not pair.context.finish(2)
+
+
+def let_request_1_end(pair: Pair, *, selected: bool) -> None:
+    if selected:
+        pair.context.ranks[0].loop._link._world.held.clear()
+    else:
+        pair.submit_generation(1, PROMPT, first_token=pair.context.tokens(1)[0])
+
+
+def lease_config(*, selected: bool, lease_timeout_s: float | None = LEASE_S) -> PairConfig:
+    """Of the 21 tokens of a prompt six blocks; steps of four tokens, five of them in flight."""
+    return PairConfig(
+        context_blocks=64 if selected else 6, max_num_tokens=4 if selected else 16, lease_timeout_s=lease_timeout_s
+    )
+
+
+@pytest.mark.parametrize("selected", [False, True])
+def test_a_lease_that_is_not_scheduled_in_time_is_revoked_and_its_clients_are_told(
+    pairs: list[Pair], selected: bool
+) -> None:
+    """Both clients hear why, once; every rank finalises it without another attempt; the request before it is untouched."""
+    pair = make(pairs, lease_config(selected=selected))
+    leased_and_waiting(pair, selected=selected)
+    pair.now_s += LEASE_S
+    pair.run(lambda: bool(pair.context.finish(2)))
+    (answer,) = pair.context.answers[2]
+    assert (answer.finish_reason, answer.error_code, answer.tokens) == ("error", "LEASE_EXPIRED", ())
+    assert answer.message == "not scheduled within 0.5 s after every rank was ready for it"
+    assert 2 not in pair.context.ranks[0].loop._active
+    pair.run(lambda: bool(pair.generation.finish(2)))
+    (told,) = pair.generation.answers[2]
+    assert told.finish_reason == "error" and "not scheduled within 0.5 s" in told.message
+    let_request_1_end(pair, selected=selected)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    pair.run(pair.idle)
+    tokens = pair.generation.tokens(1)
+    assert (tokens if selected else [*pair.context.tokens(1), *tokens]) == pair.reference(PROMPT, 4)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.ranks)
+    cores = [rank.agreement.statistics().core for rank in pair.context.ranks]
+    assert {(c.admitted, c.committed, c.closed) for c in cores} == {(2, 1, 1)}
+    assert len({c.digest for c in cores}) == 1
+    assert [rank.transceiver.counters.leases_expired for rank in pair.context.ranks] == [1] * 4
+    assert pair.context.desk.statistics().failed == 1 and len(pair.context.answers[2]) == 1
+    assert pair.serve(3, PROMPT) == pair.reference(PROMPT, 4), "the next request finds everything free"
+
+
+def test_what_a_revoked_lease_had_set_aside_comes_back_when_every_rank_has_let_go(pairs: list[Pair]) -> None:
+    """The client is told at once; the blocks stay until the last rank has acknowledged, however long that takes, and in
+    between results come back and the pipeline has room: it is not scheduled any more."""
+    pair = make(pairs, lease_config(selected=True))
+    leased_and_waiting(pair, selected=True)
+    rank = pair.context.ranks[0]
+    pair.agreement_network.hold(3, 2)
+    pair.now_s += LEASE_S
+    pair.run(lambda: bool(pair.context.finish(2)))
+    let_request_1_end(pair, selected=True)
+    pair.settle(200)
+    assert rank.registry.get(1) is None, "the other request ends meanwhile"
+    assert rank.registry.require(2).state is State.ABORTED
+    assert rank.blocks.free_count == rank.blocks.block_count - 6, "no abort has reached rank 2: its six blocks stay"
+    assert rank.registry.require(2).last_step_id == -1, "it was named by a schedule"
+    assert not pair.generation.finish(2)
+    pair.agreement_network.release(3, 2)
+    pair.run(pair.idle)
+    assert pair.generation.finish(2) == "error"
+    assert all(r.blocks.free_count == r.blocks.block_count for r in pair.ranks)
+
+
+def test_a_lease_that_was_scheduled_does_not_expire(pairs: list[Pair]) -> None:
+    """Activation is the point of no return: its results may take longer than any lease."""
+    pair = make(pairs, lease_config(selected=True))
+    pair.context.ranks[0].loop._link._world.held.add((3, 0))
+    start_generation_first(pair, 1)
+    pair.run(lambda: phase_activated(pair))
+    pair.now_s += 5 * LEASE_S
+    pair.settle(50)
+    let_request_1_end(pair, selected=True)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    assert pair.generation.tokens(1) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+    assert [rank.transceiver.counters.leases_expired for rank in pair.context.ranks] == [0] * 4
+
+
+def test_without_a_lease_timeout_a_request_waits_for_as_long_as_it_must(pairs: list[Pair]) -> None:
+    """The default: nothing is revoked, and it is served when there is room."""
+    pair = make(pairs, lease_config(selected=True, lease_timeout_s=None))
+    leased_and_waiting(pair, selected=True)
+    for _ in range(20):
+        pair.now_s += 1.0
+        pair.settle(5)
+    let_request_1_end(pair, selected=True)
+    pair.run(lambda: bool(pair.generation.finish(2)))
+    assert pair.generation.tokens(2) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+
+
+@pytest.mark.parametrize("selected", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cancel_beside_an_expiring_lease_tells_each_client_once(pairs: list[Pair], when: str, selected: bool) -> None:
+    """Whichever comes first names the end; the other changes nothing."""
+    pair = make(pairs, lease_config(selected=selected))
+    leased_and_waiting(pair, selected=selected)
+    desks = (pair.context.desk, pair.generation.desk)
+    if when == "before":
+        for desk in desks:
+            desk.abort(2, "client has gone")
+        pair.step(pair.context.ranks[0])
+    pair.now_s += LEASE_S
+    pair.step(pair.context.ranks[0])
+    if when == "after":
+        for desk in desks:
+            desk.abort(2, "client has gone")
+    let_request_1_end(pair, selected=selected)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    pair.run(pair.idle)
+    (answer,) = pair.context.answers[2]
+    assert answer.error_code == ("CANCELLED" if when == "before" else "LEASE_EXPIRED")
+    assert len([a for a in pair.generation.answers[2] if a.finish_reason]) == 1
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.ranks)
+    pair.validate()
+
+
+def test_a_request_that_a_drain_revokes_is_told_that_the_instance_drains(pairs: list[Pair]) -> None:
+    """Code DRAINING, as one that was not admitted yet; not a bare cancellation."""
+    pair = make(pairs, lease_config(selected=True, lease_timeout_s=None))
+    leased_and_waiting(pair, selected=True)
+    pair.context.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: bool(pair.context.finish(2)))
+    (answer,) = pair.context.answers[2]
+    assert (answer.finish_reason, answer.error_code) == ("error", "DRAINING")
+    let_request_1_end(pair, selected=True)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    pair.generation.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: all(rank.loop.left for rank in pair.ranks))
+    assert all(rank.loop.drained for rank in pair.ranks)

@@ -13,9 +13,10 @@ from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.testing import Pair, PairConfig
 
 
-def drive_randomly(seed: int, *, style: str, count: int = 10) -> dict[str, int]:
-    """One run. Returns how many requests ended how."""
+def drive_randomly(seed: int, *, style: str, count: int = 10, leases: bool = False) -> dict[str, int]:
+    """One run. Returns how many requests ended how. ``leases``: unscheduled leases expire after some dozens of steps."""
     chance = random.Random(seed)
+    patience = random.Random(f"leases {seed}")
     config = PairConfig(
         stages=chance.choice((1, 2, 3, 4)),
         generation_ranks=chance.choice((1, 2, 3)),
@@ -27,6 +28,7 @@ def drive_randomly(seed: int, *, style: str, count: int = 10) -> dict[str, int]:
         bounce=chance.random() < 0.5,
         reuse=chance.random() < 0.5,
         credits=chance.choice((2, 8, 64)),
+        lease_timeout_s=patience.choice((0.001, 0.003, 0.01)) if leases else None,
     )
     pair = Pair(config)
     try:
@@ -96,11 +98,15 @@ def drive_randomly(seed: int, *, style: str, count: int = 10) -> dict[str, int]:
                     waiting_generation = [r for r in waiting_generation if not pair.context.finish(r) and r in prompts]
         pair.settle(20)
         pair.validate()
-        counts = {"completed": 0, "cancelled": 0}
+        counts = {"completed": 0, "cancelled": 0, "expired": 0}
         for request_id, prompt in prompts.items():
             reason = pair.generation.finish(request_id)
             if reason != "length":
                 counts["cancelled"] += 1
+                codes = [a.error_code for a in pair.context.answers.get(request_id, ())]
+                if "LEASE_EXPIRED" in codes:
+                    counts["expired"] += 1
+                    assert len(codes) == 1, "its client was told more than once, or got a token as well"
                 continue
             counts["completed"] += 1
             want = pair.reference(prompt, answers_max[request_id])
@@ -110,6 +116,8 @@ def drive_randomly(seed: int, *, style: str, count: int = 10) -> dict[str, int]:
             assert got == want, (request_id, got, want)
         for rank in pair.ranks:
             assert rank.blocks.free_count == rank.blocks.block_count, "a block did not come back"
+        expired = {rank.transceiver.counters.leases_expired for rank in pair.context.ranks}
+        assert max(expired) >= counts["expired"] and (leases or expired == {0})
         evidence = [rank.agreement.statistics().core for rank in pair.context.ranks]
         assert len({(c.admitted, c.committed, c.closed, c.digest, c.activation_digest) for c in evidence}) == 1
         for desk in (pair.context.desk, pair.generation.desk):
@@ -132,3 +140,12 @@ def test_context_first_any_interleaving_ends_everything_once(seed: int) -> None:
 def test_generation_first_any_interleaving_ends_everything_once(seed: int) -> None:
     """Seeds 0–11; more by ``tools/random_pairs.py``."""
     drive_randomly(seed, style="generation_first")
+
+
+def test_generation_first_with_leases_that_expire_ends_everything_once() -> None:
+    """Seeds 0–11 with short leases: some requests are revoked, some of the same runs complete, nothing is lost."""
+    totals = {"completed": 0, "cancelled": 0, "expired": 0}
+    for seed in range(12):
+        for name, number in drive_randomly(seed, style="generation_first", leases=True).items():
+            totals[name] += number
+    assert totals["expired"] > 5 and totals["completed"] > 20, totals

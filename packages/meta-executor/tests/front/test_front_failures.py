@@ -112,10 +112,16 @@ async def test_context_leg_refuses(make_cluster: Any, style: str) -> None:
     """A refusal of the context instance is passed on with its status, tried once, and the other leg is told."""
     async with make_cluster(style) as cluster:
         cluster.generation.gate = asyncio.Event()
-        for code, status in ((wire.BACKPRESSURE, 429), (wire.DRAINING, 503), (wire.ENGINE_FAILED, 502)):
+        for code, status in (
+            (wire.BACKPRESSURE, 429),
+            (wire.DRAINING, 503),
+            (wire.LEASE_EXPIRED, 503),
+            (wire.ENGINE_FAILED, 502),
+        ):
             cluster.context.refusals = [(code, "not now")]
             response = await cluster.complete()
             assert response.status_code == status
+            assert response.json()["error"]["code"] == code.lower()
             assert "not now" in response.json()["error"]["message"]
         await cluster.settled()
         assert not cluster.context.received

@@ -9,14 +9,7 @@ import pytest
 
 from meta_executor import wire
 
-
-def run(make_cluster, body, **settings) -> None:
-    async def main() -> None:
-        async with make_cluster(**settings) as cluster:
-            await body(cluster)
-            await cluster.settled()
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+pytestmark = pytest.mark.asyncio
 
 
 async def shown(cluster, **query) -> wire.ServiceRouting:
@@ -26,10 +19,9 @@ async def shown(cluster, **query) -> wire.ServiceRouting:
 
 
 @pytest.mark.parametrize("style", ["context_first", "generation_first"])
-def test_both_legs_of_a_request_are_shown_with_the_instances_own_decisions(make_cluster, style) -> None:
+async def test_both_legs_of_a_request_are_shown_with_the_instances_own_decisions(make_cluster, style) -> None:
     """One request: two choices of the front in the order of the legs, and one decision of each instance under its id."""
-
-    async def body(cluster) -> None:
+    async with make_cluster(style=style) as cluster:
         empty = await shown(cluster)
         assert (empty.decided, empty.decisions, [i.decided for i in empty.instances]) == (0, [], [0, 0])
         assert (await cluster.complete("Say hello", max_tokens=5)).status_code == 200
@@ -46,14 +38,12 @@ def test_both_legs_of_a_request_are_shown_with_the_instances_own_decisions(make_
             ("gen-0", request_id),
         ]
         assert routing.unknown == {} and routing.policy == "balanced"
+        await cluster.settled()
 
-    run(make_cluster, body, style=style)
 
-
-def test_the_load_before_a_choice_is_told_and_explains_it(make_cluster) -> None:
+async def test_the_load_before_a_choice_is_told_and_explains_it(make_cluster) -> None:
     """Two generation instances, the first busy: the second request goes to the other, whose load was less."""
-
-    async def body(cluster) -> None:
+    async with make_cluster(generations=2) as cluster:
         gate = asyncio.Event()
         for instance in cluster.instances:
             if instance.role == "generation":
@@ -72,14 +62,12 @@ def test_the_load_before_a_choice_is_told_and_explains_it(make_cluster) -> None:
         assert [(d.load_weight, d.load_requests) for d in choices] == [(0, 0), (0, 0)]
         again = [asyncio.create_task(cluster.complete("three")) for _ in range(3)]
         await asyncio.gather(*again)
+        await cluster.settled()
 
-    run(make_cluster, body, generations=2)
 
-
-def test_only_as_many_as_asked_for_and_never_more_than_the_bound(make_cluster) -> None:
+async def test_only_as_many_as_asked_for_and_never_more_than_the_bound(make_cluster) -> None:
     """``limit`` counts decisions of each place; what is out of range is refused with the field."""
-
-    async def body(cluster) -> None:
+    async with make_cluster() as cluster:
         for _ in range(3):
             await cluster.complete(max_tokens=2)
         routing = await shown(cluster, limit=2)
@@ -89,14 +77,12 @@ def test_only_as_many_as_asked_for_and_never_more_than_the_bound(make_cluster) -
             refused = await cluster.client.get(f"{cluster.url}/debug/routing", params={"limit": wrong})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "limit"
+        await cluster.settled()
 
-    run(make_cluster, body)
 
-
-def test_an_instance_that_cannot_be_asked_is_named_and_the_rest_is_shown(make_cluster) -> None:
+async def test_an_instance_that_cannot_be_asked_is_named_and_the_rest_is_shown(make_cluster) -> None:
     """One answers nonsense, one is gone: each is in ``unknown`` with why; the front's own choices stay."""
-
-    async def body(cluster) -> None:
+    async with make_cluster() as cluster:
         await cluster.complete(max_tokens=2)
         cluster.context.routing_broken = True
         await cluster.servers.stop(cluster.generation.url)
@@ -104,14 +90,12 @@ def test_an_instance_that_cannot_be_asked_is_named_and_the_rest_is_shown(make_cl
         assert len(routing.decisions) == 2 and routing.instances == []
         assert routing.unknown["ctx-0"].startswith("MALFORMED: ")
         assert routing.unknown["gen-0"].startswith("UNREACHABLE: ")
+        await cluster.settled()
 
-    run(make_cluster, body)
 
-
-def test_a_server_that_could_not_be_reached_is_named_in_the_next_choice(make_cluster) -> None:
+async def test_a_server_that_could_not_be_reached_is_named_in_the_next_choice(make_cluster) -> None:
     """The first pick is gone: the second choice says why the other one got the leg."""
-
-    async def body(cluster) -> None:
+    async with make_cluster(contexts=2) as cluster:
         gone = next(i for i in cluster.instances if i.role == "context")
         await cluster.servers.stop(gone.url)
         for _ in range(2):
@@ -120,5 +104,4 @@ def test_a_server_that_could_not_be_reached_is_named_in_the_next_choice(make_clu
         assert any(why == f"the only one that can be picked; {gone.owner_id} could not be reached" for why in whys), (
             whys
         )
-
-    run(make_cluster, body, contexts=2)
+        await cluster.settled()

@@ -276,6 +276,73 @@ def test_a_measured_budget_is_one_for_all_ranks_and_serves() -> None:
 
 
 @pytest.mark.service
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_leases_that_expire_are_told_and_the_drain_proves_the_rest(asynchronous: bool) -> None:
+    """Three slow stages (a step takes 0.3 s, one request each), leases of half a second, sixteen requests at once: those that
+    the pipeline does not reach in time get 503 LEASE_EXPIRED on their context leg and an error on the other; what was
+    scheduled is the reference's; every rank admitted and decided all of them, and every block comes back."""
+    base = config(asynchronous=asynchronous, context_batch=1, reuse=False)
+    context = base.context_servers
+    made = msgspec.structs.replace(
+        base,
+        engine=msgspec.structs.replace(
+            base.engine, synthetic=msgspec.structs.replace(base.engine.synthetic, step_ms=300.0)
+        ),
+        context_servers=msgspec.structs.replace(
+            context,
+            pipeline_parallel_size=3,
+            cache_transceiver_config=msgspec.structs.replace(context.cache_transceiver_config, lease_timeout_s=0.5),
+        ),
+    )
+    prompt, count = PROMPTS[2], 16
+    with RunningPair(made) as pair:
+        want = reference(pair, prompt, 2)
+        ids = [pair.request_id() for _ in range(count)]
+
+        def context_leg(request_id: int) -> httpx.Response:
+            return pair.post(
+                "ctx-0",
+                "/internal/context",
+                pair.context_body(request_id, prompt, 2, style="generation_first"),
+            )
+
+        def generation_leg(request_id: int) -> list[wire.GenerationChunk]:
+            return list(
+                pair.generation_leg(pair.generation_body(request_id, prompt, 2, None, style="generation_first"))
+            )
+
+        with ThreadPoolExecutor(2 * count) as pool:
+            generations = [pool.submit(generation_leg, r) for r in ids]
+            contexts = [pool.submit(context_leg, r) for r in ids]
+            answers = [c.result() for c in contexts]
+            chunks = [g.result() for g in generations]
+        expired = 0
+        for answer, lines in zip(answers, chunks, strict=True):
+            if answer.status_code == 200:
+                assert [t for line in lines for t in line.tokens] == want
+                continue
+            expired += 1
+            error = msgspec.json.decode(answer.content, type=wire.ErrorBody)
+            assert (answer.status_code, error.error) == (503, "LEASE_EXPIRED"), answer.text
+            assert "not scheduled within 0.5 s" in error.message
+            assert lines[-1].finish_reason == "error" and lines[-1].error is not None
+            assert "not scheduled within 0.5 s" in lines[-1].error.message
+        assert 0 < expired < count
+        wait_until(lambda: {r.leases_expired for r in pair.statistics("ctx-0").ranks} == {expired})
+        wait_until(lambda: all(r.kv_blocks_used_now == 0 for o in pair.urls for r in pair.statistics(o).ranks))
+        check_proof(pair)
+        for record in pair.evidence():
+            if record["role"] == "context":
+                agreement = record["agreement"]
+                assert (agreement["admitted"], agreement["committed"], agreement["closed"]) == (
+                    count,
+                    count - expired,
+                    expired,
+                )
+
+
+@pytest.mark.service
 @pytest.mark.slow
 @pytest.mark.timeout(110)
 @pytest.mark.parametrize(

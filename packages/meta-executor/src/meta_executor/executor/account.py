@@ -38,6 +38,7 @@ def rank_statistics(
         ready_prepares=events.get("Prepared", 0),
         ready_activations=core.activated if core is not None else 0,
         ready_completions=events.get("Completed", 0),
+        leases_expired=counters.leases_expired,
         activation_digest=core.activation_digest if core is not None else "",
         transfers_coalesced=counters.coalesced,
         transfers_direct=counters.direct,

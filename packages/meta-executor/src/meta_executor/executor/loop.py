@@ -51,6 +51,7 @@ from meta_executor.executor.transceiver import (
     Fault,
     PeerCancelled,
     PeerReady,
+    Revoked,
     Transceiver,
     TransferFailed,
 )
@@ -534,6 +535,10 @@ class RankLoop:
                 self._peer_cancelled(event.request_id)
             elif isinstance(event, Expired):
                 self._author_stop(event.request_id, Outcome.FAILED, event.reason, wire.TRANSFER_FAILED)
+            elif isinstance(event, Revoked):
+                # Perhaps selected for a step, with blocks set aside, and not activated: it must not be scheduled any more.
+                self._active.pop(event.sequence.request_id, None)
+                self._answer_end(event.sequence)
             elif isinstance(event, Ended):
                 self._ended(event)
             elif isinstance(event, Fault) and not self.fault:
@@ -550,8 +555,9 @@ class RankLoop:
         unheard = self._desk.client(event.request_id) is not None and event.outcome is not Outcome.COMPLETED
         if self.role == "context" and unheard:
             reason = "cancelled" if event.outcome is Outcome.CANCELLED else "error"
-            code = wire.CANCELLED if event.outcome is Outcome.CANCELLED else wire.INTERNAL
-            self._answers.append(Answer(event.request_id, (), reason, code, "ended before it was computed"))
+            code = event.error_code or (wire.CANCELLED if event.outcome is Outcome.CANCELLED else wire.INTERNAL)
+            words = event.reason or "ended before it was computed"
+            self._answers.append(Answer(event.request_id, (), reason, code, words))
 
     def _peer_cancelled(self, request_id: int) -> None:
         """The receiver gave a request up: rank 0 stops it everywhere."""

@@ -124,6 +124,7 @@ class PairConfig:
     reuse: bool = False
     layer_count: int = 4
     credits: int = 64
+    lease_timeout_s: float | None = None
 
 
 class Pair:
@@ -325,7 +326,7 @@ class Pair:
                 self.domain,
                 rank,
                 self.agreement_network.transport(rank),
-                AgreementConfig(credits=config.credits),
+                AgreementConfig(credits=config.credits, lease_timeout_s=config.lease_timeout_s),
                 clock=lambda: self.now_s,
             )
             for rank in range(config.stages)
@@ -356,6 +357,7 @@ class Pair:
                 agreement=agreements[rank],
                 source=source,
                 aux=self._aux(256),
+                lease_timeout_s=config.lease_timeout_s,
             )
             if rank == 0:
                 admission = ContextAdmission(

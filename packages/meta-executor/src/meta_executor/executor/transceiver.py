@@ -42,6 +42,14 @@ class Expired:
 
 
 @dataclass(frozen=True, slots=True)
+class Revoked:
+    """Context rank 0: the agreement has taken this request's lease back before it was scheduled. Its outcome is set; it must
+    not be chosen for a step any more, and its client can be told now. Its memory follows when every rank has let go."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """Generation: the prompt's KV is in place; the sequence may compute. ``first_token``: from the peer, if it sent one."""
 
@@ -64,6 +72,9 @@ class Ended:
     request_id: int
     outcome: Outcome
     quarantined: bool
+    #: For a client that was not told yet.
+    reason: str = ""
+    error_code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,7 @@ class Fault:
     diagnosis: str
 
 
-TransceiverEvent: TypeAlias = PeerReady | PeerCancelled | Expired | Arrived | TransferFailed | Ended | Fault
+TransceiverEvent: TypeAlias = PeerReady | PeerCancelled | Expired | Revoked | Arrived | TransferFailed | Ended | Fault
 
 
 class Transceiver(Protocol):
@@ -197,6 +208,7 @@ class TransferCounters:
     direct: int = 0
     merged: int = 0
     ready_votes: int = 0
+    leases_expired: int = 0
     bytes_moved: int = 0
     reasons: dict[str, int] | None = None
 

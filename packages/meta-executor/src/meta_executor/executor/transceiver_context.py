@@ -34,6 +34,7 @@ from kv_bounce_planner import (
     decode_layout,
     plan_writer,
 )
+from meta_executor import wire
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import Blocks
 from meta_executor.executor.messages import Peer
@@ -45,6 +46,7 @@ from meta_executor.executor.transceiver import (
     Fault,
     PeerCancelled,
     PeerReady,
+    Revoked,
     TransceiverEvent,
     TransferCounters,
     decode_payload,
@@ -68,6 +70,9 @@ from pp_agreement import (
 )
 from pp_agreement import (
     Outcome as AgreedOutcome,
+)
+from pp_agreement import (
+    Revoked as LeaseRevoked,
 )
 
 #: How often the scheduling rank looks for KV that nobody fetches (s).
@@ -98,6 +103,7 @@ class ContextTransceiver:
         source: This instance's layout.
         aux: Slots for first tokens.
         transfer_timeout_s: KV that no peer fetched for so long is given up (sealed; memory follows by proof).
+        lease_timeout_s: The agreement's, for the words that a client is told; None: it has none.
     """
 
     def __init__(
@@ -112,7 +118,9 @@ class ContextTransceiver:
         source: InstanceLayout,
         aux: AuxSlots,
         transfer_timeout_s: float = 60.0,
+        lease_timeout_s: float | None = None,
     ) -> None:
+        self._lease_timeout_s = lease_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._next_expiry_s = 0.0
         self._draining = False
@@ -355,6 +363,10 @@ class ContextTransceiver:
                 self._agreement.revoke(sequence.key, Reason.CANCELLED)
             elif not self._draining:
                 self._candidates[request_id] = sequence
+        elif isinstance(event, LeaseRevoked):
+            self._candidates.pop(request_id, None)
+            if self._settle_unscheduled(sequence, event.reason):
+                self._events.append(Revoked(sequence))
         elif isinstance(event, Aborted):
             self._candidates.pop(request_id, None)
             self._registry.apply(sequence, Event.ABORTED)
@@ -376,12 +388,26 @@ class ContextTransceiver:
                 self._abort_readiness(sequence)
             return
         self._waiting.pop(sequence.request_id, None)
-        self._registry.end(sequence, Outcome.CANCELLED, "aborted before activation")
+        self._settle_unscheduled(sequence, event.reason)
         self._seal(sequence)
         if event.mode is FinalizeMode.TERMINAL:
             self._consider(sequence)
             return
-        self._leave(sequence, Outcome.CANCELLED)
+        # Every rank has let go of a request that none has activated, and here it is sealed unposted: nothing of it was
+        # computed or exposed, so what rank 0 had set aside for it may be given to another.
+        self._leave(sequence, sequence.outcome or Outcome.CANCELLED)
+
+    def _settle_unscheduled(self, sequence: Sequence, reason: Reason) -> bool:
+        """How a request ends that was never activated, on every rank by the reason that all of them hear. Returns whether it
+        was settled now; one that was stopped before keeps the words of its stop."""
+        if reason is Reason.LEASE_EXPIRED:
+            words = f"not scheduled within {self._lease_timeout_s or 0.0:g} s after every rank was ready for it"
+            settled = self._registry.end(sequence, Outcome.FAILED, words, wire.LEASE_EXPIRED)
+            self.counters.leases_expired += settled
+            return settled
+        if reason is Reason.DRAIN:
+            return self._registry.end(sequence, Outcome.FAILED, "this instance is draining", wire.DRAINING)
+        return self._registry.end(sequence, Outcome.CANCELLED, "aborted before activation", wire.CANCELLED)
 
     def _abort_readiness(self, sequence: Sequence) -> None:
         """Before activation: by withdrawal while this rank has not granted its lease, by revocation on rank 0 afterwards."""
@@ -412,7 +438,9 @@ class ContextTransceiver:
             self.counters.failed += 1
         else:
             self.counters.cancelled += 1
-        self._events.append(Ended(sequence.request_id, outcome, sequence.quarantined))
+        self._events.append(
+            Ended(sequence.request_id, outcome, sequence.quarantined, sequence.reason, sequence.error_code)
+        )
 
     # -- sender -------------------------------------------------------------------------------------------------------
 

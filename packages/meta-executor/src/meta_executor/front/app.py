@@ -595,6 +595,9 @@ def _leg_failed(error: LegError) -> ApiError:
     words = f"{error.role} instance: {error.message}"
     if error.code == wire.STALE_GENERATION:
         return ApiError(503, "the instance was replaced while the request was sent; try again", code="stale")
+    if error.code == wire.LEASE_EXPIRED:
+        # Nothing was computed; what the generation instance had set aside is given back by its abort.
+        return ApiError(503, words, code="lease_expired")
     if error.code == wire.DEADLINE:
         return ApiError(504, words, code="deadline_exceeded")
     if error.code == UNREACHABLE:

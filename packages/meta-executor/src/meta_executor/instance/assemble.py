@@ -134,6 +134,7 @@ def agreement_config(config: InstanceConfig, limits: StepLimits) -> AgreementCon
         credits=min(max(credits, 1024), 65_535),
         silence_s=max(config.cache_transceiver_config.silence_s, 1.0),
         startup_s=max(120.0, config.cache_transceiver_config.silence_s),
+        lease_timeout_s=config.cache_transceiver_config.lease_timeout_s,
     )
 
 
@@ -307,6 +308,7 @@ def assemble(
             source=whole,
             aux=aux,
             transfer_timeout_s=transceiver_config.transfer_timeout_s,
+            lease_timeout_s=transceiver_config.lease_timeout_s,
         )
         work = ChainWork(link)
         if rank == 0:
