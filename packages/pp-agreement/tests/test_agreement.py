@@ -298,11 +298,14 @@ def test_baseline_leaves_a_drain_together_after_a_fault():
         agreement = AllgatherAgreement(domain, rank, member)
         agreement.open()
 
-        def wait(_s):
-            if rank == 1 and agreement.polls == 3:
-                agreement.fail("out of memory")
+        def handler(events):  # after the exchange of a poll, before the next one
+            if rank == 1:
+                agreement.fail(f"out of memory at {events[0]}")
 
-        report = agreement.drain(1000.0, wait=wait)
+        if agreement.is_scheduler:
+            agreement.admit(7, 1, ready=False)
+            agreement.start_drain(1)
+        report = agreement.drain(1000.0, on_events=handler)
         return report, agreement.polls
 
     results = run_threads(domain, work)

@@ -44,6 +44,10 @@ def pair(domain=DOMAIN, clock=None, **options):
     return network, both
 
 
+def never(_s):
+    raise AssertionError("a wait until nonsense began")
+
+
 KEY = Key(7, 1)
 BAD_KEYS = [
     None, 7, "7", (7, 1, 0), object(), Key(7, "1"), Key(7, 1.0), Key(7, [1]), Key(7, 1, "0"), Key(7, 1, -1), Key(7, True),
@@ -73,8 +77,8 @@ CALLS = {
     **{f"busy {s!r}": lambda a, s=s: a.busy(s) for s in (None, "1", True, -1, -0.1, float("nan"), float("inf"), 1e12)},
     **{f"drain at {n!r}": lambda a, n=n: a.start_drain(n) for n in (None, "1", 1.0, True, -1, 0)},
     **{f"fail with {c!r}": lambda a, c=c: a.fail("x", c) for c in (None, 99, "HOST", Reason.HOST)},
-    **{f"drain for {s!r}": lambda a, s=s: a.drain(s) for s in (None, "1", float("nan"), True)},
-    **{f"close within {s!r}": lambda a, s=s: a.close(s) for s in (None, "1", float("nan"), True)},
+    **{f"drain for {s!r}": lambda a, s=s: a.drain(s, wait=never) for s in (None, "1", float("nan"), True)},
+    **{f"close within {s!r}": lambda a, s=s: a.close(s, wait=never) for s in (None, "1", float("nan"), True)},
     "open twice": lambda a: a.open(),
 }  # fmt: skip
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -142,11 +141,10 @@ def mpi(monkeypatch):
     fake = types.ModuleType("mpi4py")
     fake.MPI = types.SimpleNamespace(Exception=MpiError, Status=Status, BYTE="byte", ERRORS_RETURN="returns")
     monkeypatch.setitem(sys.modules, "mpi4py", fake)
-    spec = importlib.util.spec_from_file_location(
-        "pp_agreement_over_a_stand_in", Path(pp_agreement.__file__).with_name("_mpi.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "pp_agreement._mpi", raising=False)
+    module = importlib.import_module("pp_agreement._mpi")
+    monkeypatch.delattr(pp_agreement, "_mpi")
+    monkeypatch.delitem(sys.modules, "pp_agreement._mpi")  # nobody else gets the stand-in
     return module
 
 

@@ -103,7 +103,7 @@ class Nasty:
 def test_a_rank_with_any_flag_can_take_part(flag):
     """A contribution that its rank cannot encode would leave the others in the exchange for ever."""
     odd = part({"async_terminal": flag, "async_ready": "1"}, topology={**TOPOLOGY, "backend": flag})
-    sent = json.dumps(odd).encode("utf-8")
+    sent = json.dumps(odd, ensure_ascii=False).encode("utf-8")
     assert len(sent) < 4096
     for _rank in range(2):
         with pytest.raises(NegotiationError) as caught:

@@ -11,13 +11,16 @@ checker kills is a hole in the checks: exit 1. The unmutated sources must surviv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.abc
 import importlib.machinery
+import io
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +38,20 @@ class Mutant:
     why: str
     changes: tuple[tuple[str, str, str], ...]
     mpi: bool = False
+    tests: str = ""  # of a shell or an adapter: the test files (and pytest's options) that have to notice
 
 
-def one(name: str, why: str, module: str, old: str, new: str, *more: tuple[str, str, str], mpi: bool = False) -> Mutant:
-    return Mutant(name, why, ((module, old, new), *more), mpi)
+def one(
+    name: str,
+    why: str,
+    module: str,
+    old: str,
+    new: str,
+    *more: tuple[str, str, str],
+    mpi: bool = False,
+    tests: str = "",
+) -> Mutant:
+    return Mutant(name, why, ((module, old, new), *more), mpi, tests)
 
 
 M, S, A = "_machine", "_state", "_agreement"
@@ -180,6 +193,88 @@ MUTANTS = (
         "            if round_.ready is None:\n                self._revoke_unasked("),
     one("a released lease is not exempt from the round timeout", "27", M,
         "                return round_.activated != 0\n", "                return True\n"),
+    # peers that repeat, lie and leave
+    one("a member reports another one's fault", "R6", M, "if outcome != source and not self.replicated:", "if outcome < 0:"),
+    one("speaking after the drain opens a round", "R10", M,
+        "        if self.drain_last is not None and incarnation > self.drain_last:\n            raise",
+        "        if self.drain_last is None and incarnation < 0:\n            raise"),
+    one("a drain below what peers speak of", "R10", M,
+        "known = max(self.heard, max(self.rounds, default=0))", "known = self.heard"),
+    one("repeated doubt is passed on again", "S16", M, "if round_.doubted >> source & 1:", "if round_.doubted < 0:"),
+    one("repeated recall is passed on again", "S16", M, "if round_.recalled & bit:", "if round_.recalled < 0:"),
+    one("a repeated close is answered again", "S19", M,
+        "            if self.close_mask & bit:\n                self.duplicates",
+        "            if bit < 0:\n                self.duplicates"),
+    one("verdicts pile up for a rank that takes nothing", "S16", M,
+        "            if unsent is not None:", "            if unsent is not None and len(queue) < 0:"),
+    one("leaving after the handshake is a death", "R7", M,
+        "if self.closing and not self.replicated and event.peer not in self.peers:", "if self.closing and event.peer < 0:"),
+    one("a clock that went back mutes the heartbeats", "R7", M,
+        "return since_s >= self.config.heartbeat_s or since_s < 0", "return since_s >= self.config.heartbeat_s"),
+    one("advice about another request", "R1", M,
+        "if round_.request_id != request_id or attempt > round_.attempt:\n                    self._impossible",
+        "if attempt < 0:\n                    self._impossible"),
+    # hosts that misuse, interrupts, threads
+    one("any number is a reason", "W3", M, "if type(value) is not kind:", "if value is None:", tests="test_misuse.py"),
+    one("anything is a key", "W3", M, "        if type(key) is not Key:\n", "        if key is self:\n",
+        tests="test_misuse.py"),
+    one("a broken-off step goes on", "R3", M,
+        '            self._stop(_Violation(FaultCode.INTERNAL, f"broken off: {error!r}"))\n', "",
+        tests="test_misuse.py"),
+    one("a decision of a broken-off step is lost", "R6", M,
+        "            self._broken_off = tuple(fx)\n", "            self._broken_off = ()\n", tests="test_misuse.py"),
+    one("a second thread is let into a step", "R3", M,
+        "        if self._stepping:\n            raise", "        if self._stepping is None:\n            raise",
+        tests="test_misuse.py"),
+    one("a poll inside a poll", "R3", A,
+        "        if self._polling:\n            raise", "        if self._polling is None:\n            raise",
+        tests="test_misuse.py"),
+    one("an interrupted send is forgotten", "R3", A,
+        "        except BaseException as error:\n            # The records",
+        "        except (WouldBlock, TransportError) as error:\n            # The records", tests="test_misuse.py"),
+    one("a signal handler's failure is forgotten", "R6", A,
+        "            self._failing = self._failing or failed\n", "            pass\n", tests="test_misuse.py"),
+    one("what a drain kept outlives the fault", "R6", A,
+        "        if self._core.fault is not None:  # also", "        if self._core is None:  # also",
+        tests="test_misuse.py"),
+    one("events of a closing are lost", "W4", A,
+        "        if self._ended and self._events:\n            return self._take()\n        began_s = self._begin_poll()\n"
+        "        try:\n            self._exchange(",
+        "        began_s = self._begin_poll()\n        try:\n            self._exchange(", tests="test_misuse.py"),
+    one("leaving by an exception is silent", "L6", A,
+        "                self._last_words()\n", "                pass\n", tests="test_misuse.py"),
+    one("a drain until NaN", "L5", A, "or math.isnan(deadline_s):", "or deadline_s is None:", tests="test_misuse.py"),
+    one("a watch tells one domain only", "R7", "_lifeline", "        self._all.extend(found)\n", "",
+        tests="test_transports.py -k one_watch"),
+    one("a stranger's leaving is a death", "R7", "_zmq",
+        "if not connected and peer in self._greeted:", "if peer >= 0:", tests="test_transports.py -k stranger"),
+    one("memory under MPI's hands is given back", "R7", "_mpi",
+        "                    _left_behind.append(stream)\n", "                    pass\n",
+        tests="test_mpi_requests.py"),
+    one("a flood hides a silent rank", "R7", "_mpi",
+        "                            return Sweep(frames, empty)\n", "                            return Sweep(frames, 0)\n",
+        tests="test_mpi_requests.py"),
+    one("posted receives outlive the transport", "R8", "_mpi",
+        "            request.Cancel()\n", "            _ = request\n", tests="test_mpi_requests.py"),
+    one("a rank leaves a collective drain alone", "R11", "_allgather",
+        "if core.drained or self._somebody_leaves or", "if core.drained or self._leaving or",
+        tests="test_agreement.py"),
+    one("a fault in a collective drain is not shared", "R11", "_allgather",
+        "(core.fault is not None and self._poisoned)", "core.fault is not None", tests="test_agreement.py"),
+    one("a flag that cannot be encoded", "W17", "_negotiate",
+        '.encode("ascii", "backslashreplace").decode("ascii")', "", tests="test_negotiate.py"),
+    one("malformed facts are qualified", "59", "_negotiate",
+        "if not isinstance(facts, tuple) or not all(isinstance(f, tuple) and len(f) == 2 for f in facts):",
+        "if not isinstance(facts, tuple):\n        return AgreementMode(terminal=True, ready=True)\n    if facts is None:",
+        tests="test_negotiate.py"),
+    one("no bounds are bounds", "56", "_negotiate", "    if not reference[4]:\n", "    if not reference:\n",
+        tests="test_negotiate.py"),
+    one("fields that all ranks lack are equal", "R10", "_verify",
+        "        if not isinstance(record.get(name), shape)\n", "        if not shape\n", tests="test_evidence.py"),
+    one("a record may contradict itself", "R10", "_verify",
+        "        found.extend(_contradictions(rank, record))\n", "        pass\n", tests="test_evidence.py"),
+    one("a file may say a thing twice", "R10", "_verify",
+        "    if len(found) != len(pairs):\n", "    if not found and pairs:\n", tests="test_evidence.py"),
 )  # fmt: skip
 
 
@@ -304,6 +399,28 @@ def check_transport() -> str | None:
     return found[0] if found else None
 
 
+def check_tests(names: str) -> str | None:
+    """Test files, in this process, over the planted sources."""
+    import pytest
+
+    class Reporter:
+        found: str | None = None
+
+        def pytest_runtest_logreport(self, report):  # type: ignore[no-untyped-def]
+            if report.failed and self.found is None:
+                self.found = report.nodeid.rpartition("::")[2]
+
+        def pytest_collectreport(self, report):  # type: ignore[no-untyped-def]
+            if report.failed and self.found is None:
+                self.found = f"{report.nodeid}: cannot be collected"
+
+    reporter = Reporter()
+    chosen = [str(ROOT / "tests" / word) if word.endswith(".py") else word for word in names.split()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = pytest.main([*chosen, "-x", "-q", "-p", "no:cacheprovider", "-m", "not mpi and not slow"], [reporter])
+    return reporter.found if code == 1 else None if code == 0 else f"pytest ended with {code}"
+
+
 def check_mpi() -> str | None:
     mpiexec = Path(sys.executable).with_name("mpiexec")
     done = subprocess.run(
@@ -350,9 +467,14 @@ def child(name: str, first: bool) -> int:
     """Run the checkers on one mutant; exit code 1 when killed, 0 when it survived, 2 when it could not be planted."""
     plant(name)
     mutant = next((m for m in MUTANTS if m.name == name), None)
-    checkers = {"mpi": check_mpi} if mutant is not None and mutant.mpi else dict(CHECKERS)
+    checkers: dict[str, Callable[[], str | None]] = dict(CHECKERS)
     if not name:
         checkers["mpi"] = check_mpi
+        checkers["tests"] = lambda: check_tests(" ".join(sorted({m.tests.split()[0] for m in MUTANTS if m.tests})))
+    elif mutant is not None and mutant.mpi:
+        checkers = {"mpi": check_mpi}
+    elif mutant is not None and mutant.tests:
+        checkers = {"tests": lambda: check_tests(mutant.tests)}
     killed = False
     for checker, run in checkers.items():
         found = run()
