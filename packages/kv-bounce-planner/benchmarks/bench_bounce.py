@@ -5,14 +5,24 @@
 Baseline, measured in turn in the same processes: gather, one NIXL write with its notification, scatter, all by memcpy.
 End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region asked for and granted, gather, write, report
 compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
-bytes are checked. Posting is measured by the longest ``poll`` of a sender that writes 32,768 fragments directly.
+bytes are checked.
+
+Posting is measured by every ``poll`` of a sender that writes 32,768 fragments directly: the longest of all polls of all runs
+counts, not a median. A poll that was interrupted is told apart and shown in a row of its own: the kernel switched the thread
+out against its will (``ru_nivcsw`` of the thread rose), or the host took the core away (the thread neither ran nor waited of
+its own accord for more than 0.1 ms). In an interrupted poll the thread's processor time is what posting took of the caller, so
+that is what counts of it; of all others it is the time on the wall, waits included. First contact (an agent is made, 20 to
+400 ms) is not posting: ``introduce`` and ``spare_agents`` are for it. As serving engines do, the measured process freezes its
+garbage collector's old generation once it is set up.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
+import resource
 import tempfile
 import time
 from typing import Any
@@ -162,8 +172,9 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
     copier = HostCopier()
     staging = slot.ctypes.data + 2 * TOTAL
     table = copier.prepare(sources, staging + transfer.staging_offsets, transfer.sizes)
-    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "poll", "poll_cpu")
+    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "poll", "interrupted", "interrupted_cpu")
     times: dict[str, list[float]] = {name: [] for name in names}
+    longest: list[float] = []  # of each run, of what counts
 
     def raw(number: int) -> None:
         pipe.send(("raw", number))
@@ -194,13 +205,14 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
             pass
         began = time.monotonic()
         sender.ready(RequestKey(number, 0), lambda request: transfer, claim=number)
-        longest = longest_cpu = 0.0
+        polls: list[tuple[float, float, int, int]] = []
         while not pipe.poll():
-            before, before_cpu = time.monotonic(), time.thread_time()
+            usage, wall, cpu = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), time.thread_time()
             sender.poll()
-            longest = max(longest, time.monotonic() - before)
+            cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            polls.append((wall, cpu, after.ru_nivcsw - usage.ru_nivcsw, after.ru_nvcsw - usage.ru_nvcsw))
             os.sched_yield()
-            longest_cpu = max(longest_cpu, time.thread_time() - before_cpu)
         released, _ = pipe.recv()
         check(pipe.recv())
         sender.seal(RequestKey(number, 0))
@@ -208,16 +220,26 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
         sender.forget(RequestKey(number, 0))
         times[tier].append(released - began)
         if tier == "direct":
-            times["poll"].append(longest)
-            times["poll_cpu"].append(longest_cpu)
+            counted = []
+            for wall, cpu, against, own in polls:
+                interrupted = against or (not own and wall - cpu > 1e-4)
+                counted.append(cpu if interrupted else wall)
+                if interrupted:
+                    times["interrupted"].append(wall)
+                    times["interrupted_cpu"].append(cpu)
+            times["poll"] += counted
+            longest.append(max(counted))
 
     def check(good: bool) -> None:
         if not good:
             raise RuntimeError("bytes differ")
 
+    gc.collect()
+    gc.freeze()
     number = 1
     for run in range(RUNS + 2):
         if run == 2:  # two turns of warming: first contact, first touch
+            longest.clear()
             for values in times.values():
                 values.clear()
         for step in (raw, lambda n: session("bounce", n), lambda n: session("direct", n)):
@@ -227,9 +249,14 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
     process.join(10)
     if process.is_alive():
         process.kill()
-    figures = {f"{name}_median": float(np.median(values)) for name, values in times.items()}
-    figures |= {f"{name}_min": min(values) for name, values in times.items()}
-    figures["poll_max"] = max(times["poll"])
+    figures: dict[str, float] = {}
+    for name, values in times.items():
+        figures[f"{name}_count"] = len(values)
+        figures[f"{name}_max"] = max(values, default=0.0)
+        if values:
+            figures[f"{name}_median"], figures[f"{name}_min"] = float(np.median(values)), min(values)
+            figures[f"{name}_spread"] = float(np.subtract(*np.percentile(values, [75, 25])))
+    figures["longest_median"] = float(np.median(longest))
     return figures
 
 
@@ -261,7 +288,8 @@ def main() -> list[dict[str, Any]]:
                 "name": f"the same, {name} (median)",
                 "value": 1e3 * figures["bounce_median"],
                 "unit": "ms",
-                "baseline": f"{1e3 * baseline_median:.2f} ms",
+                "baseline": f"{1e3 * baseline_median:.2f} ms; middle halves within {1e3 * figures['bounce_spread']:.2f} and "
+                f"{1e3 * figures['raw_spread']:.2f} ms",
                 "ratio": ratio,
                 "goal": "<= 1.25x",
                 "met": ratio <= 1.25,
@@ -280,13 +308,26 @@ def main() -> list[dict[str, Any]]:
         )
         rows.append(
             {
-                "name": f"longest poll of a sender posting 32,768 fragments, {name} (median of runs)",
-                "value": 1e3 * figures["poll_median"],
+                "name": f"longest poll of a sender posting 32,768 fragments, {name} (worst of all polls)",
+                "value": 1e3 * figures["poll_max"],
                 "unit": "ms",
-                "baseline": f"{1e3 * figures['poll_cpu_median']:.2f} ms CPU; worst {1e3 * figures['poll_max']:.2f} ms",
-                "ratio": figures["poll_median"] / 2e-3,
+                "baseline": f"{figures['poll_count']} polls in {RUNS} runs; median {1e3 * figures['poll_median']:.2f} ms, "
+                f"median of the runs' longest {1e3 * figures['longest_median']:.2f} ms",
+                "ratio": figures["poll_max"] / 2e-3,
                 "goal": "<= 2 ms",
-                "met": figures["poll_median"] <= 2e-3,
+                "met": figures["poll_max"] <= 2e-3,
+            }
+        )
+        rows.append(
+            {
+                "name": f"of these, polls that were interrupted, {name} (worst on the wall)",
+                "value": 1e3 * figures["interrupted_max"],
+                "unit": "ms",
+                "baseline": f"{figures['interrupted_count']} polls; most processor time of one "
+                f"{1e3 * figures['interrupted_cpu_max']:.2f} ms, counted above",
+                "ratio": None,
+                "goal": "",
+                "met": None,
             }
         )
     return rows

@@ -430,6 +430,13 @@ MUTANTS = (
         ("pacing",),
     ),
     Mutant(
+        "what is in flight is not bounded by the budget",
+        "_nixl.py",
+        "                    left = min(left, self.config.post_budget_s - agent.in_flight_s)",
+        "                    pass",
+        ("pacing",),
+    ),
+    Mutant(
         "one agent is always first",
         "_nixl.py",
         "        self._post_turn = (self._post_turn + 1) % len(agents)",

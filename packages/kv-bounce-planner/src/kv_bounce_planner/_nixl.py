@@ -60,6 +60,8 @@ _PICKLE_MAGICS: Final = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 STRIDED_COUNT_MIN: Final = 64
 #: Rows that are looked at in one step for being regular (count): about 0.1 ms.
 EXAMINED_PER_STEP: Final = 16384
+#: A call that progresses the library and takes longer did the work of posts; shorter ones only asked (seconds).
+WORK_S: Final = 50e-6
 #: What a poll's first post may take beyond the budget, as a share of it, if it is its write's last: a rest would cost another
 #: post, another notification and another poll.
 ENDING: Final = 0.5
@@ -132,6 +134,16 @@ class Registration:
         self.regions = regions
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A post in progress: what it was predicted to take, and what it took so far, in its call and in later ones."""
+
+    pace: PostPace
+    units: float
+    predicted_s: float
+    took_s: float
+
+
 class _Pieces:
     """A job's fragments, the large ones cut into pieces; cut only where they are asked for.
 
@@ -194,6 +206,7 @@ class _Job:
         "error",
         "extents",
         "failed",
+        "flights",
         "grain",
         "handles",
         "job",
@@ -222,6 +235,7 @@ class _Job:
         self.detail = ""
         self.handles: dict[int, Any] = {}  # of the library, by first grain: in progress, or ended in an error
         self.extents: dict[int, int] = {}  # grains of each
+        self.flights: dict[int, _Flight] = {}  # of each that is in progress
         self.failed: set[int] = set()
         self.regular = _Regular(job) if config.strided and not self.pieces.cut else None
         self.lists: tuple[Any, ...] = ()  # prepared for the whole job; they outlive every handle made of them
@@ -284,6 +298,8 @@ class _Agent:
     queue: deque[OperationIdentity] = field(default_factory=deque)
     paces: dict[tuple[str, str, bool], PostPace] = field(default_factory=dict)
     in_flight: int = 0
+    in_flight_s: float = 0.0  # what these posts were predicted to take: what progressing them may take at once
+    progressed_s: float = 0.0  # spent on work of posts in flight, not yet ascribed to one of them
     lost: set[PeerId] = field(default_factory=set)
 
 
@@ -526,11 +542,14 @@ class NixlTransport:
 
     def _notifications(self, agent: _Agent, marks: list[ArrivedMark]) -> int:
         malformed = 0
+        began = self._clock()
         try:
             arrived = agent.nixl.get_new_notifs()
         except Exception as error:  # noqa: BLE001 - a broken endpoint surfaces here too; its writes report it themselves
             self._count_error(error)
             return 0
+        if agent.in_flight:
+            self._progressed(agent, self._clock() - began)
         for name, messages in arrived.items():
             text = name.decode() if isinstance(name, bytes) else str(name)
             for message in messages:
@@ -557,11 +576,19 @@ class NixlTransport:
                         return
 
     def _check(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
+        began = self._clock()
         try:
             state = agent.nixl.check_xfer_state(handle)
         except Exception as error:  # noqa: BLE001 - see agent_info
             self._part_failed(agent, job, part, error)
             return
+        self._progressed(agent, self._clock() - began)
+        flight = job.flights.get(part)
+        if flight is not None:
+            flight.took_s += agent.progressed_s
+            agent.progressed_s = 0.0
+            if state == "DONE":
+                flight.pace.learn(flight.units, flight.took_s)
         if state == "DONE":
             self._finish(agent, job, part, handle)
         elif state != "PROC":
@@ -569,7 +596,7 @@ class NixlTransport:
 
     def _finish(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
         job.completed += job.extents.pop(part)
-        agent.in_flight -= 1
+        self._landed(agent, job, part)
         del job.handles[part]
         try:
             handle.release()
@@ -577,6 +604,18 @@ class NixlTransport:
             self._count_error(error)
         if job.completed == job.total:
             self._release_lists(job)
+
+    def _landed(self, agent: _Agent, job: _Job, part: int) -> None:
+        agent.in_flight -= 1
+        flight = job.flights.pop(part, None)
+        if flight is not None:
+            agent.in_flight_s -= flight.predicted_s
+        if not agent.in_flight:
+            agent.in_flight_s = agent.progressed_s = 0.0
+
+    def _progressed(self, agent: _Agent, took_s: float) -> None:
+        if took_s > WORK_S:
+            agent.progressed_s += took_s
 
     def _release_lists(self, job: _Job) -> None:
         lists, job.lists = job.lists, ()
@@ -589,7 +628,7 @@ class NixlTransport:
     def _part_failed(self, agent: _Agent, job: _Job, part: int, error: Exception | None) -> None:
         """The handle stays: its other descriptors may still be going on."""
         job.failed.add(part)
-        agent.in_flight -= 1
+        self._landed(agent, job, part)
         self._fail(agent, job, error)
 
     def _fail(self, agent: _Agent, job: _Job, error: Exception | None) -> None:
@@ -610,7 +649,9 @@ class NixlTransport:
     def _post(self, agents: list[_Agent], started: float) -> None:
         """Post round robin over agents and their jobs, each time as much as fits into what is left of the budget.
 
-        Agents take turns in being first: one with much to write does not use up every poll's budget.
+        Agents take turns in being first: one with much to write does not use up every poll's budget. What one agent has in
+        flight is bounded by the budget too: a post may only have been queued (tcp, a full socket), and then a later poll
+        does its work, all of it in one call.
         """
         if not any(agent.queue for agent in agents):
             return
@@ -632,6 +673,10 @@ class NixlTransport:
                 left = self.config.post_budget_s - (now - started)
                 if begun and left <= 0:
                     return
+                if agent.in_flight:
+                    left = min(left, self.config.post_budget_s - agent.in_flight_s)
+                    if left <= 0 or not self._pace(agent, job).known:
+                        continue  # nor is anything sent after a first post whose cost is not known yet
                 if job.regular is not None and not job.regular.known:
                     job.regular.step()
                     begun = progress = True
@@ -644,21 +689,29 @@ class NixlTransport:
                 grain = min(job.grain, len(ends))
                 count = int(np.searchsorted(ends, self.config.bytes_per_post_max, side="right"))
                 last = begin + count == job.pieces.count
-                extra = 0.0 if begun else ENDING * self.config.post_budget_s
+                extra = 0.0 if begun or agent.in_flight else ENDING * self.config.post_budget_s
                 if not last or units[count - 1] > pace.fitting(left + extra, float(units[grain - 1])):
                     fitting = pace.fitting(left, float(units[grain - 1]))
                     count = min(count, int(np.searchsorted(units, fitting, side="right")))
                     if begin + count < job.pieces.count:
                         count -= count % job.grain
                 if count == 0:
+                    if agent.in_flight:
+                        continue
                     if begun:
                         return
                     count = grain  # so that a write goes on whatever a grain costs
                 agent.queue.rotate(-1)
+                first, size = job.posted, float(units[count - 1])
                 if self._post_part(agent, job, begin, begin + count, int(ends[count - 1])):
                     took = self._clock() - now
                     self._counters.post_longest_s = max(self._counters.post_longest_s, took)
-                    pace.learn(float(units[count - 1]), took)
+                    if first in job.handles:
+                        flight = _Flight(pace, size, max(took, pace.predict_s(size) or 0.0), took)
+                        job.flights[first] = flight
+                        agent.in_flight_s += flight.predicted_s
+                    else:
+                        pace.learn(size, took)
                 begun = progress = True
 
     def _pace(self, agent: _Agent, job: _Job) -> PostPace:
@@ -693,6 +746,7 @@ class NixlTransport:
             self._finish(agent, job, first, handle)
         elif state != "PROC":
             self._part_failed(agent, job, first, None)
+            return False
         return True
 
     def _build(self, agent: _Agent, job: _Job, begin: int, end: int, note: bytes) -> Any:

@@ -31,6 +31,11 @@ class PostPace:
     def __init__(self) -> None:
         self._points: list[tuple[float, float]] = []  # (units, seconds), ascending in both, one per octave of units
 
+    @property
+    def known(self) -> bool:
+        """Whether anything was learned yet."""
+        return bool(self._points)
+
     def predict_s(self, units: float) -> float | None:
         """What a post of this size takes by what is known, or None while nothing is."""
         points = self._points

@@ -352,8 +352,10 @@ def test_a_handle_that_ended_in_an_error_is_kept_and_the_job_is_in_error(library
 
 def test_siblings_of_an_error_go_on_and_nothing_more_is_posted(library):
     """Three parts: the second errs, the first completes later, the third is never posted."""
-    library.script["transfer"] = ["PROC", "ERR"]
+    library.script["transfer"] = ["DONE", "PROC", "ERR"]
     transport = connected(descriptors_per_post_max=2, post_budget_s=10)
+    transport.start_write(job(1, count=2))  # so that the cost of a post is known
+    transport.poll()
     write = job(count=6)
     transport.start_write(write)
     (progress,) = transport.poll().writes
@@ -361,7 +363,7 @@ def test_siblings_of_an_error_go_on_and_nothing_more_is_posted(library):
     library.script["check"] = ["DONE"]
     (progress,) = transport.poll().writes
     assert (progress.posted, progress.completed, progress.state) == (2, 1, "error")
-    assert library.log.count("transfer") == 2
+    assert library.log.count("transfer") == 3
 
 
 def test_a_part_that_could_not_be_built_was_not_posted(library):
@@ -432,14 +434,16 @@ def test_asking_for_states_is_bounded_and_hides_no_job(library):
         asked.append(handle.name)
         return original(self, handle)
 
-    library.script["transfer"] = ["PROC"] * 12
+    library.script["transfer"] = ["DONE"] + ["PROC"] * 12
     Library.check_xfer_state = slow
     try:
         transport = connected(descriptors_per_post_max=1, post_budget_s=0.001)
+        transport._clock = lambda: now[0]
+        transport.start_write(job(9, count=1))  # so that the cost of a post is known
+        transport.poll()
         for number in range(6):
             transport.start_write(job(number, count=2))
         transport.poll()
-        transport._clock = lambda: now[0]
         for _ in range(12):
             began, before = now[0], len(asked)
             transport.poll()

@@ -30,6 +30,7 @@ class Costly:
     terms = (0.0, 0.0, 0.0)
     asking = 0.0
     state = "DONE"
+    checked = "PROC"
     posts: list = []
 
     def __init__(self, name, config):
@@ -70,7 +71,7 @@ class Costly:
 
     def check_xfer_state(self, handle):
         Costly.now += Costly.asking
-        return "PROC"
+        return Costly.checked
 
 
 class Handle:
@@ -83,7 +84,8 @@ class Handle:
 
 @pytest.fixture
 def costly(monkeypatch):
-    Costly.now, Costly.terms, Costly.asking, Costly.state, Costly.posts = 0.0, (0.0, 0.0, 0.0), 0.0, "DONE", []
+    Costly.now, Costly.terms, Costly.asking, Costly.state = 0.0, (0.0, 0.0, 0.0), 0.0, "DONE"
+    Costly.checked, Costly.posts = "PROC", []
     monkeypatch.setattr(_nixl, "nixl_agent", Costly)
     monkeypatch.setattr(_nixl, "nixl_agent_config", lambda **settings: settings)
     return Costly
@@ -186,19 +188,57 @@ def test_a_write_goes_on_even_if_one_grain_costs_more_than_the_budget(costly):
         assert [count for _, count, _ in Costly.posts] == [16] * (poll + 1)
 
 
-def test_asking_leaves_no_time_and_still_one_grain_is_posted(costly):
+def test_asking_counts_and_what_is_left_is_posted(costly):
     """Time spent on asking for states counts: what is left of the budget after it is what a post may take."""
-    Costly.terms, Costly.state = (0.0, 10e-6, 0.0), "PROC"
+    Costly.terms, Costly.state, Costly.checked = (0.0, 10e-6, 0.0), "PROC", "DONE"
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 3000, 128))
-    for _ in range(8):
+    transport.start_write(job(peer, 0, 30000, 128))
+    for _ in range(20):
         transport.poll()
-    Costly.asking = 450e-6
-    for _ in range(5):
-        began = Costly.now
+    Costly.asking = 45e-6
+    for _ in range(20):
+        began, before = Costly.now, len(Costly.posts)
         transport.poll()
         assert Costly.now - began <= 0.001 + 16 * 10e-6
+        assert len(Costly.posts) > before
+
+
+@pytest.mark.parametrize("agents", [1, 3])
+def test_what_was_only_queued_is_bounded_by_the_budget_too(costly, monkeypatch, agents):
+    """A full socket: posts return at once and one later call does all of their work. It finds one budget's worth, an agent."""
+    Costly.terms, Costly.state, Costly.checked = (20e-6, 8e-6, 0.0), "PROC", "DONE"
+    peers = [PeerId("gen", f"g{number}", 0) for number in range(agents)]
+    transport = connected(*peers, post_budget_s=0.001)
+    for peer in peers:
+        transport.start_write(job(peer, 0, 20000, 128))
+    original, pending, full = Costly.transfer, {}, [False]
+
+    def transfer(self, handle, note):
+        began = Costly.now
+        state = original(self, handle, note)
+        if full[0]:
+            pending[self] = pending.get(self, 0.0) + Costly.now - began
+            Costly.now = began + 1e-6
+        return state
+
+    def check(self, handle):
+        if full[0]:
+            return "PROC"
+        Costly.now += pending.pop(self, 0.0)
+        return "DONE"
+
+    monkeypatch.setattr(Costly, "transfer", transfer)
+    monkeypatch.setattr(Costly, "check_xfer_state", check)
+    generator = random.Random(agents)
+    ended, polls = 0, 0
+    while ended < agents:
+        full[0] = generator.random() < 0.5
+        began = Costly.now
+        ended += sum(write.state == "done" for write in transport.poll().writes)
+        assert Costly.now - began <= 2 * 0.001 + 16 * 8e-6
+        polls += 1
+    assert polls < agents * 20000 * 8e-6 / 0.001 * 4  # and it goes on
 
 
 def test_no_peer_is_starved_by_another_with_much_to_write(costly):
