@@ -1,7 +1,10 @@
 """What goes wrong between exchanges: interrupted callers, failures told once, memory that is not there, views that are kept."""
 
 import gc
+import mmap
 import os
+import random
+import re
 import threading
 
 import msgspec
@@ -20,6 +23,7 @@ from comm_broadcast import (
     TokenBatchCodec,
     TransportError,
 )
+from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._pool import BufferPool
 from comm_broadcast.testing import FakeWorld
 
@@ -545,7 +549,7 @@ def test_damaged_descriptions_are_refused():
             codec.decode([memoryview(bytes(part)) for part in bad])
 
 
-@pytest.mark.parametrize("token", [2**31, "a", 1.5, None])
+@pytest.mark.parametrize("token", [2**31, 2**32 - 1, 2**32, -(2**31) - 1, 2**70, "a", 1.5, None, True, False, [1]])
 def test_a_token_that_is_none_is_named(token):
     """Request, field, position and value."""
 
@@ -568,3 +572,223 @@ def test_round_trips_of_token_batches_can_be_checked():
         return len(broadcaster.broadcast([Request(1, [1, 2]), Request(2, np.arange(4))] if comm.rank == 0 else None))
 
     assert FakeWorld(2).run(body) == [2, 2]
+
+
+@pytest.mark.parametrize("token", [True, False, 2**31, 2**32 - 1, np.True_, np.int64(2**31), "x"])
+@pytest.mark.parametrize("filler", [0, 1, 2, 150_000, -1])
+@pytest.mark.parametrize("place", [0, 7, 499])
+def test_a_token_that_is_none_is_found_among_many(token, filler, place):
+    """Whatever surrounds it, in lists before and after arrays: padding, special tokens, negative ones."""
+    lists = [[filler] * 500 for _ in range(4)]
+    lists[2][place] = token
+    parts = [lists[0], np.arange(5, dtype=np.int32), lists[1], lists[2], np.arange(3, dtype=np.int32), lists[3]]
+    codec = TokenBatchCodec(Request)
+    _, tokens = codec.encode([Request(i, part) for i, part in enumerate(parts)])
+    wanted = re.escape(f"item 3: tokens: token {place}: want a 32-bit integer, got {token!r}")
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
+        tokens.write_into(memoryview(bytearray(tokens.nbytes)))
+
+
+def test_lists_become_the_vectors_that_numpy_makes_of_them():
+    """Random lists, tuples, arrays and nothing; edges of the range, NumPy's integers, many small ids: no value changes."""
+    rng = random.Random(17)
+    kinds = [
+        lambda: rng.randrange(150_000), lambda: rng.randrange(3), lambda: 0, lambda: rng.choice([2**31 - 1, -(2**31), -1, 5]),
+        lambda: np.int64(rng.randrange(150_000)), lambda: np.uint16(7),
+    ]  # fmt: skip
+    codec = TokenBatchCodec(Request)
+    for _ in range(300):
+        batch = []
+        for index in range(rng.randrange(1, 9)):
+            make = rng.choice(kinds)
+            values = [make() for _ in range(rng.choice([0, 1, 5, 300]))]
+            shape = rng.choice([list, tuple, lambda v: np.array(v, np.int32), lambda v: np.array(v, np.int64)])
+            draft = rng.choice([None, values[:3]])
+            batch.append(Request(index, rng.choice([shape(values), values, None]), draft))
+        segments = codec.encode(batch)
+        data = [memoryview(bytearray(segment.nbytes)) for segment in segments]
+        for segment, target in zip(segments, data, strict=True):
+            segment.write_into(target)
+        for sent, got in zip(batch, codec.decode(data), strict=True):
+            for name in ("tokens", "draft"):
+                want, have = getattr(sent, name), getattr(got, name)
+                assert (want is None) == (have is None)
+                if want is not None:
+                    assert have.dtype == np.int32
+                    assert have.tolist() == [int(token) for token in want]
+
+
+class Halting(Segment):
+    """Copies in ten steps; at one of them the caller is interrupted."""
+
+    def __init__(self, nbytes, at):
+        self.nbytes, self.at = nbytes, at
+
+    def copy(self, target):
+        for step in range(10):
+            if step == self.at:
+                raise KeyboardInterrupt("while copying")
+            end = self.nbytes * (step + 1) // 10
+            target[self.nbytes * step // 10 : end] = bytes([step]) * (end - self.nbytes * step // 10)
+            yield end
+
+
+class HaltingCodec(BytesCodec):
+    """Values are (head bytes, body bytes, where to halt)."""
+
+    def encode(self, value):
+        head, body, at = value
+        return [BufferSegment(b"h" * head), Halting(body, at)]
+
+    def decode(self, segments):
+        return bytes(segments[0]), bytes(segments[1])
+
+
+@pytest.mark.parametrize("agree", [False, True])
+@pytest.mark.parametrize("head", [1, 200, 5000])
+@pytest.mark.parametrize("at", [0, 3, 9])
+def test_a_root_interrupted_while_pieces_travel_fails_everybody(at, head, agree):
+    """All ranks raise in this exchange, one without memory too; they did the same operations, and the next works."""
+    world = FakeWorld(3)
+
+    def body(comm):
+        config = BroadcastConfig(chunk_bytes=4096, agree=agree)
+        broadcaster = Broadcaster(comm, config=config, codec=HaltingCodec())
+        pool = broadcaster._pool
+        if comm.rank == 2:
+            broadcaster._pool = Full(0)
+        with pytest.raises(BroadcastError, match="KeyboardInterrupt: while copying") as caught:
+            broadcaster.broadcast((head, 90_000, at) if comm.rank == 0 else None)
+        assert caught.value.rank == 0
+        assert not caught.value.earlier
+        broadcaster._pool = pool
+        value = broadcaster.broadcast((head, 90_000, None) if comm.rank == 0 else None)
+        return True if comm.rank == 0 else (len(value[0]), len(value[1]), set(value[1]))
+
+    assert world.run(body) == [True, *[(head, 90_000, set(range(10)))] * 2]
+    assert world.operations(0) == world.operations(1) == world.operations(2)
+
+
+class Watching(BytesCodec):
+    """Notes how many pieces were under way at each step of copying."""
+
+    def __init__(self, comm, log):
+        super().__init__()
+        self.comm, self.log = comm, log
+
+    def encode(self, value):
+        return [BufferSegment(b"h"), Noting(value, self)]
+
+
+class Noting(Halting):
+    """Asks at each step."""
+
+    def __init__(self, nbytes, codec):
+        super().__init__(nbytes, None)
+        self.codec = codec
+
+    def copy(self, target):
+        for done in super().copy(target):
+            self.codec.log.append(len(self.codec.comm._world.operations(0)))
+            yield done
+
+
+def test_pieces_travel_while_the_rest_is_copied():
+    """The first is under way before the second is complete, and so on: the others take in what is there."""
+    world, log = FakeWorld(2), []
+
+    def body(comm):
+        codec = Watching(comm, log) if comm.rank == 0 else BytesCodec()
+        return Broadcaster(comm, codec=codec).broadcast(5 << 20 if comm.rank == 0 else None)
+
+    _, got = world.run(body)
+    assert len(got) == 5 << 20
+    assert log[-1] - log[0] >= 8, log
+    assert world.operations(0) == world.operations(1)
+
+
+def test_large_buffers_need_no_block_of_their_own():
+    """What is not large fits in the first frame, beside the large ones' sizes: one operation, and one for each of those."""
+    world = FakeWorld(2)
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(gather_bytes_max=10_000))
+        before = len(world.operations(comm.rank))
+        value = [np.arange(5000), "text", np.ones(9000)] if comm.rank == 0 else None
+        got = broadcaster.broadcast(value)
+        assert got[0].sum() == np.arange(5000).sum()
+        return len(world.operations(comm.rank)) - before
+
+    assert world.run(body) == [3, 3]
+
+
+class HeadPoison(TokenBatchCodec):
+    """Refuses to decode on one rank, before the tokens are there."""
+
+    def __init__(self, refuse):
+        super().__init__(Request)
+        self.refuse = refuse
+
+    def decode(self, segments):
+        got = super().decode(segments)
+        if self.refuse and got and got[0].request_id == 13:
+            raise ValueError("not here")
+        return got
+
+
+def test_a_rank_that_fails_on_the_head_takes_the_pieces_all_the_same():
+    """Decoded while they travel; its failure is told as any other, and the others have their value."""
+    world = FakeWorld(3)
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(chunk_bytes=4096), codec=HeadPoison(comm.rank == 1))
+        value = [Request(13, np.arange(20_000, dtype=np.int32))] if comm.rank == 0 else None
+        if comm.rank == 1:
+            with pytest.raises(BroadcastError, match="not here"):
+                broadcaster.broadcast()
+        else:
+            assert broadcaster.broadcast(value)[0].tokens[-1] == 19_999
+        with pytest.raises(BroadcastError, match="earlier"):
+            broadcaster.allgather(None)
+        return broadcaster.broadcast(batch(1) if comm.rank == 0 else None)[0].tokens[0]
+
+    assert world.run(body) == [10, 10, 10]
+    assert world.operations(0) == world.operations(1) == world.operations(2)
+
+
+@pytest.mark.parametrize("fields", [3, 500])
+def test_heads_that_fit_in_the_frame_and_heads_that_do_not(fields):
+    """Few requests and many, several pieces, two token fields: what arrives is what was sent."""
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, codec=TokenBatchCodec(Request))
+        value = [Request(i, np.full(9000, i, np.int32), [i, 2, 3]) for i in range(fields)]
+        got = broadcaster.broadcast(value if comm.rank == 0 else None)
+        return all((r.tokens == r.request_id).all() and list(r.draft) == [r.request_id, 2, 3] for r in got)
+
+    assert FakeWorld(2).run(body) == [True, True]
+
+
+def test_large_buffers_of_the_pool_begin_at_huge_pages():
+    """Where the system has them, and the memory is as good where it has not."""
+    pool = BufferPool(64 << 20)
+    array = pool.take(3 << 20)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        assert array.ctypes.data % (2 << 20) == 0
+    array[:] = 7
+    again = pool.take(3 << 20)
+    assert again.ctypes.data != array.ctypes.data
+
+
+@pytest.mark.parametrize("error", [OSError(22, "Invalid argument"), AttributeError("MADV_HUGEPAGE")])
+def test_a_system_without_huge_pages_has_ordinary_ones(error, monkeypatch):
+    """The advice is refused; the buffer is whole."""
+
+    class Refusing(mmap.mmap):
+        def madvise(self, *arguments):
+            raise error
+
+    monkeypatch.setattr("comm_broadcast._pool.mmap.mmap", Refusing)
+    array = BufferPool(64 << 20).take(3 << 20)
+    array[:] = 7
+    assert int(array.sum()) == 7 * (3 << 20)

@@ -22,8 +22,8 @@ def test_golden_bytes():
     """The header's layout is fixed: a change is a new version."""
     frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1, 9)
     wanted = (
-        "4342584d 01 00 01 00 0500000000000000 7011010000000000 0010000000000000"
-        "02000000 01000000 00000000 01000000 0900000000000000 fd01adfb 00000000"
+        "4342584d 02 00 01 00 0500000000000000 7011010000000000 0010000000000000"
+        "02000000 01000000 00000000 01000000 0900000000000000 ea05f841 00000000"
     )
     assert packed(frame)[:64] == bytes.fromhex(wanted)
     assert Frame.unpack(memoryview(packed(frame)), 5, 0) == frame
@@ -46,8 +46,15 @@ def test_another_exchange_is_not_taken_for_this_one():
 
 
 def test_a_frame_cannot_promise_more_than_it_holds():
-    """Inline payloads and texts are bounded by the frame."""
-    for frame in (Frame(1, block_bytes=10_000), Frame(1, Status.FAILED, text_bytes=10_000)):
+    """Inline payloads, texts and heads are bounded by the frame, heads by their block, too."""
+    streamed = {"kind": Kind.STREAMED, "chunk_bytes": 4096, "block_bytes": 10_000}
+    for frame in (
+        Frame(1, block_bytes=10_000),
+        Frame(1, Status.FAILED, payload_bytes=10_000),
+        Frame(1, payload_bytes=193, **streamed),
+        Frame(1, payload_bytes=185, large_count=1, **streamed),
+        Frame(1, payload_bytes=101, **{**streamed, "block_bytes": 100}),
+    ):
         with pytest.raises(RemoteProtocolError, match="more than it holds"):
             Frame.unpack(memoryview(packed(frame)), 1, 0)
 
@@ -105,6 +112,48 @@ def test_the_package_imports_without_mpi_and_torch():
 
 def test_a_frame_without_chunks_is_refused():
     """Chunks of no bytes would never end."""
-    bad = Frame(1, Status.GOOD, Kind.FOLLOWS, 10_000, 0)
-    with pytest.raises(RemoteProtocolError, match="chunks of 0"):
-        Frame.unpack(memoryview(packed(bad)), 1, 0)
+    for kind in (Kind.FOLLOWS, Kind.STREAMED):
+        bad = Frame(1, Status.GOOD, kind, 10_000, 0)
+        with pytest.raises(RemoteProtocolError, match="chunks of 0"):
+            Frame.unpack(memoryview(packed(bad)), 1, 0)
+
+
+def test_pieces_cover_what_is_left_of_a_block():
+    """In order, without gaps, none above the chunk; few, and none tiny, where chunks allow; none when the head is all."""
+    rng = random.Random(5)
+    for _ in range(2000):
+        start = rng.choice([0, 0, rng.randrange(4000)])
+        end = start + rng.choice([1, 100, 4096, 600_000, 1 << 20, rng.randrange(1, 1 << 26), rng.randrange(1, 1 << 36)])
+        chunk = rng.choice([4096, 1 << 20, 64 << 20, (1 << 31) - 1])
+        if (end - start) // chunk > 10_000:
+            continue
+        ends = block.piece_ends(start, end, chunk)
+        sizes = [b - a for a, b in zip([start, *ends], ends, strict=False)]
+        assert ends[-1] == end
+        assert all(0 < size <= chunk for size in sizes)
+        if end - start <= 16 * min(chunk, 1 << 30):
+            assert len(sizes) <= 16
+            assert len(sizes) == 1 or chunk < 512 << 10 or min(sizes[:-1]) >= 512 << 10
+    assert block.piece_ends(500, 500, 4096) == []
+
+
+def test_a_block_is_complete_up_to_where_it_says():
+    """Each step of a copy names a place before which nothing changes any more, and the last one the end."""
+    rng = random.Random(11)
+    for _ in range(100):
+        parts = [rng.randbytes(rng.choice([0, 1, 63, 64, 65, 1000])) for _ in range(rng.randrange(1, 8))]
+        wrapped = [BufferSegment(part) for part in parts]
+        size, entries, _ = block.plan(wrapped, BroadcastConfig())
+        whole = memoryview(bytearray(size))
+        block.write(whole, wrapped, entries)
+        data = memoryview(bytearray(size))
+        block.prepare(data, wrapped, entries)
+        head = block.head_bytes(wrapped, 4000)
+        steps = []
+        for done in block.copy(data, wrapped, entries):
+            assert data[:done] == whole[:done]
+            steps.append(done)
+        assert steps == sorted(steps)
+        assert head == steps[0]
+        assert data == whole
+    assert block.head_bytes([BufferSegment(b"x" * 100)], 100) == 0

@@ -1,12 +1,15 @@
 """The block: a table of segment sizes, then the segments that are copied into it, each at a multiple of 64 bytes.
 
 Segments above a threshold that lie contiguous in memory are *large*: they stay where they are and travel after the block.
+
+A block that is streamed travels in pieces while the rest of it is still being copied. Its head, the table and the first
+segment, goes in the first frame where that has room; after the last piece, and in the same transfer, comes a trailer.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from comm_broadcast._codec import Segment
 from comm_broadcast._config import BroadcastConfig
@@ -15,6 +18,13 @@ from comm_broadcast._errors import RemoteProtocolError
 ALIGNMENT = 64
 _COUNT = struct.Struct("<I")
 _LARGE = 1 << 63
+#: What follows a streamed block: a frame that says whether all of it was written (bytes).
+TRAILER_BYTES = 512
+#: Pieces of a streamed block: so many, but none smaller and none larger than this (count, bytes). A piece of half a mebibyte
+#: costs next to nothing more than its share of the whole, and fits beside its source in a core's own cache.
+_PIECES = 16
+_PIECE_BYTES_MIN = 512 << 10
+_PIECE_BYTES_MAX = 1 << 30
 
 
 def _aligned(value: int) -> int:
@@ -37,17 +47,50 @@ def plan(segments: Sequence[Segment], config: BroadcastConfig) -> tuple[int, lis
     return position, entries, large
 
 
-def write(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> None:
-    """Fill a block of the planned size; segment by segment, so that other threads get their turn between them."""
+def head_bytes(segments: Sequence[Segment], room: int) -> int:
+    """Size of a block's beginning that travels in the first frame: table and first segment; 0 when they do not fit there."""
+    size = _aligned(_COUNT.size + 8 * len(segments)) + segments[0].nbytes
+    return size if size <= room else 0
+
+
+def piece_ends(start: int, end: int, chunk_bytes: int) -> list[int]:
+    """Where the pieces of a streamed block end that did not fit in the first frame; the trailer follows the last of them."""
+    if start == end:
+        return []
+    count = max(1, min(_PIECES, (end - start) // _PIECE_BYTES_MIN))
+    size = min(_aligned(-(-(end - start) // count)), chunk_bytes, _PIECE_BYTES_MAX)
+    return [*range(start + size, end, size), end]
+
+
+def prepare(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> None:
+    """Begin a block of the planned size: its table, and whatever of the segments could fail."""
     _COUNT.pack_into(target, 0, len(entries))
     struct.pack_into(f"<{len(entries)}Q", target, _COUNT.size, *entries)
+    for segment, start in _places(segments, entries):
+        segment.prepare(target[start : start + segment.nbytes])
+
+
+def copy(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> Iterator[int]:
+    """Fill a prepared block, step by step, so that other threads get their turn; up to where it is complete (bytes)."""
+    for segment, start in _places(segments, entries):
+        for done in segment.copy(target[start : start + segment.nbytes]):
+            yield start + done
+
+
+def _places(segments: Sequence[Segment], entries: Sequence[int]) -> Iterator[tuple[Segment, int]]:
     position = _COUNT.size + 8 * len(entries)
     for segment, entry in zip(segments, entries, strict=True):
         if not entry & _LARGE:
             position = _aligned(position)
-            if segment.nbytes:
-                segment.write_into(target[position : position + segment.nbytes])
+            yield segment, position
             position += segment.nbytes
+
+
+def write(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> None:
+    """A whole block at once."""
+    prepare(target, segments, entries)
+    for _ in copy(target, segments, entries):
+        pass
 
 
 def write_sizes(target: memoryview, sizes: Sequence[int]) -> None:

@@ -9,25 +9,39 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from comm_broadcast._errors import BroadcastConfigError
 
 
 class Segment(Protocol):
-    """A part of a value's bytes."""
+    """A part of a value's bytes, written in two steps: what may fail; then copies, while the first bytes are under way."""
+
+    __slots__ = ()
 
     nbytes: int
 
+    def prepare(self, target: memoryview) -> None:
+        """Convert and write all that the value itself could make fail. ``target`` has exactly ``nbytes`` bytes."""
+        return
+
+    def copy(self, target: memoryview) -> Iterator[int]:
+        """Write the rest, step by step; after each, up to where the target is complete (bytes). At its end all of it is."""
+        raise NotImplementedError
+
     def write_into(self, target: memoryview) -> None:
-        """Write exactly ``nbytes`` bytes."""
+        """Both steps at once."""
+        self.prepare(target)
+        for _ in self.copy(target):
+            pass
 
     def source(self) -> memoryview | None:
         """The bytes where they are, when they lie contiguous in memory already."""
+        return None
 
 
-class BufferSegment:
+class BufferSegment(Segment):
     """Bytes that exist already."""
 
     __slots__ = ("_view", "nbytes")
@@ -36,9 +50,11 @@ class BufferSegment:
         self._view = memoryview(buffer).cast("B")
         self.nbytes = self._view.nbytes
 
-    def write_into(self, target: memoryview) -> None:
-        """Copy."""
-        target[:] = self._view
+    def copy(self, target: memoryview) -> Iterator[int]:
+        """In one step."""
+        if self.nbytes:
+            target[:] = self._view
+        yield self.nbytes
 
     def source(self) -> memoryview | None:
         """In place."""
@@ -52,6 +68,8 @@ class Codec(Protocol):
     name: str
     #: Whether decoding leaves the received bytes as they are, so that they may lie in memory that other ranks read too.
     views: bool
+    #: Whether decoding reads the first segment's bytes only and hands out views of the others: then it need not wait for those.
+    head_only: bool
 
     def encode(self, value: Any) -> list[Segment]:
         """Segments of a value, the description first."""
@@ -73,6 +91,7 @@ class PickleCodec:
     """
 
     views = False
+    head_only = False
 
     def __init__(self, *, out_of_band_bytes_min: int = 4096, per_item: bool = False) -> None:
         if out_of_band_bytes_min < 0:
@@ -124,6 +143,7 @@ class BytesCodec:
 
     def __init__(self, *, copy: bool = True) -> None:
         self._copy = copy
+        self.head_only = not copy
 
     def encode(self, value: Any) -> list[Segment]:
         """See :class:`Codec`.

@@ -5,6 +5,8 @@ The same steps serve the blocking calls, the handles and every adapter. What kee
 - Every rank joins the first frame of every exchange, whatever happened to it: a rank that could not encode sends its error
   there, so nobody waits for bytes that will not come, and the next exchange starts level.
 - Sizes, chunks and kinds come from the sender's frame, never from a rank's own settings.
+- What a value could make fail is done before the first frame. A root that is interrupted while it copies a block of which
+  pieces are under way sends the rest of it all the same, and its trailer says so.
 - A rank that cannot decode or allocate has still taken part in every transfer of the exchange. With ``agree`` the results are
   compared at once. Otherwise it keeps its failure for the next frame that it contributes itself (gathers), and reports it to
   the root outside of any exchange, for the root's next frame; whichever comes first tells everybody, once.
@@ -14,7 +16,8 @@ The same steps serve the blocking calls, the handles and every adapter. What kee
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,6 +39,8 @@ T = TypeVar("T")
 
 _REPORT_BYTES = 512
 _REPORT_HEADER_BYTES = 12
+#: Pieces of a block under way at once (count): all of them, unless chunks are tiny.
+_PIECES_MAX = 32
 _DEFAULTS = BroadcastConfig()
 
 
@@ -304,12 +309,12 @@ class Broadcaster:
 
     def _failure_frame(self, view: memoryview, sequence: int, status: Status, failure: _Failure) -> Frame:
         length = pack_text(view[HEADER_BYTES:], failure.cause, failure.details)
-        frame = Frame(sequence, status, rank=failure.rank, text_bytes=length, about=failure.sequence)
+        frame = Frame(sequence, status, rank=failure.rank, payload_bytes=length, about=failure.sequence)
         frame.pack_into(view)
         return frame
 
     def _raise_told(self, view: memoryview, frame: Frame) -> BroadcastError:
-        cause, details = unpack_text(view[HEADER_BYTES : HEADER_BYTES + frame.text_bytes])
+        cause, details = unpack_text(view[HEADER_BYTES : HEADER_BYTES + frame.payload_bytes])
         earlier = frame.status is Status.FAILED_EARLIER
         if earlier:
             self._was_told(frame.rank, frame.about)
@@ -332,22 +337,28 @@ class Broadcaster:
             yield self._post_frame(view, self._root)
             raise self._raise_told(view, frame)
         slot: int | None = None
+        head = 0
         try:
             segments = self._codec.encode(value)
             size, entries, large = _block.plan(segments, self.config)
             if size <= self.config.inline_bytes_max and not large:
                 kind, block = Kind.INLINE, view[HEADER_BYTES : HEADER_BYTES + size]
-            elif self._window is not None and size <= self.config.shared_slot_bytes:
-                slot = self._window.free_slot()
-                if slot is None:
-                    kind, block = Kind.FOLLOWS, self._pool.take(size).data
-                else:
-                    kind, block = Kind.SHARED, self._window.write(slot, size, sequence).data
             else:
-                kind, block = Kind.FOLLOWS, self._pool.take(size).data
-            _block.write(block, segments, entries)
+                if self._window is not None and size <= self.config.shared_slot_bytes:
+                    slot = self._window.free_slot()
+                if slot is not None and self._window is not None:
+                    kind, block = Kind.SHARED, self._window.write(slot, size, sequence).data
+                else:
+                    kind, block = Kind.STREAMED, self._pool.take(size + _block.TRAILER_BYTES).data
+                    head = _block.head_bytes(segments, self.config.inline_bytes_max - 8 * len(large))
+            _block.prepare(block, segments, entries)
+            copying = _block.copy(block, segments, entries)
+            early = kind is Kind.STREAMED and not self.config.check_round_trip
+            ready = 0
+            while ready < (head if early else size):
+                ready = next(copying, size)
             if self.config.check_round_trip:
-                self._check_round_trip(value, block, segments, large)
+                self._check_round_trip(value, block[:size], segments, large)
         except BaseException as error:
             # The other ranks wait for this frame whatever happened.
             if slot is not None and self._window is not None:
@@ -357,13 +368,17 @@ class Broadcaster:
             yield self._post_frame(view, self._root)
             raise failure.error() from error
         Frame(
-            sequence, Status.GOOD, kind, size, self.config.chunk_bytes, len(large), self.rank, slot=slot or 0
+            sequence, Status.GOOD, kind, size, self.config.chunk_bytes, len(large), self.rank, head, slot or 0
         ).pack_into(view)
         if large:
             _block.write_sizes(view[HEADER_BYTES:], [segments[i].nbytes for i in large])
-        yield self._post_frame(view, self._root)
-        if kind is Kind.FOLLOWS:
-            yield from self._chunks(block, size, self.config.chunk_bytes, self._to_all(self._root))
+        if head:
+            start = HEADER_BYTES + 8 * len(large)
+            view[start : start + head] = block[:head]
+        if kind is Kind.STREAMED:
+            yield from self._stream(sequence, self._post_frame(view, self._root), block, head, ready, copying)
+        else:
+            yield self._post_frame(view, self._root)
         for index in large:
             source = segments[index].source()
             yield from self._chunks(source, segments[index].nbytes, self.config.chunk_bytes, self._to_all(self._root))
@@ -373,6 +388,39 @@ class Broadcaster:
         self._counts["bytes_sent"] += size + sum(segments[i].nbytes for i in large)
         if self._agree:
             yield from self._compare_results(sequence, None)
+
+    def _stream(
+        self, sequence: int, frame: Request, block: memoryview, head: int, ready: int, copying: Iterator[int]
+    ) -> Steps[None]:
+        """Send a block's pieces after its frame, each as soon as it is copied: the others take it in meanwhile."""
+        size = len(block) - _block.TRAILER_BYTES
+        trailer = block[size:]
+        posted: deque[Request] = deque([frame])
+        interrupt: BaseException | None = None
+        start = head
+        for end in _block.piece_ends(head, size, self.config.chunk_bytes):
+            try:
+                while ready < end:
+                    ready = next(copying, size)
+            except BaseException as error:  # noqa: BLE001 - the transfers are announced and go on
+                interrupt, ready = error, size
+            if end == size:
+                if interrupt is None:
+                    Frame(sequence).pack_into(trailer)
+                else:
+                    self._failure_frame(trailer, sequence, Status.FAILED, _Failure.of(self.rank, sequence, interrupt))
+                end = len(block)
+            self.moving_bytes = end - start
+            posted.append(self._comm.ibcast(block[start:end], self._root))
+            start = end
+            if posted[0].test():
+                posted.popleft()
+            elif len(posted) > _PIECES_MAX:
+                yield posted.popleft()
+        yield from posted
+        self.moving_bytes = 0
+        if interrupt is not None:
+            raise _Failure.of(self.rank, sequence, interrupt).error() from interrupt
 
     def _receive(self, sequence: int) -> Steps[Any]:
         view = memoryview(self._frame)
@@ -404,16 +452,28 @@ class Broadcaster:
         sizes = _block.read_sizes(view[HEADER_BYTES:], frame.large_count)
         error: BaseException | None = None
         block: memoryview | None = None
+        value: Any = None
+        decoded = False
         try:
             if frame.kind is Kind.INLINE:
                 # The frame is overwritten by the next exchange.
                 block = memoryview(bytearray(view[HEADER_BYTES : HEADER_BYTES + frame.block_bytes]))
             elif frame.kind is Kind.SHARED:
                 block = self._read_shared(frame, sequence)
+            elif frame.kind is Kind.STREAMED:
+                whole = self._pool.take(frame.block_bytes + _block.TRAILER_BYTES).data
+                block = whole[: frame.block_bytes]
+                head = view[HEADER_BYTES + 8 * len(sizes) :][: frame.payload_bytes]
+                block[: frame.payload_bytes] = head
+                if frame.payload_bytes and not sizes and self._codec.head_only:
+                    # While the first piece is on its way.
+                    value, decoded = self._codec.decode(_block.split(block, [])), True
         except BaseException as raised:  # noqa: BLE001 - the transfers that follow are joined all the same
             error = raised
         if frame.kind is Kind.FOLLOWS:
             block, error = yield from self._fetch(frame.block_bytes, frame.chunk_bytes, move, error)
+        elif frame.kind is Kind.STREAMED:
+            yield from self._take_stream(None if block is None else whole, frame, sequence, move)
         large: list[memoryview] = []
         for size in sizes:
             buffer, error = yield from self._fetch(size, frame.chunk_bytes, move, error)
@@ -421,11 +481,38 @@ class Broadcaster:
                 large.append(buffer)
         self._counts["bytes_received"] += frame.block_bytes + sum(sizes)
         if error is None and block is not None:
+            if decoded:
+                return value
             try:
                 return self._codec.decode(_block.split(block, large))
             except BaseException as raised:  # noqa: BLE001 - the others must learn of it whatever it is
                 error = raised
         raise _NotTaken(error or MemoryError("no block"))
+
+    def _take_stream(
+        self, block: memoryview | None, frame: Frame, sequence: int, move: Callable[[memoryview], Request]
+    ) -> Steps[None]:
+        """Receive a streamed block's pieces, into a sink without a block, and look at its trailer.
+
+        Raises:
+            BroadcastError: The sender says that it did not write all of it: every rank raises this.
+        """
+        ends = _block.piece_ends(frame.payload_bytes, frame.block_bytes, frame.chunk_bytes)
+        if not ends:
+            return
+        starts = [frame.payload_bytes, *ends[:-1]]
+        ends[-1] += _block.TRAILER_BYTES
+        longest = max(end - start for start, end in zip(starts, ends, strict=True))
+        sink = None if block is not None else np.empty(longest, np.uint8).data
+        for start, end in zip(starts, ends, strict=True):
+            part = block[start:end] if block is not None else sink[: end - start]  # type: ignore[index]
+            self.moving_bytes = end - start
+            yield move(part)
+        self.moving_bytes = 0
+        trailer = part[-_block.TRAILER_BYTES :]
+        last = Frame.unpack(trailer, sequence, self._root)
+        if last.status is not Status.GOOD:
+            raise self._raise_told(trailer, last)
 
     def _read_shared(self, frame: Frame, sequence: int) -> memoryview:
         if self._window is None:

@@ -1,9 +1,11 @@
 """The first frame: one fixed size, decoded from the sender's word alone.
 
 0  magic u32 | 4  version u8 | 5 status u8 | 6 kind u8 | 7 flags u8 | 8 sequence u64 | 16 block_bytes u64
-24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 text_bytes u32 | 44 slot u32 | 48 about u64
+24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 payload_bytes u32 | 44 slot u32 | 48 about u64
 56 crc32 of the bytes before | 60..63 zero
-64 payload: the whole block when it fits, else the sizes of large buffers; an error's text
+64 payload: the whole block when it fits, else the sizes of large buffers and a streamed block's head; an error's text
+
+A frame's header and an error's text are also the trailer of a streamed block.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from comm_broadcast._errors import RemoteProtocolError
 _HEADER = struct.Struct("<IBBBBQQQIIIIQ")
 _CRC = struct.Struct("<I")
 MAGIC = 0x4D584243
-VERSION = 1
+VERSION = 2
 
 
 class Status(enum.IntEnum):
@@ -38,6 +40,8 @@ class Kind(enum.IntEnum):
     INLINE = 0
     FOLLOWS = 1
     SHARED = 2
+    #: Follows in pieces that begin to travel before the last is written; a trailer says whether all were.
+    STREAMED = 3
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Frame:
         block_bytes: Size of the coalesced block (bytes).
         large_count: Buffers that travel after the block, each from where it is (count).
         rank: The rank that a failure is about.
-        text_bytes: Length of an error's text in the frame (bytes).
+        payload_bytes: Length of an error's text, or of a streamed block's head, in the frame (bytes).
         slot: Slot of the shared window.
         about: The exchange in which ``rank`` failed, of a failure that was not this exchange's.
     """
@@ -60,7 +64,7 @@ class Frame:
     chunk_bytes: int = 0
     large_count: int = 0
     rank: int = 0
-    text_bytes: int = 0
+    payload_bytes: int = 0
     slot: int = 0
     about: int = 0
 
@@ -68,7 +72,7 @@ class Frame:
         """Write the header."""
         _HEADER.pack_into(
             target, 0, MAGIC, VERSION, self.status, self.kind, 0, self.sequence, self.block_bytes, self.chunk_bytes,
-            self.large_count, self.rank, self.text_bytes, self.slot, self.about,
+            self.large_count, self.rank, self.payload_bytes, self.slot, self.about,
         )  # fmt: skip
         _CRC.pack_into(target, _HEADER.size, zlib.crc32(target[: _HEADER.size]))
 
@@ -95,10 +99,15 @@ class Frame:
             frame = Frame(got, Status(status), Kind(kind), block, chunk, large, rank, text, slot, about)
         except ValueError as error:
             raise RemoteProtocolError(f"rank {sender}: {error}") from error
-        if frame.status is Status.GOOD and (frame.kind is Kind.FOLLOWS or frame.large_count) and frame.chunk_bytes <= 0:
+        follows = frame.kind in (Kind.FOLLOWS, Kind.STREAMED) or frame.large_count
+        if frame.status is Status.GOOD and follows and frame.chunk_bytes <= 0:
             raise RemoteProtocolError(f"rank {sender}: chunks of {frame.chunk_bytes} bytes")
-        if frame.text_bytes > len(source) - HEADER_BYTES or (
-            frame.status is Status.GOOD and frame.kind is Kind.INLINE and frame.block_bytes > len(source) - HEADER_BYTES
+        room = len(source) - HEADER_BYTES
+        head = frame.payload_bytes if frame.status is Status.GOOD and frame.kind is Kind.STREAMED else 0
+        if (
+            frame.payload_bytes > room
+            or (frame.status is Status.GOOD and frame.kind is Kind.INLINE and frame.block_bytes > room)
+            or (head and head > min(room - 8 * frame.large_count, frame.block_bytes))
         ):
             raise RemoteProtocolError(f"rank {sender}: first frame promises more than it holds")
         return frame

@@ -3,6 +3,9 @@
 Touching fresh memory for the first time costs several times the copy into it. A buffer is handed out as an array; it is free
 again when that array and every view of it are gone, which the pool sees by a weak reference: nothing has to be given back,
 and a view that is kept only keeps its buffer from being reused.
+
+Larger buffers lie in huge pages where the system has them: on one node MPI reads the sender's memory page by page, which takes
+half the time in pages of 2 MiB.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 _SMALL_BYTES = 64 << 10
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 def _capacity(size: int) -> int:
@@ -24,9 +28,34 @@ def _capacity(size: int) -> int:
     return max(_SMALL_BYTES, 1 << (size - 1).bit_length()) if size else _SMALL_BYTES
 
 
+def _map(capacity: int) -> tuple[mmap.mmap, int]:
+    """Private memory of this size, and where in it to begin; in huge pages if it is large and there are such.
+
+    Raises:
+        MemoryError: There is none.
+    """
+    huge = capacity >= _HUGE_PAGE_BYTES
+    try:
+        # Room to begin at a huge page; what is not touched costs nothing.
+        memory = mmap.mmap(
+            -1, capacity + _HUGE_PAGE_BYTES if huge else capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(f"no memory for {capacity} bytes: {error}") from error
+    if not huge:
+        return memory, 0
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except (AttributeError, OSError):
+        # A system without: ordinary pages, slower and no less right.
+        return memory, 0
+    return memory, -np.frombuffer(memory, np.uint8, 1).ctypes.data % _HUGE_PAGE_BYTES
+
+
 @dataclass(slots=True)
 class _Entry:
     memory: mmap.mmap
+    offset: int
     capacity: int
     user: weakref.ref[ByteArray]
 
@@ -61,16 +90,13 @@ class BufferPool:
                 best = entry
         if best is None:
             self._trim(capacity)
-            try:
-                memory = mmap.mmap(-1, capacity)
-            except (OSError, ValueError, OverflowError) as error:
-                raise MemoryError(f"no memory for {capacity} bytes: {error}") from error
+            memory, offset = _map(capacity)
             self.allocations += 1
-            array = np.frombuffer(memory, np.uint8, size)
+            array = np.frombuffer(memory, np.uint8, size, offset)
             if len(self._entries) < self._entries_max:
-                self._entries.append(_Entry(memory, capacity, weakref.ref(array)))
+                self._entries.append(_Entry(memory, offset, capacity, weakref.ref(array)))
             return array
-        array = np.frombuffer(best.memory, np.uint8, size)
+        array = np.frombuffer(best.memory, np.uint8, size, best.offset)
         best.user = weakref.ref(array)
         return array
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import struct
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
+from operator import index as index_of
 from typing import Any
 
 import msgspec
@@ -15,14 +17,24 @@ from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._errors import BroadcastConfigError, RemoteProtocolError
 
 _INT32 = np.dtype(np.int32)
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 _NO_VALUE = 0xFFFFFFFF
 #: Requests whose other fields are encoded in one call (count): bounds that call, whatever the batch.
 _GROUP = 16
 _VERSION = 2
+#: Whether ``array("I")`` is the vector that is wanted; wherever CPython runs today.
+_FAST = array("I").itemsize == 4
+#: Small ids above which a list's types are looked at as a whole, not one by one (count).
+_FEW = 32
+_END = 1 << 31
 
 
-class _TokensSegment:
-    """Many token lists and arrays that become one int32 vector where it is written: one pass, no temporary."""
+class _TokensSegment(Segment):
+    """Many token lists and arrays that become one int32 vector where it is written.
+
+    Lists are converted one by one in ``prepare``, so that no hold of the interpreter lock grows with the batch; arrays are
+    copied one by one in ``copy``, and no part gives the lock away within.
+    """
 
     __slots__ = ("_parts", "_where", "nbytes")
 
@@ -31,34 +43,98 @@ class _TokensSegment:
         self._where = where
         self.nbytes = 4 * count
 
-    def write_into(self, target: memoryview) -> None:
-        """Part by part: another thread gets its turn between two, and no part gives the lock away within.
+    def prepare(self, target: memoryview) -> None:
+        """Convert the lists.
 
         Raises:
             ValueError: A token is not an integer of 32 bits; names request and token.
         """
-        vector = target.cast("i")
+        if set(map(type, self._parts)) <= {np.ndarray}:
+            return
+        vector = target.cast("I")
+        #: Lists that were taken as unsigned: what is in them is still to be looked at. (ordinal, start), runs of them.
+        run: list[tuple[int, int]] = []
         start = 0
         for ordinal, part in enumerate(self._parts):
-            end = start + len(part)
+            end = start if part is None else start + len(part)
             if type(part) is np.ndarray:
-                vector[start:end] = part  # type: ignore[call-overload]
+                self._look(target, run, start)
             elif part:
                 try:
-                    # As one argument list and a copy of the result: a fifth faster than packing in place.
-                    target[4 * start : 4 * end] = struct.pack(f"={len(part)}i", *part)
-                except struct.error as error:
-                    for index, value in enumerate(part):
-                        if not isinstance(value, int) or not -(2**31) <= value < 2**31:
-                            raise ValueError(
-                                f"{self._where(ordinal)}: token {index}: want a 32-bit integer, got {value!r}"
-                            ) from error
-                    raise
+                    if not _FAST:
+                        raise TypeError("no such array")
+                    # The one conversion of a list that neither counts references nor parses each value: half the time of
+                    # struct.pack, a quarter of NumPy's.
+                    values = array("I")
+                    values.fromlist(part if isinstance(part, list) else list(part))
+                    vector[start:end] = values
+                    run.append((ordinal, start))
+                except (TypeError, OverflowError):
+                    # A negative value, or no token at all.
+                    self._look(target, run, start)
+                    target[4 * start : 4 * end] = self._pack(ordinal, part)
             start = end
+        self._look(target, run, start)
 
-    def source(self) -> memoryview | None:
-        """There is no such vector yet."""
-        return None
+    def copy(self, target: memoryview) -> Iterator[int]:
+        """Copy the arrays."""
+        vector = target.cast("i")
+        start = 0
+        for part in self._parts:
+            end = start if part is None else start + len(part)
+            if type(part) is np.ndarray:
+                vector[start:end] = part  # type: ignore[call-overload]
+                yield 4 * end
+            start = end
+        yield self.nbytes
+
+    def _look(self, target: memoryview, run: list[tuple[int, int]], end: int) -> None:
+        """Find what the fast conversion lets pass in a run of lists, and forget the run: 2**31 and more, True and False.
+
+        All are below 2 as signed numbers, which is one look at the whole run; ordinary small ids are told apart afterwards.
+        """
+        if not run:
+            return
+        begin = run[0][1]
+        whole = np.frombuffer(target, _INT32, end - begin, 4 * begin)
+        if whole.min() < 2:
+            small = np.flatnonzero(whole < 2) + begin
+            ends = np.searchsorted(small, [*(start for _, start in run[1:]), end]).tolist()
+            first = 0
+            for (ordinal, start), last in zip(run, ends, strict=True):
+                part = self._parts[ordinal]
+                if last - first > _FEW:
+                    # A list full of padding: all its types at once, and its signs.
+                    wrong = bool in set(map(type, part)) or whole[start - begin :][: len(part)].min() < 0
+                else:
+                    found = [part[place - start] for place in small[first:last].tolist()]
+                    wrong = any(type(token) is bool or token >= _END for token in found)
+                if wrong:
+                    raise self._error(ordinal, part)
+                first = last
+        run.clear()
+
+    def _pack(self, ordinal: int, part: Any) -> bytes:
+        """The bytes of a list that may have negative values."""
+        try:
+            data = struct.pack(f"={len(part)}i", *part)
+        except struct.error as error:
+            raise self._error(ordinal, part) from error
+        if bool in set(map(type, part)):
+            raise self._error(ordinal, part)
+        return data
+
+    def _error(self, ordinal: int, part: Any) -> ValueError:
+        """Names the first value of a list that is no token."""
+        index, value = next(((i, v) for i, v in enumerate(part) if not _is_token(v)), (0, part))
+        return ValueError(f"{self._where(ordinal)}: token {index}: want a 32-bit integer, got {value!r}")
+
+
+def _is_token(value: Any) -> bool:
+    try:
+        return not isinstance(value, (bool, np.bool_)) and -_END <= index_of(value) < _END
+    except TypeError:
+        return False
 
 
 class TokenBatchCodec:
@@ -78,6 +154,7 @@ class TokenBatchCodec:
     """
 
     views = True
+    head_only = True
 
     def __init__(self, struct_type: type[msgspec.Struct], token_fields: Sequence[str] | None = None) -> None:
         if not (isinstance(struct_type, type) and issubclass(struct_type, msgspec.Struct)):
@@ -125,27 +202,18 @@ class TokenBatchCodec:
             raise TypeError(f"want a sequence of {self._type.__name__}, got {type(value).__name__}")
         items = list(value)
         count = len(items)
-        for index, kind in enumerate(map(type, items)):
-            if kind is not self._type:
-                raise TypeError(f"item {index}: want {self._type.__name__}, got {kind.__name__}")
+        if set(map(type, items)) - {self._type}:
+            index, kind = next((i, k) for i, k in enumerate(map(type, items)) if k is not self._type)
+            raise TypeError(f"item {index}: want {self._type.__name__}, got {kind.__name__}")
         parts: list[Any] = []
         lengths: list[int] = []
-        total = 0
         for name, read in zip(self._tokens, self._read_tokens, strict=True):
-            for index, tokens in enumerate(map(read, items)):
-                kind = type(tokens)
-                if kind is list or (kind is np.ndarray and tokens.dtype == _INT32 and tokens.ndim == 1):
-                    size = len(tokens)
-                elif tokens is None:
-                    lengths.append(_NO_VALUE)
-                    parts.append(())
-                    continue
-                else:
-                    tokens = _as_tokens(tokens, index, name)
-                    size = len(tokens)
-                lengths.append(size)
-                parts.append(tokens)
-                total += size
+            column = list(map(read, items))
+            if not _are_ready(column):
+                column = [_as_tokens(tokens, index, name) for index, tokens in enumerate(column)]
+            parts += column
+            lengths += [_NO_VALUE if tokens is None else len(tokens) for tokens in column]
+        total = sum(lengths) - _NO_VALUE * lengths.count(_NO_VALUE)
         encode, read_rest = self._encoder.encode, self._read_rest
         groups = [encode(list(map(read_rest, items[start : start + _GROUP]))) for start in range(0, count, _GROUP)]
         head = struct.pack(f"=I{len(lengths)}I{len(groups)}I", count, *lengths, *map(len, groups))
@@ -210,13 +278,23 @@ def _row(getter: Callable[..., Any], keys: list[Any]) -> Callable[[Any], tuple[A
     return many
 
 
+def _are_ready(column: list[Any]) -> bool:
+    """Whether all are lists, or all are vectors of int32: the common cases, found without a look at each in Python."""
+    kinds = set(map(type, column))
+    if kinds == {np.ndarray}:
+        return set(map(id, map(_DTYPE, column))) == {id(_INT32)} and set(map(_NDIM, column)) == {1}
+    return kinds <= {list}
+
+
 def _as_tokens(tokens: Any, index: int, name: str) -> Any:
-    """Anything else that holds token ids, as a list or an int32 vector."""
-    if isinstance(tokens, (list, tuple)):
+    """A field's token ids as a list or tuple, an int32 vector, or None."""
+    if tokens is None or isinstance(tokens, (list, tuple)):
         return tokens
-    array = np.asarray(tokens)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(f"item {index}: {name}: want a vector of integers, got {array.dtype} of shape {array.shape}")
-    if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
-        raise ValueError(f"item {index}: {name}: want 32-bit integers, got values up to {int(array.max())}")
-    return array.astype(np.int32)
+    array_ = np.asarray(tokens)
+    if array_.ndim != 1 or array_.dtype.kind not in "iu":
+        raise TypeError(f"item {index}: {name}: want a vector of integers, got {array_.dtype} of shape {array_.shape}")
+    if array_.dtype == _INT32:
+        return array_
+    if array_.size and (array_.max() >= _END or array_.min() < -_END):
+        raise ValueError(f"item {index}: {name}: want 32-bit integers, got values up to {int(array_.max())}")
+    return array_.astype(np.int32)

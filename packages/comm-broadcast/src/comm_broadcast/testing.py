@@ -43,7 +43,7 @@ class FakeWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         self._lock = threading.Lock()
-        self._board: dict[tuple[str, int], dict[int, bytes]] = defaultdict(dict)
+        self._board: dict[int, dict[int, bytes]] = defaultdict(dict)
         self._mail: dict[tuple[str, int, int], deque[bytes]] = defaultdict(deque)
         self._log: list[list[tuple[str, int]]] = [[] for _ in range(size)]
 
@@ -91,16 +91,18 @@ class FakeComm:
         self.size = world.size
         self._count = 0
 
-    def _join(self, name: str, size: int) -> tuple[str, int]:
+    def _join(self, name: str, size: int) -> dict[int, bytes]:
+        """What the ranks put down for their next collective."""
         self._count += 1
         self._world._log[self.rank].append((name, size))
-        return ("op", self._count)
+        # Without the lock two ranks can each make one.
+        with self._world._lock:
+            return self._world._board[self._count]
 
     def ibcast(self, buffer: Buffer, root: int) -> Request:
         """See :class:`Comm`."""
         view = memoryview(buffer).cast("B")
-        key = self._join("bcast", view.nbytes)
-        board = self._world._board[key]
+        board = self._join("bcast", view.nbytes)
         if self.rank == root:
             with self._world._lock:
                 board[root] = bytes(view)
@@ -122,8 +124,7 @@ class FakeComm:
         """See :class:`Comm`."""
         source = memoryview(send).cast("B")
         target = memoryview(receive).cast("B")
-        key = self._join("allgather", source.nbytes)
-        board = self._world._board[key]
+        board = self._join("allgather", source.nbytes)
         with self._world._lock:
             board[self.rank] = bytes(source)
 
@@ -148,7 +149,8 @@ class FakeComm:
     def irecv(self, buffer: Buffer, source: int) -> Request:
         """See :class:`Comm`."""
         view = memoryview(buffer).cast("B")
-        box = self._world._mail["data", source, self.rank]
+        with self._world._lock:
+            box = self._world._mail["data", source, self.rank]
 
         def attempt() -> bool:
             with self._world._lock:
