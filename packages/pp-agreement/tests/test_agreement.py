@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+import pp_agreement
 from pp_agreement import (
     Agreement,
     AgreementConfig,
@@ -23,6 +26,7 @@ from pp_agreement import (
     LocalProtocolError,
     Outcome,
     Prepared,
+    Reason,
     Released,
     RevokeResult,
     WithdrawResult,
@@ -360,3 +364,58 @@ def test_baseline_refuses_what_is_no_contribution_of_this_domain():
         with AllgatherAgreement(domain, 0, Forged(other)) as agreement:
             (fault,) = agreement.poll()
             assert fault.code is FaultCode.POISON and fault.suspect_rank == 1
+
+
+def test_the_largest_domain_tells_every_rank_s_reason():
+    """64 ranks, the mask's whole width: all reasons of a commit on all ranks, in rank order, over eight records."""
+    domain = Domain(3, tuple(range(100, 164)), scheduling_rank=130, coordinator_rank=101)
+    network = InProcessNetwork(domain)
+    agreements = [Agreement(domain, r, network.transport(r), AgreementConfig(credits=2)) for r in domain.ranks]
+    reasons = tuple(Reason(r % 12) for r in domain.ranks)
+    for agreement, reason in zip(agreements, reasons):
+        agreement.open()
+        key = agreement.admit(7, 1, ready=False)
+        agreement.vote_terminal(key, Outcome.FAILED, reason=reason)
+    agreements[30].start_drain(1)
+    for events in settle(agreements, 6).values():
+        (committed,) = [e for e in events if isinstance(e, Committed)]
+        assert committed.reasons == reasons
+        assert sum(isinstance(e, Drained) for e in events) == 1
+    assert verify([a.evidence() for a in agreements]) == ()
+
+
+def test_another_activation_order_is_found():
+    """S7: the order in which a schedule was followed is compared, not only how much of it."""
+    _network, (zero, one) = pair()
+    keys = [zero.admit(n, n) for n in (1, 2)]
+    assert [one.admit(n, n) for n in (1, 2)] == keys
+    for agreement in (zero, one):
+        for key in keys:
+            agreement.publish_ready(key)
+    settle((zero, one))
+    for agreement in (zero, one):
+        for key in keys:
+            agreement.acknowledge_prepare(key)
+    settle((zero, one))
+    zero.activate(keys)
+    one.activate(keys[::-1])
+    for agreement in (zero, one):
+        for key in keys:
+            agreement.vote_terminal(key, Outcome.COMPLETED)
+    zero.start_drain(2)
+    settle((zero, one), 8)
+    assert {d.field for d in verify([zero.evidence(), one.evidence()])} == {"activation_digest"}
+
+
+def test_the_core_has_no_clock_and_does_no_input_or_output():
+    """W19: what decides imports nothing that could wait, look at a clock, or talk to anybody."""
+    root = Path(pp_agreement.__file__).parent
+    allowed = {
+        "__future__", "struct", "collections", "collections.abc", "dataclasses", "enum", "hashlib", "types", "typing", "zlib",
+    }  # fmt: skip
+    for name in ("_events", "_state", "_machine", "_codec", "_config", "_errors"):
+        for node in ast.walk(ast.parse((root / f"{name}.py").read_text())):
+            if isinstance(node, ast.Import):
+                assert {alias.name for alias in node.names} <= allowed, name
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module in allowed or node.module.startswith("pp_agreement"), name

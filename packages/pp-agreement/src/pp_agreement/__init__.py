@@ -21,7 +21,6 @@ from pp_agreement._allgather import AllgatherAgreement, Exchange, InProcessExcha
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import (
     AgreementError,
-    AgreementTimeout,
     ConcurrentCallError,
     ConfigurationError,
     DomainStopped,
@@ -159,7 +158,6 @@ __all__ = [
     "DomainStopped",
     "ConcurrentCallError",
     "TransportError",
-    "AgreementTimeout",
     "InvariantViolation",
     "WouldBlock",
     "__version__",

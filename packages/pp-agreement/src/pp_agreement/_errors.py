@@ -79,9 +79,5 @@ class TransportError(AgreementError):
         self.rank = rank
 
 
-class AgreementTimeout(AgreementError, TimeoutError):
-    """A bounded wait ended. The object stays usable and the call may be repeated."""
-
-
 class WouldBlock(Exception):
     """No credit or no send slot now. Nothing changed; try again after a poll."""

@@ -1001,6 +1001,10 @@ class AgreementCore:
                 raise _Violation(FaultCode.DRAIN_MISMATCH, f"drain at {incarnation} after {self.drain_authored}")
         elif kind == _DRAIN_REPORT:
             if self.report_mask & bit:
+                if self.reports[source] != (incarnation, request_id):
+                    raise _Violation(
+                        FaultCode.DRAIN_MISMATCH, f"rank {self._name(source)} changed its drain report", suspect=source
+                    )
                 self.duplicates += 1
                 return
             self.report_mask |= bit
