@@ -31,6 +31,7 @@ from pp_agreement._verify import verify
 from pp_agreement.testing._monitor import Monitor, PropertyViolation
 
 CLEAN, MALFORMED, CRASH, DEATH, HOST_FAILURE = "clean", "malformed", "crash", "death", "host failure"
+INTERRUPT = "interrupt"
 _SAID = {
     int(Kind.VOTE): "publish",
     int(Kind.WITHDRAW): "withdraw",
@@ -42,6 +43,10 @@ _SAID = {
 }
 _TICK_S = 0.02
 _HEAL_TICKS = 1500
+
+
+class _Interrupt(BaseException):
+    """What a KeyboardInterrupt does: it comes between any two lines."""
 
 
 class SimulationFailure(Exception):
@@ -265,6 +270,11 @@ class _Host:
             lambda: agreement.vote_terminal(Key(1, len(log) + 9), Outcome.COMPLETED),
             lambda: agreement.start_drain(-1),
             lambda: agreement.busy(1e9),
+            lambda: agreement.busy("long"),  # type: ignore[arg-type]
+            lambda: agreement.publish_ready((1, 1, 0)),  # type: ignore[arg-type]
+            lambda: agreement.activate([None]),  # type: ignore[list-item]
+            lambda: agreement.admit("1", agreement.next_incarnation),  # type: ignore[arg-type]
+            lambda: agreement.admit(1, agreement.next_incarnation, 1),  # type: ignore[arg-type]
         ]
         if self.open_keys:
             key = draw.choice(list(self.open_keys.values()))
@@ -280,6 +290,10 @@ class _Host:
                     lambda: agreement.vote_terminal(foreign, Outcome.COMPLETED),
                     lambda: agreement.vote_terminal(key, Outcome.COMPLETED, Disposition.QUARANTINE),
                     lambda: agreement.withdraw(foreign),
+                    lambda: agreement.withdraw(key, 7),  # type: ignore[arg-type]
+                    lambda: agreement.vote_terminal(key, 1),  # type: ignore[arg-type]
+                    lambda: agreement.doubt(key, 99),  # type: ignore[arg-type]
+                    lambda: agreement.publish_ready(key._replace(attempt=-1)),
                 ]
         before = agreement._core.fingerprint()
         try:
@@ -345,7 +359,7 @@ class _Simulation:
         self.schedule: list[Key] = []
         self.healing = False
         self.refusals = 0
-        self.fault = draw.choices((CLEAN, MALFORMED, CRASH, DEATH, HOST_FAILURE), (60, 12, 10, 12, 6))[0]
+        self.fault = draw.choices((CLEAN, MALFORMED, CRASH, DEATH, HOST_FAILURE, INTERRUPT), (60, 12, 10, 12, 6, 6))[0]
         if self.size == 1:
             self.fault = CLEAN
         self.fault_tick = draw.randint(2, 60)
@@ -375,7 +389,10 @@ class _Simulation:
             order = [h for h in self.hosts if h.me not in self.dead]
             self.random.shuffle(order)
             for host in order:
-                self.turn(host)
+                try:
+                    self.turn(host)
+                except _Interrupt:
+                    self.interrupted(host)
         self.heal()
         leader = self.hosts[self.domain.scheduler_index].agreement.drain_state()
         return SimulationResult(
@@ -400,6 +417,11 @@ class _Simulation:
             host.misuse()
         if draw.random() < 0.1:
             host.agreement.validate()
+
+    def interrupted(self, host: _Host) -> None:
+        """A step was broken off half done: this rank decides nothing more, whatever its host does next."""
+        if host.agreement.stopped is None:
+            raise PropertyViolation(f"member {host.me}: goes on after a step that was broken off")
 
     def guarded(self, host: _Host, action: Callable[[], None]) -> None:
         if host.agreement.stopped is None:
@@ -442,6 +464,22 @@ class _Simulation:
                 self.network.kill(victim.agreement.rank)
         elif self.fault == HOST_FAILURE:
             victim.agreement.fail("the host says so")
+        elif self.fault == INTERRUPT:
+            name = draw.choice(("_note", "_fan_out", "_deliver_local", "_commit", "_retire", "_queue_up"))
+            core, countdown = victim.agreement._core, draw.randint(0, 3)
+            honest, after = getattr(core, name), draw.random() < 0.5
+
+            def breaking(*arguments: object, **options: object) -> object:
+                nonlocal countdown
+                countdown -= 1
+                if countdown >= 0 or not core.stepping:
+                    return honest(*arguments, **options)
+                setattr(core, name, honest)
+                if after:
+                    honest(*arguments, **options)
+                raise _Interrupt
+
+            setattr(core, name, breaking)
         else:
             coordinator = self.domain.coordinator_index
             other = draw.choice([h.me for h in self.hosts if h.me != coordinator])
@@ -462,21 +500,30 @@ class _Simulation:
         for _ in range(_HEAL_TICKS):
             self.now_s += _TICK_S
             for host in live:
-                host.poll()
-                if host.agreement.stopped is not None:
-                    continue
-                while host.admit_next():
-                    pass
-                self.work(host, 1.0)
-                self.guarded(host, host.schedule)
+                try:
+                    self.nurse(host)
+                except _Interrupt:
+                    self.interrupted(host)
             if not began and leader in live and leader.agreement.stopped is None:
                 began = True
-                leader.agreement.start_drain(len(self.log))
+                try:
+                    leader.agreement.start_drain(len(self.log))
+                except _Interrupt:
+                    self.interrupted(leader)
                 leader.released.clear()
             if self.converged(live):
                 return
         reports = [h.agreement.drain_state() for h in live]
         raise PropertyViolation(f"did not converge: {reports}")
+
+    def nurse(self, host: _Host) -> None:
+        host.poll()
+        if host.agreement.stopped is not None:
+            return
+        while host.admit_next():
+            pass
+        self.work(host, 1.0)
+        self.guarded(host, host.schedule)
 
     def converged(self, live: list[_Host]) -> bool:
         if self.fault == CLEAN:
@@ -507,7 +554,8 @@ class _Simulation:
             return True
         if self.fault == HOST_FAILURE:
             return all(h.agreement.stopped is not None for h in live)
-        # A malformed frame stops everybody, unless it happened to be a replay of something already processed.
+        # A malformed frame stops everybody, unless it happened to be a replay of something already processed; an
+        # interrupt does, unless its line was never reached again.
         stopped = [h.agreement.stopped is not None for h in live]
         return all(stopped) or (not any(stopped) and all(h.agreement.drain_state().drained for h in live))
 

@@ -1,0 +1,63 @@
+"""``docs/checked.md`` names tests that exist, every rule and every scenario."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from pp_agreement.testing import CI_WORLDS, NIGHTLY_WORLDS
+
+ROOT = Path(__file__).parent.parent
+ROWS = [
+    [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for line in (ROOT / "docs" / "checked.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| rule ")
+]
+NAMES = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1])})
+
+
+def mutants():
+    spec = importlib.util.spec_from_file_location("mutants_of_pp_agreement", ROOT / "tools" / "mutants.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return {mutant.name for mutant in module.MUTANTS}
+
+
+def test_every_row_has_a_rule_a_behaviour_and_a_test():
+    assert len(ROWS) > 60
+    for row in ROWS:
+        assert len(row) == 3 and re.fullmatch(r"[RSW]\d+(, [RSW]\d+)*", row[0]) and "`" in row[2], row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_exists(name):
+    if name.endswith(".txt"):
+        assert (ROOT / "tests" / "scenarios" / name).is_file()
+    elif name.startswith("world: "):
+        assert name.removeprefix("world: ") in {**CI_WORLDS, **NIGHTLY_WORLDS}
+    elif name.startswith("mutant: "):
+        assert name.removeprefix("mutant: ") in mutants()
+    else:
+        file, _, function = name.partition("::")
+        text = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"^ *def {function}\(", text, re.MULTILINE)
+        if function.startswith("check_"):  # a behaviour that real ranks run by name
+            assert re.search(rf'"{function}"|self\.{function}\(', text)
+
+
+def test_every_rule_has_a_row():
+    told = {name for row in ROWS for name in row[0].split(", ")}
+    for letter, count in (("R", 11), ("S", 21), ("W", 20)):
+        assert {f"{letter}{n}" for n in range(1, count + 1)} <= told
+
+
+def test_every_scenario_has_a_row():
+    assert {path.name for path in (ROOT / "tests" / "scenarios").glob("*.txt")} <= set(NAMES)
