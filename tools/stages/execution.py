@@ -261,7 +261,7 @@ class Runner:
         if live.exit_code not in (0, 1) and not any(c.failed for c in live.cases):
             text = "was killed or ran out of time" if live.exit_code is None else f"pytest exit {live.exit_code}"
             outcome.cases += (CaseResult(invocation.identity, "unfinished", 0.0, text, "", ("unfinished",)),)
-        if live.exit_code not in (0, 1) and live.not_started:
+        if live.not_started:
             self._say(f"  {len(live.not_started)} had not begun when it ended")
             rest = replace(invocation, targets=live.not_started, keyword=None, mark=None)
             second = self._pytest(rest, folder, f"{label}-rest")

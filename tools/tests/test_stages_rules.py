@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
@@ -831,6 +832,17 @@ def test_the_checker_does_not_import_what_it_checks(project):
         capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "test lists hold\n", "")
+
+
+def test_an_id_that_changes_with_the_process_is_found(project):
+    """Workers would collect different tests, and no waiver or rerun would find it again."""
+    (project / "t" / "test_good.py").write_text(
+        "import pytest\n\nX = [object()]\n\n\n@pytest.mark.parametrize('n', X, ids=repr)\ndef test_a(n):\n    pass\n"
+    )
+    (problem,) = checking.check_parity(project, project / "lists")
+    assert re.match(
+        r"l0_a10\.yml:\d+: t/test_good\.py::test_a\[<object object at 0x\w+>\]: an address in an id", problem
+    )
 
 
 def test_covering_goes_by_whole_names():
