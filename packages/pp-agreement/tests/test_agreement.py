@@ -419,3 +419,26 @@ def test_the_core_has_no_clock_and_does_no_input_or_output():
                 assert {alias.name for alias in node.names} <= allowed, name
             elif isinstance(node, ast.ImportFrom):
                 assert node.module in allowed or node.module.startswith("pp_agreement"), name
+
+
+def test_baseline_interrupted_in_an_exchange_takes_part_in_no_other():
+    """Out of step is out: another exchange would mix two of them."""
+    domain = Domain(4, (0, 1))
+    calls = []
+
+    class Interrupted:
+        name = "interrupted"
+
+        def exchange(self, contribution):
+            calls.append(contribution)
+            raise KeyboardInterrupt
+
+        def close(self, clean):
+            calls.append(clean)
+
+    agreement = AllgatherAgreement(domain, 0, Interrupted())
+    agreement.open()
+    with pytest.raises(KeyboardInterrupt):
+        agreement.poll()
+    assert [type(e) for e in agreement.poll()] == [Fault] and agreement.poll() == ()
+    assert agreement.close() is False and len(calls) == 2

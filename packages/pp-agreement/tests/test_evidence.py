@@ -175,6 +175,17 @@ def test_every_truncation_of_a_file_is_noticed(lifetime, tmp_path):
         assert main(["verify", str(path)]) != 0
 
 
+def test_foreign_text_does_not_drive_the_terminal(lifetime, tmp_path, capsys):
+    """Escapes and halves of surrogate pairs from a file are printed as what they are."""
+    records = copy.deepcopy(lifetime)
+    records[1]["fault"] = {"code": "\x1b[2J", "rank": 0, "detail": "\ud800\n\x07"}
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(records))
+    assert main(["verify", str(path)]) == 1
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1 and "\\x1b[2J" in told and "\\ud800\\n\\x07" in told
+
+
 def test_a_file_given_twice_is_noticed(lifetime, tmp_path, capsys):
     path = tmp_path / "all.json"
     path.write_text(json.dumps(lifetime))

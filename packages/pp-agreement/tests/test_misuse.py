@@ -473,6 +473,22 @@ def test_one_watch_for_several_domains():
         assert not agreement._dead
 
 
+def test_what_a_dead_rank_had_said_is_heard_first():
+    """R7: the launcher's word about a death does not overtake the decision that lies in the ring."""
+    _network, (zero, one) = pair()
+    for agreement in (zero, one):
+        agreement.vote_terminal(agreement.admit(7, 1, ready=False), Outcome.COMPLETED)
+    zero.poll(), one.poll()
+    zero.peer_died(1, "reaped")
+    zero.peer_died(1, "reaped")
+    assert zero.stopped is None
+    assert [type(e).__name__ for e in zero.poll()] == ["Committed", "DeathVerdict", "Fault"]
+    zero.peer_died(1, "again")
+    assert zero.poll() == () and not zero._dead
+    with pytest.raises(ConfigurationError):
+        zero.peer_died(5, "no member")
+
+
 def test_evidence_that_waits_does_not_pile_up():
     network, (_zero, one) = pair()
     network.hold(0, 1)

@@ -627,8 +627,16 @@ class Agreement(BaseAgreement):
         return not self._core.busy_pending
 
     def peer_died(self, rank: int, evidence: str) -> None:
-        """The launcher has operating-system evidence that ``rank`` is gone. Stops the domain; frees nothing."""
-        self._step(ev.PeerDied(self.domain.index_of(rank), str(evidence)[:1000]), self._clock())
+        """The launcher has operating-system evidence that ``rank`` is gone. Stops the domain; frees nothing.
+
+        What the rank had sent is heard first: its death counts in the poll that finds nothing more of it to read.
+        """
+        member = self.domain.index_of(rank)
+        if self._opened and not self._ended and member in self._core.peers:
+            if member not in self._buried:
+                self._dead.setdefault(member, str(evidence)[:1000])
+            return
+        self._step(ev.PeerDied(member, str(evidence)[:1000]), self._clock())
 
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """End this rank's part. After a proven drain all ranks shake hands, then the transport is freed.

@@ -177,6 +177,10 @@ class AllgatherAgreement(BaseAgreement):
         except TransportError as error:
             self._poisoned = True
             self.fail(str(error), FaultCode.TRANSPORT)
+        except BaseException as error:
+            self._poisoned = True  # in an exchange or out of it: no further one can be in step
+            self.fail(f"broken off in an exchange: {error!r}", FaultCode.TRANSPORT)
+            raise
         else:
             decoded = tuple(self._decode(data) for data in contributions)
             self._bytes_received += sum(len(data) for data in contributions)

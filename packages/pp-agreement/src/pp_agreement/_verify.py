@@ -36,7 +36,8 @@ class Difference:
 
     def __str__(self) -> str:
         where = "group" if self.rank is None else f"rank {self.rank}"
-        return f"{where}: {self.field}: {self.detail}"
+        told = f"{where}: {self.field}: {self.detail}"  # of foreign files: nothing in it may drive a terminal
+        return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in told])
 
 
 def verify(evidence: Iterable[Mapping[str, Any]]) -> tuple[Difference, ...]:
