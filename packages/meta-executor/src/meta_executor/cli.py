@@ -5,16 +5,22 @@ Exit codes: 0 done, 1 something failed while running, 2 it could not be started 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, ParamSpec
 
 import click
 
 from meta_executor.__about__ import __version__
 from meta_executor.config import ConfigError, ServiceConfig, apply_environment, load_service_config
 
+if TYPE_CHECKING:
+    from meta_executor.observe import ServiceClient
+
+_P = ParamSpec("_P")
 _CONFIG = click.argument("config", type=click.Path(path_type=Path), required=False)
 
 
@@ -40,6 +46,8 @@ def cli() -> None:
     \b
     meta-executor up service.yaml          start everything: context ranks, generation ranks, OpenAI front
     meta-executor generate "Once upon"     answer one prompt in this process, no service
+    meta-executor explain                  why each of the last requests went where it did
+    meta-executor top                      instances, ranks, queues, KV and rates of a running service, live
     meta-executor evidence verify DIR      check that every rank of a run decided the same
 
     Exit codes: 0 done, 1 failed while running, 2 could not be started as asked.
@@ -179,6 +187,97 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: i
     sys.exit(0 if trial.report.good else 1)
 
 
+def _observed(command: Callable[_P, None]) -> Callable[_P, None]:
+    """Options of the commands that look at a running service."""
+    run_dir = click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False, exists=True),
+                           help="Folder of the run, whose key an instance asks for; a front needs none.")  # fmt: skip
+    url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A front, or one instance.")
+    return url(run_dir(command))
+
+
+def _client(url: str, run_dir: Path | None) -> ServiceClient:
+    from meta_executor.config import RunSpec
+    from meta_executor.observe import ServiceClient
+
+    if run_dir is None:
+        return ServiceClient(url)
+    try:
+        key = RunSpec.load(run_dir).key().hex()
+    except (OSError, ValueError) as error:
+        _fail(2, f"--run-dir {run_dir} is no folder of a run: {error}")
+    return ServiceClient(url, key=key)
+
+
+@cli.command()
+@click.argument("request_ids", nargs=-1, metavar="[REQUEST]...")
+@click.option(
+    "--last", default=20, show_default=True, type=click.IntRange(1, 256), help="How many of the last requests."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON line: requests, and instances that cannot be asked.")
+@_observed
+def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str, run_dir: Path | None) -> None:
+    """Why each of the last requests went where it did.
+
+    REQUEST is an id as the answer's x-request-id says it; without one: the last requests, newest at the end. A running
+    service is asked; it keeps the last 256 decisions of its front and of each instance.
+    """
+    import msgspec
+
+    from meta_executor.observe import stories, text_of
+    from meta_executor.observe.explain import chosen
+
+    with _client(url, run_dir) as client:
+        routing = client.routing()
+    told, missing = chosen(stories(routing), request_ids, last)
+    if as_json:
+        click.echo(msgspec.json.encode({"requests": told, "not_kept": missing, "unknown": routing.unknown}))
+    else:
+        for story in told:
+            click.echo(text_of(story))
+        for owner_id, why in routing.unknown.items():
+            _say(f"{owner_id} cannot be asked: {why}")
+        if not told and not missing:
+            _say("no request has been routed yet")
+    if missing:
+        _fail(1, f"no decision is kept of request {', '.join(missing)}")
+
+
+@cli.command()
+@click.option(
+    "--interval", "interval_s", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Between frames (s)."
+)
+@click.option("--once", is_flag=True, help="Print one frame after one interval and leave.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: the frame as one JSON line.")
+@_observed
+def top(interval_s: float, once: bool, as_json: bool, url: str, run_dir: Path | None) -> None:
+    """Instances, ranks, queues, KV and rates of a running service, live, until Ctrl-C.
+
+    Levels are those of the moment, rates those between two frames. "tokens/s" of an instance counts tokens of answers handed
+    out, of a rank tokens computed.
+    """
+    import time
+
+    import msgspec
+
+    from meta_executor.observe import frame_of
+    from meta_executor.observe._rich import print_frame, run_live
+
+    if as_json and not once:
+        raise click.UsageError("--json prints one frame: give --once with it")
+    with _client(url, run_dir) as client:
+        if not once:
+            with contextlib.suppress(KeyboardInterrupt):
+                run_live(client.sample, interval_s)
+            return
+        before = client.sample()
+        time.sleep(interval_s)
+        frame = frame_of(before, client.sample())
+    if as_json:
+        click.echo(msgspec.json.encode(frame))
+    else:
+        print_frame(frame)
+
+
 @cli.group()
 def evidence() -> None:
     """What the ranks of a run wrote down about it."""
@@ -199,6 +298,7 @@ def main() -> NoReturn:
     """Entry point: errors that a person can act on are one line."""
     from meta_executor.engine.errors import EngineError
     from meta_executor.instance.launch import RunFailed
+    from meta_executor.observe import ObserveError
 
     try:
         cli(standalone_mode=False)
@@ -213,6 +313,8 @@ def main() -> NoReturn:
         _fail(2, str(error))
     except EngineError as error:
         _fail(2, str(error))
+    except ObserveError as error:
+        _fail(1, str(error))
     except RunFailed as error:
         _fail(1, str(error))
     sys.exit(0)

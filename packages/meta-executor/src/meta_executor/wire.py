@@ -296,6 +296,9 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     submit_calls: int = 0
     #: Requests routed to each attention-DP rank.
     routed_per_rank: list[int] = []
+    #: Requests between submission and last answer, and those of them that wait for admission (count).
+    requests_live_now: int = 0
+    requests_waiting_now: int = 0
     requests_ok: int = 0
     requests_failed: int = 0
     requests_cancelled: int = 0

@@ -106,3 +106,19 @@ def test_a_bad_environment_variable(tmp_path):
     """Names the variable and the value."""
     done = run("up", config(tmp_path, "port: 0\n"), env={"TLLM_RPC_LOCAL_FASTPATH": "on"})
     failed(done, 2, "TLLM_RPC_LOCAL_FASTPATH", "'on'")
+
+
+@pytest.mark.parametrize("command", ["explain", "top"])
+def test_a_service_that_does_not_answer_is_one_line(command):
+    """Exit 1 and the address; no traceback."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        failed(run(command, "--url", url), 1, url, "cannot be asked")
+    failed(run(command, "--url", "nonsense"), 1, "nonsense", "cannot be asked")
+
+
+def test_top_as_json_is_one_frame():
+    """--json without --once is a usage error."""
+    done = run("top", "--json")
+    assert done.returncode == 2 and "--once" in done.stderr

@@ -208,6 +208,8 @@ class _Statistics:
                 uptime_s=0.0,
                 ranks=ranks,
                 routed_per_rank=list(getattr(rank.admission, "routed", [])),
+                requests_live_now=counts.live,
+                requests_waiting_now=counts.waiting,
                 requests_ok=counts.completed,
                 requests_failed=counts.failed,
                 requests_cancelled=counts.cancelled,
