@@ -79,6 +79,8 @@ CALLS = {
     **{f"fail with {c!r}": lambda a, c=c: a.fail("x", c) for c in (None, 99, "HOST", Reason.HOST)},
     **{f"drain for {s!r}": lambda a, s=s: a.drain(s, wait=never) for s in (None, "1", float("nan"), True)},
     **{f"close within {s!r}": lambda a, s=s: a.close(s, wait=never) for s in (None, "1", float("nan"), True)},
+    **{f"state of {k!r}": lambda a, k=k: a.state(k) for k in BAD_KEYS[:6]},
+    **{f"story of {k!r}": lambda a, k=k: a.story(k) for k in BAD_KEYS[:6]},
     "open twice": lambda a: a.open(),
 }  # fmt: skip
 
@@ -105,6 +107,17 @@ def test_a_wrong_argument_changes_nothing(name):
 def test_a_domain_of_nonsense_is_refused(ranks):
     with pytest.raises(ConfigurationError, match="ranks"):
         Domain(1, ranks)
+
+
+@pytest.mark.parametrize(
+    ("domain", "rank", "config", "field"),
+    [(None, 0, None, "domain"), ((0, 1), 0, None, "domain"), (DOMAIN, 7, None, "rank"), (DOMAIN, "0", None, "rank"),
+     (DOMAIN, 0, {}, "config"), (DOMAIN, 0, 0, "config")],
+)  # fmt: skip
+def test_an_agreement_of_nonsense_is_refused(domain, rank, config, field):
+    with pytest.raises(ConfigurationError) as caught:
+        Agreement(domain, rank, InProcessNetwork(DOMAIN).transport(0), config)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("field", ["scheduling_rank", "coordinator_rank"])

@@ -10,6 +10,7 @@ from pp_agreement import (
     Aborted,
     Agreement,
     AgreementConfig,
+    Disposition,
     Domain,
     Fault,
     Finalized,
@@ -20,6 +21,7 @@ from pp_agreement import (
     Prepared,
     Reason,
     Released,
+    TerminalState,
     WouldBlock,
     verify,
 )
@@ -39,7 +41,7 @@ class Group(RuleBasedStateMachine):
         self.now_s = 0.0
         self.domain = Domain(1, tuple(range(SIZE)), scheduling_rank=scheduler, coordinator_rank=coordinator)
         self.network = InProcessNetwork(self.domain, window, clock=lambda: self.now_s)
-        config = AgreementConfig(credits=credits, frame_bytes_max=256, round_timeout_s=None)
+        config = AgreementConfig(credits=credits, frame_bytes_max=256, round_timeout_s=None, doubt_deadline_s=0.05)
         self.agreements = [
             Agreement(self.domain, r, self.network.transport(r), config, lambda: self.now_s) for r in range(SIZE)
         ]
@@ -120,6 +122,29 @@ class Group(RuleBasedStateMachine):
                 if "immutable" not in str(error) and "attempt is open" not in str(error):
                     raise
 
+    @rule(member=members, name=keys, quarantine=st.booleans())
+    def doubt(self, member, name, quarantine):
+        key = self.current(member, name)
+        if key is None or self.log[key.incarnation - 1][0] != key.request_id:
+            return
+        agreement = self.agreements[member]
+        state = agreement.state(key)
+        if state.terminal is TerminalState.DOUBTED and quarantine:
+            try:
+                agreement.vote_terminal(key, Outcome.FAILED, Disposition.QUARANTINE, Reason.DOUBT)
+            except LocalProtocolError as error:
+                if "deadline" not in str(error):
+                    raise
+        elif state.terminal < TerminalState.VOTED and state.ready.name in ("NOT_USED", "ACTIVATED", "COMPLETE"):
+            agreement.doubt(key)
+
+    @rule(member=members, name=keys, seconds=st.sampled_from([0.0, 0.1, 5.0]))
+    def advise(self, member, name, seconds):
+        key = self.current(member, name)
+        if key is not None and member != self.scheduler and self.log[key.incarnation - 1][0] == key.request_id:
+            self.agreements[member].recall(key)
+        self.agreements[member].busy(seconds)
+
     @rule()
     def activate(self):
         for key in self.released:
@@ -164,7 +189,7 @@ class Group(RuleBasedStateMachine):
                 self.poll_one(member)
                 for key in agreement.drain_state().undecided:
                     state = agreement.state(key)
-                    if state.heard and state.terminal.name == "OPEN" and state.ready.name in (
+                    if state.heard and state.terminal.name in ("OPEN", "DOUBTED") and state.ready.name in (
                         "NOT_USED", "ACTIVATED", "COMPLETE", "FINALIZED",
                     ):  # fmt: skip
                         agreement.vote_terminal(key, Outcome.COMPLETED)

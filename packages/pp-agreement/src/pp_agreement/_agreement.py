@@ -14,6 +14,7 @@ from pp_agreement._codec import Codec
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import (
     ConcurrentCallError,
+    ConfigurationError,
     LocalProtocolError,
     RemoteProtocolError,
     TransportError,
@@ -84,6 +85,10 @@ class BaseAgreement:
     def __init__(
         self, domain: Domain, rank: int, config: AgreementConfig, clock: Callable[[], float], *, replicated: bool
     ) -> None:
+        if not isinstance(domain, Domain):
+            raise ConfigurationError("domain", f"{domain!r} is no Domain")
+        if not isinstance(config, AgreementConfig):
+            raise ConfigurationError("config", f"{config!r} is no AgreementConfig")
         self.domain = domain
         self.rank = rank
         self.config = config
@@ -400,11 +405,16 @@ class BaseAgreement:
 
     def state(self, key: Key) -> RoundState | None:
         """This rank's view of an open round; None when it is not open here."""
-        return self._core.state(key.incarnation)
+        return self._core.state(self._number(key))
 
     def story(self, key: Key) -> str:
         """What happened to an open round, a line each."""
-        return "\n".join(self._core.story(key.incarnation))
+        return "\n".join(self._core.story(self._number(key)))
+
+    def _number(self, key: Key) -> int:
+        if type(key) is not Key or type(key.incarnation) is not int:
+            raise LocalProtocolError(f"{key!r} is no Key", rank=self.rank)
+        return key.incarnation
 
     def validate(self) -> None:
         """Check the invariants that one rank can see; raises ``InvariantViolation``."""
@@ -490,7 +500,7 @@ class Agreement(BaseAgreement):
         config: AgreementConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(domain, rank, config or AgreementConfig(), clock, replicated=False)
+        super().__init__(domain, rank, AgreementConfig() if config is None else config, clock, replicated=False)
         self._transport = transport
         self._codec = Codec(domain, rank, self.config.frame_bytes_max)
         self._bytes_sent = 0

@@ -109,7 +109,7 @@ class AllgatherAgreement(BaseAgreement):
         config: AgreementConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(domain, rank, config or AgreementConfig(), clock, replicated=True)
+        super().__init__(domain, rank, AgreementConfig() if config is None else config, clock, replicated=True)
         self._comm = comm
         self._exchange: Exchange | None = comm if hasattr(comm, "exchange") else None
         self._outgoing: tuple[Record, ...] = ()

@@ -71,6 +71,7 @@ def check_transport(
         transport.close(False)
         raise
     transport.close(True)
+    transport.close(False)  # nothing is left to let go of
 
 
 def _frame(number: int, records: int = 1) -> Frame:
