@@ -7,6 +7,8 @@ import sys
 import threading
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pp_agreement import (
     Aborted,
@@ -27,6 +29,7 @@ from pp_agreement import (
     Prepared,
     Reason,
     TransportError,
+    WouldBlock,
 )
 from pp_agreement._events import CloseRequested
 from pp_agreement._state import Kind
@@ -511,6 +514,52 @@ def test_evidence_that_waits_does_not_pile_up():
         one._transport.receive = lambda _n: Sweep([], 0)
         one.poll()
     assert one._dead == {0: "gone"} and one.stopped is None
+
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 4), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3),
+    st.sampled_from(list(Outcome) + list(Reason) + list(Disposition) + list(FaultCode)),
+    st.builds(Key, st.integers(-1, 8), st.integers(-1, 3), st.integers(-1, 2)),
+    st.builds(Key, st.none() | st.text(max_size=1) | st.just([]), st.none() | st.booleans() | st.just([]), st.floats()),
+    st.lists(st.builds(Key, st.integers(7, 8), st.integers(1, 2)), max_size=3),
+)  # fmt: skip
+keys = st.builds(Key, st.sampled_from([7, 8]), st.sampled_from([1, 2]), st.sampled_from([0, 0, 0, 1]))
+METHODS = {
+    "admit": 3, "publish_ready": 1, "withdraw": 2, "acknowledge_prepare": 1, "acknowledge_abort": 1, "activate": 1,
+    "revoke": 2, "recall": 2, "vote_terminal": 4, "doubt": 2, "start_drain": 1, "busy": 2, "state": 1, "story": 1,
+}  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1), st.sampled_from(sorted(METHODS)), st.tuples(keys | values, *[values] * 3)),
+        max_size=25,
+    )
+)
+@settings(max_examples=250, deadline=None)
+def test_any_calls_with_any_arguments(calls):
+    """Only this package's errors come out; a refusal changes nothing; what was accepted can be sent, and stops nobody."""
+    _network, both = pair(credits=3)
+    for agreement in both:
+        agreement.admit(7, 1)
+        agreement.admit(8, 2, ready=False)
+    broken_word = False
+    for member, name, arguments in calls:
+        agreement = both[member]
+        before = agreement._core.fingerprint()
+        try:
+            getattr(agreement, name)(*arguments[: METHODS[name]])
+        except (LocalProtocolError, WouldBlock, DomainStopped):
+            assert agreement._core.fingerprint() == before
+        # Two hosts may contradict each other with calls that are right by themselves: then, and only then, a fault.
+        broken_word |= name in ("admit", "start_drain", "activate")
+        for one in both:
+            one.poll()
+            one.validate()
+    if not broken_word:
+        assert both[0].stopped is both[1].stopped is None
+    else:
+        assert all(a.stopped is None or a.stopped.code is not FaultCode.INTERNAL for a in both)
 
 
 def count_calls(action):

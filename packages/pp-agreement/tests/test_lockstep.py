@@ -1,0 +1,196 @@
+"""The blocking baseline's core, replicated on every rank: any hosts, one exchange after another, the same decisions in each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pp_agreement import (
+    Aborted,
+    AgreementConfig,
+    AgreementCore,
+    Disposition,
+    Domain,
+    Fault,
+    Finalized,
+    FinalizeMode,
+    Key,
+    LocalProtocolError,
+    Outcome,
+    Prepared,
+    ReadyState,
+    Reason,
+    Released,
+    TerminalState,
+    WouldBlock,
+)
+from pp_agreement import _events as ev
+from pp_agreement._events import Answer, SendFrame
+from pp_agreement._machine import EXCHANGE
+from pp_agreement._state import TERMINAL_ALLOWED_IN
+from pp_agreement.testing import Monitor
+
+SAID = {1: "publish", 2: "withdraw", 3: "ack", 4: "activate", 5: "abort_ack", 6: "revoke", 8: "terminal"}
+
+
+class Group:
+    """Cores in lockstep: hosts act at random between exchanges; every exchange reaches all of them."""
+
+    def __init__(self, seed):
+        self.draw = draw = random.Random(seed)
+        size = draw.choice((1, 2, 3, 4))
+        ranks = tuple(range(size))
+        self.domain = Domain(1, ranks, scheduling_rank=draw.choice(ranks), coordinator_rank=draw.choice(ranks))
+        self.scheduler = self.domain.scheduler_index
+        config = AgreementConfig(credits=draw.choice((1, 2, 4)), round_timeout_s=None, doubt_deadline_s=0.0)
+        self.cores = [AgreementCore(self.domain, r, config, replicated=True) for r in ranks]
+        self.monitor = Monitor(size, self.scheduler)
+        self.released, self.schedule, self.followed = [], [], [0] * size
+        self.todo = [[] for _ in ranks]
+        self.planned = draw.randint(1, 8)
+        for me, core in enumerate(self.cores):
+            self.listen(me, core)
+
+    def listen(self, me, core):
+        said = core._say
+
+        def say(round_, slot, kind, outcome=0, disposition=0, reason=0):
+            if kind in SAID:
+                key = Key(round_.request_id, round_.incarnation, round_.attempt)
+                self.monitor.did(me, SAID[kind], key, (outcome, disposition) if kind == 8 else ())
+            said(round_, slot, kind, outcome, disposition, reason)
+
+        core._say = say
+
+    def call(self, me, event):
+        effects = self.cores[me].step(event, 0.0)
+        return next((e.value for e in effects if isinstance(e, Answer)), None)
+
+    def admit(self):
+        heard = self.cores[0].heard
+        if heard >= self.planned or self.draw.random() < 0.4:
+            return
+        event = ev.RequestAdmitted(10 + heard, heard + 1, self.draw.random() < 0.7)
+        try:
+            key = self.call(self.scheduler, event)
+        except WouldBlock:
+            return
+        for me in range(len(self.cores)):  # lockstep: before the same exchange everywhere
+            if me != self.scheduler:
+                assert self.call(me, event) == key
+            self.monitor.did(me, "admit", key)
+            self.todo[me].append(("publish" if event.ready else "vote", key))
+
+    def act(self, me, chance):
+        for what, key in [*self.todo[me]]:
+            if self.draw.random() >= chance:
+                continue
+            self.todo[me].remove((what, key))
+            round_ = self.cores[me].rounds.get(key.incarnation)
+            if round_ is None:
+                continue
+            if what == "publish":
+                odd = self.draw.random()
+                if round_.terminal < TerminalState.VOTED and key.attempt == round_.attempt:
+                    if odd < 0.1:
+                        self.call(me, ev.WithdrawRequested(key, self.draw.choice((Reason.NOT_READY, Reason.CANCELLED))))
+                    elif odd < 0.15 and round_.ready is ReadyState.IDLE:
+                        self.vote(me, key)
+                    else:
+                        self.call(me, ev.ReadyPublished(key))
+            elif what == "ack":
+                self.call(me, ev.PrepareAcknowledged(key))
+            elif what == "abort_ack":
+                self.call(me, ev.AbortAcknowledged(key))
+            elif what == "vote":
+                self.vote(me, key)
+
+    def vote(self, me, key):
+        round_ = self.cores[me].rounds.get(key.incarnation)
+        if round_ is None or round_.terminal >= TerminalState.VOTED:
+            return
+        outcome = self.draw.choice(list(Outcome))
+        vote = ev.TerminalVoted(key, outcome, Disposition.RELEASE, self.draw.choice(list(Reason)))
+        if round_.ready in TERMINAL_ALLOWED_IN:
+            self.call(me, vote)
+            return
+        with pytest.raises(LocalProtocolError, match="attempt is open"):
+            self.call(me, vote)
+        self.todo[me].append(("vote", key))
+
+    def run_schedule(self):
+        for key in [*self.released]:
+            if self.draw.random() < 0.2:
+                self.call(self.scheduler, ev.RevokeRequested(key, Reason.CANCELLED))
+            elif self.draw.random() < 0.5:
+                continue
+            else:
+                self.call(self.scheduler, ev.ScheduleActivated((key,)))
+                self.schedule.append(key)
+                self.todo[self.scheduler].append(("vote", key))
+            self.released.remove(key)
+        for me in range(len(self.cores)):
+            if me != self.scheduler and self.draw.random() < 0.7:
+                for key in self.schedule[self.followed[me] :]:
+                    self.call(me, ev.ScheduleActivated((key,)))
+                    self.todo[me].append(("vote", key))
+                self.followed[me] = len(self.schedule)
+
+    def exchange(self):
+        """One lockstep exchange; all ranks decide the same in it."""
+        contributions = []
+        for core in self.cores:
+            sent = [e.frame.records for e in core.step(ev.SlotFreed(EXCHANGE, 0), 0.0) if isinstance(e, SendFrame)]
+            contributions.append(sent[0] if sent else ())
+        for me, core in enumerate(self.cores):
+            for event in core.step(ev.ExchangeCompleted(tuple(contributions)), 0.0):
+                assert not isinstance(event, Fault), event
+                self.monitor.told(me, event)
+                self.react(me, event)
+            core.validate()
+        assert len({(c.digest, c.committed, c.closed_rounds, c.drained) for c in self.cores}) == 1
+        for incarnation in self.cores[0].rounds:
+            states = {
+                (r.phase, r.phase_attempt, r.votes, r.acks, r.activated, r.abort_acks, r.terminal_mask)
+                for r in (c.rounds[incarnation] for c in self.cores)
+            }
+            assert len(states) == 1, states
+
+    def react(self, me, event):
+        if isinstance(event, Prepared):
+            self.todo[me].append(("ack", event.key))
+        elif isinstance(event, Released):
+            self.released.append(event.key)
+        elif isinstance(event, Aborted):
+            self.todo[me].append(("abort_ack", event.key))
+        elif isinstance(event, Finalized) and event.mode is FinalizeMode.TERMINAL:
+            self.todo[me].append(("vote", event.key))
+        elif isinstance(event, Finalized) and event.mode is FinalizeMode.REOPEN:
+            self.todo[me].append(("publish", event.key._replace(attempt=event.key.attempt + 1)))
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_rank_decides_the_same_in_the_same_exchange(block):
+    """R11: replicated coordinators never drift apart, whatever the hosts do in between, and the drain proves it."""
+    decided = 0
+    for seed in range(block * 100, block * 100 + 100):
+        group = Group(seed)
+        for _ in range(40):
+            group.admit()
+            for me in range(len(group.cores)):
+                group.act(me, 0.5)
+            group.run_schedule()
+            group.exchange()
+        last = group.cores[0].heard
+        group.released.clear()
+        group.call(group.scheduler, ev.DrainRequested(last))
+        for _ in range(60):
+            for me in range(len(group.cores)):
+                group.act(me, 1.0)
+            group.run_schedule()
+            group.exchange()
+        assert all(core.drained for core in group.cores), f"seed {seed}: {[c.undecided() for c in group.cores]}"
+        assert len({core.activation_digest for core in group.cores}) == 1
+        decided += last
+    assert decided > 200
