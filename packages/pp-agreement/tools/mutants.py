@@ -214,6 +214,7 @@ MUTANTS = (
     one("advice about another request", "R1", M,
         "if round_.request_id != request_id or attempt > round_.attempt:\n                    self._impossible",
         "if attempt < 0:\n                    self._impossible"),
+    one("a repeated drain is told again", "S12", M, "            if self.drain_told:\n", "            if incarnation < 0:\n"),
     # hosts that misuse, interrupts, threads
     one("any number is a reason", "W3", M, "if type(value) is not kind:", "if value is None:", tests="test_misuse.py"),
     one("anything is a key", "W3", M, "        if type(key) is not Key:\n", "        if key is self:\n",

@@ -192,6 +192,7 @@ class AgreementCore:
         # drain and close
         self.drain_last: int | None = None
         self.drain_authored: int | None = None
+        self.drain_told = False
         self.reported = False
         self.report_mask = 0
         self.reports: dict[int, tuple[int, int]] = {}
@@ -1213,6 +1214,10 @@ class AgreementCore:
                     FaultCode.DRAIN_MISMATCH,
                     f"drain at {incarnation}; here {known} is the last one known and it was declared at {self.drain_last}",
                 )
+            if self.drain_told:
+                self.duplicates += 1
+                return
+            self.drain_told = True
             self.drain_last = incarnation
             self._emit(ev.DrainStarted(incarnation))
         elif kind == _DRAIN_STATUS:
@@ -1224,6 +1229,9 @@ class AgreementCore:
                 or request_id != int.from_bytes(self.digest[:8], "little")
             ):
                 raise _Violation(FaultCode.DRAIN_MISMATCH, f"drained at {incarnation} without this rank's report")
+            if self.drained:
+                self.duplicates += 1
+                return
             self.report_mask = self.all_mask
             self.drained = True
             self._emit(ev.Drained(incarnation, self.digest.hex()))
@@ -1734,7 +1742,7 @@ class AgreementCore:
             tuple(sorted(self.intents.items())), tuple([tuple(q) for q in self.queues.values()]),
             None if fault is None else (fault.code, fault.rank, fault.suspect_rank),
             self.drain_last, self.drain_authored, self.reported, self.report_mask, tuple(sorted(self.reports.items())),
-            self.drained, self.closing, self.close_mask, self.closed,
+            self.drained, self.closing, self.close_mask, self.closed, self.drain_told,
             (self.digest, self.activation_digest) if digests else (),
         )  # fmt: skip
 

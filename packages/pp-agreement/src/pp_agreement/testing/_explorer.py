@@ -477,6 +477,12 @@ CI_WORLDS: dict[str, World] = {
     "4 ranks, terminal": World(4, ready=False, terminal=(0, 1, 2, 0)),
     "2 ranks x 2 requests": World(2, 2, withdrawers=(1,), revoke=True, terminal=(0, 1), lazy=(Kind.VOTE,)),
     "2 ranks x 2, one credit": World(2, 2, withdrawers=(0,), terminal=(1, 0), credits=1, unheard=True, lazy=()),
+    "2 ranks x 2, drain, one credit": World(
+        2, 2, withdrawers=(1,), terminal=(0, 1), drain=True, credits=1, unheard=True, lazy=(),
+    ),
+    "3 ranks, drain, scheduler coordinates": World(
+        3, withdrawers=(1,), terminal=(0, 1, 0), drain=True, coordinator=0, lazy=(),
+    ),
     "2 ranks, reused id": World(2, 2, withdrawers=(1,), terminal=(0, 1), same_request=True, unheard=True, lazy=()),
 }  # fmt: skip
 """Explored by the tests."""
@@ -490,6 +496,10 @@ NIGHTLY_WORLDS: dict[str, World] = {
     "4 ranks, crash": World(4, withdrawers=(1,), crash=True, lazy=()),
     "3 ranks x 2, one withdrawer": World(3, 2, withdrawers=(1,), lazy=()),
     "3 ranks, idle voters": World(3, terminal=(0, 1, 2), idle_voters=(0, 1, 2), withdrawers=(1,), unheard=True),
+    "2 ranks x 2, drain": World(2, 2, withdrawers=(1,), terminal=(0, 1), drain=True, lazy=()),
+    "3 ranks, reopening": World(
+        3, withdrawers=(1, 2), withdraw_reason=Reason.NOT_READY, revoke=True, terminal=(0, 1, 0), attempts=2, lazy=(),
+    ),
     "3 ranks, drain": World(3, withdrawers=(1,), terminal=(0, 1, 0), drain=True),
     "2 ranks x 2, all withdraw": World(2, 2, withdrawers=(0, 1), revoke=True, terminal=(0, 1)),
 }  # fmt: skip
