@@ -229,6 +229,19 @@ def test_an_mpi_error_is_a_fault(mpi):
     assert zero.close(0.0) is False and mpi._left_behind
 
 
+def test_what_was_received_before_an_mpi_error_is_heard(mpi):
+    """W13: a decision in hand is not dropped because the next request fails."""
+    world, (zero, one) = pair(mpi)
+    for agreement in (zero, one):
+        agreement.vote_terminal(agreement.admit(7, 1, ready=False), Outcome.COMPLETED)
+    zero.poll(), one.poll()
+    request = zero._transport._streams[1]._receives[1]
+    request.Test = lambda *_: (_ for _ in ()).throw(MpiError("second"))
+    assert [type(e).__name__ for e in zero.poll()] == ["Committed"]
+    assert [type(e).__name__ for e in zero.poll()] == ["Fault"]
+    assert world.size == 2
+
+
 def test_the_window_is_refused_before_mpi_is_asked(mpi):
     """43: the second frame waits without a Start; it leaves when the first was received."""
     world, (zero, one) = pair(mpi, window=1)

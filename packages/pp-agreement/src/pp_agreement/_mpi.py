@@ -69,6 +69,7 @@ class MpiTransport:
         self._order: tuple[int, ...] = ()
         self._start = 0
         self._status: Any = None
+        self._broken: MPI.Exception | None = None  # found while frames were in hand
 
     def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
         """See :class:`Transport`. Collective over the domain's members."""
@@ -113,6 +114,8 @@ class MpiTransport:
 
     def receive(self, frames_max: int) -> Sweep:
         """See :class:`Transport`. Round robin, one frame per peer and turn."""
+        if self._broken is not None:
+            raise TransportError(str(self._broken)) from self._broken
         frames: list[tuple[int, bytes]] = []
         empty = 0
         count = len(self._order)
@@ -137,7 +140,10 @@ class MpiTransport:
                             return Sweep(frames, empty)
                 quiet = quiet + 1 if len(frames) == before else 0
         except MPI.Exception as error:
-            raise TransportError(str(error)) from error
+            if not frames:
+                raise TransportError(str(error)) from error
+            self._broken = error  # what was received is handed over first
+            return Sweep(frames, 0)
         return Sweep(frames, empty)
 
     def deaths(self) -> tuple[tuple[int, str], ...]:

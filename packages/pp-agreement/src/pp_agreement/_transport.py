@@ -42,7 +42,7 @@ class Transport(Protocol):
         """Take up to ``frames_max`` frames, fairly among members.
 
         Raises:
-            TransportError: The transport is broken for good.
+            TransportError: The transport is broken for good; no frame was in hand (else the next call raises).
         """
 
     def deaths(self) -> tuple[tuple[int, str], ...]:

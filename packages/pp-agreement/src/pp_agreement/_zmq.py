@@ -148,6 +148,8 @@ class ZmqTransport:
                     empty |= 1 << peer
                     live.remove(peer)
                 except zmq.ZMQError as error:
+                    if frames:  # what was received is handed over first; the next call finds the error again
+                        return Sweep(frames, 0)
                     raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
         return Sweep(frames, empty)
 
