@@ -219,6 +219,32 @@ def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, 
     assert sum(r.transfers_direct + r.transfers_merged for r in generation.ranks) > 0
 
 
+def test_why_a_request_went_where_it_did_is_shown_for_the_whole_service(service, client, model):
+    """Under the id that the answer carries: both legs, the instance of each, the rank inside and the reasons."""
+    answer = httpx.post(
+        f"{service.url}/v1/completions",
+        json={"model": model, "prompt": PROMPTS[1], "max_tokens": 4, "temperature": 0},
+        timeout=120.0,
+    )
+    request_id = int(answer.headers["x-request-id"], 16)
+    routing = httpx.get(f"{service.url}/debug/routing?limit=256").raise_for_status().json()
+    assert routing["unknown"] == {}
+    legs = [d for d in routing["decisions"] if d["request_id"] == request_id]
+    assert {(d["role"], d["owner_id"]) for d in legs} == {("context", "ctx-0"), ("generation", "gen-0")}
+    assert all(d["why"] and d["weight"] >= 5 for d in legs)
+    inside = {
+        instance["owner_id"]: [d for d in instance["decisions"] if d["request_id"] == request_id]
+        for instance in routing["instances"]
+    }
+    assert [d["rank"] for d in inside["ctx-0"]] == [-1]
+    (chosen,) = inside["gen-0"]
+    assert chosen["rank"] in (0, 1) and chosen["why"] == "least loaded"
+    statistics = service.statistics()["gen-0"]
+    assert next(i for i in routing["instances"] if i["owner_id"] == "gen-0")["decided"] == sum(
+        statistics.routed_per_rank
+    )
+
+
 def test_logs_hold_no_traceback_and_the_bounce_really_was_one(service, client, model):
     """No traceback, KeyError or unexplained fallback in any log; a long prompt's transfer was coalesced."""
     complete(client, model, PROMPTS[18])

@@ -230,6 +230,7 @@ def test_one_pair_from_start_to_proof() -> None:
 
 
 @pytest.mark.service
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_routing_is_shown_by_api_servers_in_processes_of_their_own() -> None:
     """Both proxies spawned: the decisions are made in rank 0's process and shown by another one."""
