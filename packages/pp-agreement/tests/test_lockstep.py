@@ -10,6 +10,7 @@ from pp_agreement import (
     Aborted,
     AgreementConfig,
     AgreementCore,
+    AgreementEvent,
     Disposition,
     Domain,
     Fault,
@@ -37,8 +38,10 @@ SAID = {1: "publish", 2: "withdraw", 3: "ack", 4: "activate", 5: "abort_ack", 6:
 class Group:
     """Cores in lockstep: hosts act at random between exchanges; every exchange reaches all of them."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, skewed):
         self.draw = draw = random.Random(seed)
+        self.skewed = skewed
+        self.log = []
         size = draw.choice((1, 2, 3, 4))
         ranks = tuple(range(size))
         self.domain = Domain(1, ranks, scheduling_rank=draw.choice(ranks), coordinator_rank=draw.choice(ranks))
@@ -68,19 +71,28 @@ class Group:
         return next((e.value for e in effects if isinstance(e, Answer)), None)
 
     def admit(self):
-        heard = self.cores[0].heard
-        if heard >= self.planned or self.draw.random() < 0.4:
-            return
-        event = ev.RequestAdmitted(10 + heard, heard + 1, self.draw.random() < 0.7)
-        try:
-            key = self.call(self.scheduler, event)
-        except WouldBlock:
-            return
-        for me in range(len(self.cores)):  # lockstep: before the same exchange everywhere
-            if me != self.scheduler:
-                assert self.call(me, event) == key
-            self.monitor.did(me, "admit", key)
-            self.todo[me].append(("publish" if event.ready else "vote", key))
+        """The authority's broadcast; with skew each rank hears it some exchanges later."""
+        heard = self.cores[self.scheduler].heard
+        if heard < self.planned and self.draw.random() < 0.6 and self.cores[self.scheduler].drain_last is None:
+            event = ev.RequestAdmitted(10 + heard, heard + 1, self.draw.random() < 0.7)
+            authority = self.cores[self.scheduler]
+            if authority.open_count < authority.config.credits:
+                self.hear(self.scheduler, event)
+                self.log.append(event)
+            else:
+                with pytest.raises(WouldBlock):
+                    authority.step(event, 0.0)
+        for me, core in enumerate(self.cores):
+            while core.heard < len(self.log) and not (self.skewed and self.draw.random() < 0.6):
+                self.hear(me, self.log[core.heard])
+
+    def hear(self, me, event):
+        key = Key(event.request_id, event.incarnation)
+        self.monitor.did(me, "admit", key)
+        effects = self.cores[me].step(event, 0.0)
+        assert [e.value for e in effects if isinstance(e, Answer)] == [key]
+        self.todo[me].append(("publish" if event.ready else "vote", key))
+        self.told(me, effects)  # the attempt may have been aborted before this rank heard of it
 
     def act(self, me, chance):
         for what, key in [*self.todo[me]]:
@@ -144,18 +156,22 @@ class Group:
             sent = [e.frame.records for e in core.step(ev.SlotFreed(EXCHANGE, 0), 0.0) if isinstance(e, SendFrame)]
             contributions.append(sent[0] if sent else ())
         for me, core in enumerate(self.cores):
-            for event in core.step(ev.ExchangeCompleted(tuple(contributions)), 0.0):
-                assert not isinstance(event, Fault), event
-                self.monitor.told(me, event)
-                self.react(me, event)
+            self.told(me, core.step(ev.ExchangeCompleted(tuple(contributions)), 0.0))
             core.validate()
         assert len({(c.digest, c.committed, c.closed_rounds, c.drained) for c in self.cores}) == 1
-        for incarnation in self.cores[0].rounds:
+        for incarnation in set.intersection(*[set(c.rounds) for c in self.cores]):
             states = {
                 (r.phase, r.phase_attempt, r.votes, r.acks, r.activated, r.abort_acks, r.terminal_mask)
                 for r in (c.rounds[incarnation] for c in self.cores)
             }
             assert len(states) == 1, states
+
+    def told(self, me, effects):
+        for event in effects:
+            if isinstance(event, AgreementEvent):
+                assert not isinstance(event, Fault), event
+                self.monitor.told(me, event)
+                self.react(me, event)
 
     def react(self, me, event):
         if isinstance(event, Prepared):
@@ -170,22 +186,25 @@ class Group:
             self.todo[me].append(("publish", event.key._replace(attempt=event.key.attempt + 1)))
 
 
+@pytest.mark.parametrize("skewed", [False, True], ids=["in step", "skewed"])
 @pytest.mark.parametrize("block", range(4))
-def test_every_rank_decides_the_same_in_the_same_exchange(block):
-    """R11: replicated coordinators never drift apart, whatever the hosts do in between, and the drain proves it."""
+def test_every_rank_decides_the_same_in_the_same_exchange(block, skewed):
+    """R11, R1: replicated coordinators never drift apart, whatever the hosts do in between and whenever each hears of an
+    admission; the drain proves it."""
     decided = 0
     for seed in range(block * 100, block * 100 + 100):
-        group = Group(seed)
+        group = Group(seed, skewed)
         for _ in range(40):
             group.admit()
             for me in range(len(group.cores)):
                 group.act(me, 0.5)
             group.run_schedule()
             group.exchange()
-        last = group.cores[0].heard
+        last = len(group.log)
         group.released.clear()
         group.call(group.scheduler, ev.DrainRequested(last))
         for _ in range(60):
+            group.admit()
             for me in range(len(group.cores)):
                 group.act(me, 1.0)
             group.run_schedule()

@@ -89,10 +89,10 @@ class _Member:
 class AllgatherAgreement(BaseAgreement):
     """The baseline with the same interface as :class:`Agreement`.
 
-    ``poll``, ``drain`` and ``close`` are collective: every rank calls them equally often, and admits the same requests
-    before the same poll (lockstep). A rank that cannot go on, or leaves ``with`` by an exception, contributes poison in
-    the next exchange, which stops the domain everywhere; none hangs for it. A drain ends in the same exchange on every
-    rank: the first deadline that passes anywhere counts for all.
+    ``poll``, ``drain`` and ``close`` are collective: every rank calls them equally often (lockstep). A rank that cannot go
+    on, or leaves ``with`` by an exception, contributes poison in the next exchange, which stops the domain everywhere;
+    none hangs for it. A drain ends in the same exchange on every rank: the first deadline that passes anywhere counts for
+    all. Admissions may reach the ranks before different exchanges.
 
     Args:
         domain, rank, config, clock: As for :class:`Agreement`.

@@ -361,7 +361,7 @@ class AgreementCore:
         self._note(round_, "admitted", self.me)
         self._fx.append(Answer(Key(request_id, incarnation, round_.attempt)))
         if event.ready and round_.terminal_mask and round_.phase is Phase.GATHERING:
-            self._abort(round_, int(Reason.TERMINAL_VOTE))
+            self._end_attempt(round_)
         if round_.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
             self._emit(ev.Aborted(Key(request_id, incarnation, round_.attempt), REASONS[round_.aborted_for]))
 
@@ -943,12 +943,23 @@ class AgreementCore:
         round_.terminal_votes[source] = vote
         round_.terminal_mask |= bit
         self._note(round_, "terminal vote", source)
-        if phase is Phase.GATHERING and (
-            round_.votes or (round_.heard and round_.uses_ready and round_.terminal_mask != self.all_mask)
-        ):  # nobody needs to become ready any more: end the attempt, so that everybody votes terminal
+        if phase is Phase.GATHERING and round_.votes:
             self._abort(round_, int(Reason.TERMINAL_VOTE))
+        elif phase is Phase.GATHERING and round_.heard and round_.uses_ready and round_.terminal_mask != self.all_mask:
+            self._end_attempt(round_)
         else:
             self._maybe_commit(round_)
+
+    def _end_attempt(self, round_: Round) -> None:
+        """A terminal vote, and nobody is ready: nobody needs to become it. End the attempt, so that everybody votes terminal.
+
+        Replicas must not decide by what they have heard, which differs: each rank says that it withdraws instead, and all
+        decide in the exchange that carries it.
+        """
+        if not self.replicated:
+            self._abort(round_, int(Reason.TERMINAL_VOTE))
+        elif round_.ready is ReadyState.IDLE and round_.terminal < TerminalState.VOTED:
+            self._withdraw(round_, int(Reason.TERMINAL_VOTE))
 
     def _maybe_commit(self, round_: Round) -> None:
         """All votes, and no readiness attempt in progress: the decision, once."""
