@@ -46,7 +46,7 @@ from kv_bounce_planner._messages import (
     ReceiveRequest,
     WriterResult,
 )
-from kv_bounce_planner._states import Outcome
+from kv_bounce_planner._states import Outcome, SendState
 from kv_bounce_planner._transport import WriteProgress
 
 DEADLINE_S = 10.0
@@ -72,6 +72,7 @@ class Scope:
     retire: bool = False
     time: bool = False
     lies: bool = False
+    ahead: bool = False
     executor: WriteExecutor = WriteExecutor.RECEIVER
 
 
@@ -88,6 +89,17 @@ SCOPES = (
     Scope("bounce, two writers", bounce=True, writers=2, parts=1),
     Scope("bounce, errors and death", bounce=True, parts=1, kill=True, errors=True, retire=True),
     Scope("bounce, time", bounce=True, parts=1, errors=True, time=True, fail=True),
+    Scope("bounce, gathered ahead", bounce=True, ahead=True, parts=1, fail=True),
+    Scope(
+        "bounce, gathered ahead, errors and death",
+        bounce=True,
+        ahead=True,
+        parts=1,
+        kill=True,
+        errors=True,
+        retire=True,
+    ),
+    Scope("bounce, gathered ahead, time", bounce=True, ahead=True, parts=1, time=True, fail=True),
     Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
 )
 #: The scopes of the smoke test: the smaller ones.
@@ -188,6 +200,7 @@ class World:
         self.outcome = Outcome.PENDING
         self.scattered = 0
         self.snapshots: list[Any] = [None] * scope.writers
+        self.offered = [False] * scope.writers
         self.lied = False
 
     def clone(self) -> World:
@@ -198,7 +211,7 @@ class World:
         new.to_receiver = [deque(queue) for queue in self.to_receiver]
         new.writes = [write.clone() if write else None for write in self.writes]
         new.marks = [set(marks) for marks in self.marks]
-        for name in ("todo", "alive", "reaped", "ready", "sealed", "source", "snapshots"):
+        for name in ("todo", "alive", "reaped", "ready", "sealed", "source", "snapshots", "offered"):
             setattr(new, name, list(getattr(self, name)))
         return new
 
@@ -213,7 +226,7 @@ class World:
             tuple(self.todo),
             tuple(self.alive), self.agent, tuple(self.reaped), self.published, self.cancelled,
             tuple(self.ready), tuple(self.sealed), self.ticked, self.memory, tuple(self.source),
-            self.outcome, self.scattered, self.lied, self.now_s,
+            self.outcome, self.scattered, self.lied, self.now_s, tuple(self.offered),
         )  # fmt: skip
 
     # -- what may happen next
@@ -227,6 +240,10 @@ class World:
             able.append(("cancel",))
         if self.todo:
             able.extend(("answer", index) for index in range(len(self.todo)))
+            if scope.ahead:
+                able.extend(
+                    ("decline", index) for index, each in enumerate(self.todo) if each[0] in ("region", "gathered")
+                )
         for rank in range(scope.writers):
             live = self.alive[rank]
             if live and self.to_sender[rank]:
@@ -235,6 +252,12 @@ class World:
                 able.append(("deliver to receiver", rank))
             if live and not self.ready[rank] and not self.tx[rank].sealed:
                 able.append(("ready", rank))
+            if live and scope.ahead and self.tx[rank].knows(self.operations[rank]):
+                state = self.tx[rank].state_of(self.operations[rank])
+                if state is SendState.WANTED and not self.offered[rank]:
+                    able.append(("offer", rank))
+                if state in (SendState.AHEAD, SendState.STAGED):
+                    able.append(("ask", rank))
             if live and scope.fail and not self.tx[rank].sealed:
                 able.append(("fail", rank))
             if live and scope.seal and not self.sealed[rank] and (self.tx[rank].served or scope.fail):
@@ -309,6 +332,20 @@ class World:
     def _seal(self, rank: int) -> None:
         self.sealed[rank] = True
         self._tx(rank, sc.SealAsked())
+
+    def _offer(self, rank: int) -> None:
+        self.offered[rank] = True
+        self._tx(rank, sc.SlotOffered(self.operations[rank]))
+
+    def _ask(self, rank: int) -> None:
+        self._tx(rank, sc.SlotAsked(self.operations[rank]))
+
+    def _decline(self, index: int) -> None:
+        kind, *rest = self.todo.pop(index)
+        if kind == "region":
+            self._rx(rc.RegionRefused("no_space"))
+        else:
+            self._tx(rest[0], sc.GatherEnded(self.operations[rest[0]], False, True, "the copier failed"))
 
     def _kill(self, rank: int) -> None:
         self.alive[rank] = False
@@ -476,10 +513,16 @@ class World:
                 case sc.ReserveSlot():
                     self.todo.append(("slot", rank))
                 case sc.DropSlot():
+                    if ("gathered", rank) in self.todo:
+                        raise Violation("a slot was given back while a gather writes it")
                     self.todo = [each for each in self.todo if each != ("slot", rank)]
                 case sc.Gather():
+                    if ("gathered", rank) in self.todo:
+                        raise Violation("two gathers into one slot")
                     self.todo.append(("gathered", rank))
                 case sc.Post(operation, bounce):
+                    if ("gathered", rank) in self.todo:
+                        raise Violation("a write was posted while its gather runs")
                     self.writes[rank] = Write(bounce)
                     if bounce:
                         self.to_receiver[rank].append(WriterResult(operation, 64, b"report"))
@@ -492,6 +535,8 @@ class World:
                 case sc.ReleaseSource():
                     if self.source[rank] != "owned":
                         raise Violation(f"source released after {self.source[rank]}")
+                    if ("gathered", rank) in self.todo:
+                        raise Violation("a source was released while a gather reads it")
                     self.source[rank] = "released"
                 case sc.QuarantineSource():
                     if self.source[rank] != "owned":

@@ -414,6 +414,41 @@ MUTANTS = (
         "        if False:",
         ("control",),
     ),
+    # gathering ahead
+    Mutant(
+        "who gathered ahead keeps the slot from who was granted",
+        "_session.py",
+        "            if self._ahead and self._arena.waiting_count:",
+        "            if False:",
+        ("sender",),
+    ),
+    Mutant(
+        "a slot is given back while a gather writes it",
+        "_send_core.py",
+        "                if record.state is _S.STAGED:\n                    self._yield(record)",
+        "                if record.state in (_S.AHEAD, _S.STAGED):\n                    self._yield(record)",
+        ("explore",),
+    ),
+    Mutant(
+        "a refusal posts while the gather runs",
+        "_send_core.py",
+        "            record.refused = True  # the gather ends first: it still writes the slot",
+        "            self._yield(record)\n            self._post(record, bounce=False)",
+        ("sender", "explore"),
+    ),
+    Mutant(
+        "a seal while gathering ahead ends at once",
+        "_states.py",
+        "        _ST.YIELD: _SS.WANTED,\n        _ST.SEAL: _SS.SEALING,",
+        "        _ST.YIELD: _SS.WANTED,\n        _ST.SEAL: _SS.SEALED,",
+    ),
+    Mutant(
+        "a gather ahead is taken for a grant",
+        "_send_core.py",
+        "            if event.succeeded:\n                record.machine.fire(_T.GATHERED)\n",
+        "            if event.succeeded:\n                record.machine.fire(_T.GATHERED)\n                self._post(record, bounce=True)\n                return\n",
+        ("sender", "explore"),
+    ),
     # what a poll may take
     Mutant(
         "a post takes as much as it may, whatever is left of the budget",

@@ -30,6 +30,7 @@ Layout, ownership half:
     _quarantine.py   what was given up
     _session.py      Receiver and Sender: the shells that perform effects
     _transport.py    what a session needs of a transport and of a control channel
+    _pacing.py       how much the next post may take
     _nixl.py         NixlTransport                 (the one file that imports nixl)
     _zmq.py          ZmqControlChannel             (the one file that imports zmq)
     testing.py       fakes and conformance checks

@@ -307,6 +307,11 @@ class BounceArena:
         found = self._find(byte_count)
         return None if found is None else self.base_address + found[1]
 
+    @property
+    def waiting_count(self) -> int:
+        """Reservations that wait."""
+        return len(self._waiting)
+
     def largest_region_bytes(self) -> int:
         """What an empty arena could give to one writer."""
         return self.capacity_bytes - self._first

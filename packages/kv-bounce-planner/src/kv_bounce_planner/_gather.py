@@ -67,13 +67,18 @@ class CopyTable:
         source, target, size = (frozen_int64(a) for a in (source_addresses, target_addresses, sizes))
         if not len(source) == len(target) == len(size):
             raise LayoutError(f"{len(source)} sources, {len(target)} targets, {len(size)} sizes")
-        if len(size) and (int(size.min()) <= 0 or int(source.min()) < 0 or int(target.min()) < 0):
+        if not len(size):
+            return CopyTable(source, target, size, 0, ())
+        smallest, largest = int(size.min()), int(size.max())
+        if smallest <= 0 or int(source.min()) < 0 or int(target.min()) < 0:
             raise LayoutError("a fragment without bytes or at no address", reason=Reason.BAD_FIELD)
         for addresses in (source, target):
             # The exact check makes temporaries as large as the list: only where the largest values could reach it.
-            near = len(size) > 0 and int(addresses.max()) > ADDRESS_MAX - int(size.max())
+            near = int(addresses.max()) > ADDRESS_MAX - largest
             if near and bool((addresses > ADDRESS_MAX - size).any()):
                 raise LayoutError("a fragment beyond the address space", reason=Reason.BAD_FIELD)
+        if smallest == largest < MEMMOVE_BYTES_MIN and len(size) > MEMMOVE_COUNT_MAX:
+            return CopyTable(source, target, size, smallest * len(size), (_Class(smallest, source, target),))
         return CopyTable(source, target, size, int(size.sum()), tuple(_classes(source, target, size)))
 
     @staticmethod
@@ -109,11 +114,6 @@ def _contiguous(address: int, sizes: Int64Array) -> Int64Array:
 
 
 def _classes(source: Int64Array, target: Int64Array, sizes: Int64Array) -> Iterator[_Class]:
-    if len(sizes) == 0:
-        return
-    if len(sizes) > MEMMOVE_COUNT_MAX and int(sizes.min()) == int(sizes.max()) < MEMMOVE_BYTES_MIN:
-        yield _Class(int(sizes[0]), source, target)
-        return
     large = sizes >= MEMMOVE_BYTES_MIN
     if len(sizes) <= MEMMOVE_COUNT_MAX:
         large = np.ones(len(sizes), np.bool_)

@@ -5,8 +5,10 @@ the request is sealed *and* every record ended with a proof: a later receive req
 write in progress still reads it (K3). Sealing comes before the terminal snapshot, and what is not yet posted then is
 never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
 
-Order against exhaustion: a sender's bounce slot is taken only after the receiver granted its region, and whoever holds a
-slot waits for nothing but its own copy and write. So regions wait for slots, slots never wait for regions: no cycle.
+Order against exhaustion: a sender waits for a bounce slot only after the receiver granted its region, and whoever holds a
+slot then waits for nothing but its own copy and write. A slot that is free may be used before, to gather while the region is
+asked for; it is given back as soon as a granted operation waits for one. So regions wait for slots, and slots never wait
+for regions: no cycle.
 """
 
 from __future__ import annotations
@@ -82,6 +84,20 @@ class SlotReserved:
 
 
 @dataclass(frozen=True)
+class SlotOffered:
+    """A slot was free and is this operation's, though its region is not granted yet."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class SlotAsked:
+    """A granted operation waits for a slot: whoever only gathered ahead gives its own back."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
 class GatherEnded:
     operation: OperationIdentity
     succeeded: bool
@@ -134,6 +150,8 @@ SendEvent = (
     | GrantArrived
     | RefusalArrived
     | SlotReserved
+    | SlotOffered
+    | SlotAsked
     | GatherEnded
     | WriteProgressed
     | CancelArrived
@@ -247,6 +265,9 @@ _DISPOSITIONS: dict[SendState, Disposition] = {
 }
 
 
+_BEFORE_POSTING = (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED, _S.GATHERING)
+
+
 class _Record:
     __slots__ = (
         "bounced",
@@ -260,6 +281,7 @@ class _Record:
         "posted",
         "proof",
         "reason",
+        "refused",
         "request",
         "resolving",
         "slot",
@@ -272,6 +294,7 @@ class _Record:
         self.resolving = False
         self.bounced = False
         self.cancelled = False
+        self.refused = False
         self.slot = False
         self.posted = 0
         self.completed = 0
@@ -345,7 +368,7 @@ class SendTransfer:
 
     def reads_source(self) -> bool:
         """Whether anything may still read the source."""
-        idle = (_S.HELD, _S.WANTED, _S.GRANTED, _S.DONE, _S.SEALED, _S.DRAINED, _S.RESOLVED)
+        idle = (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED, _S.DONE, _S.SEALED, _S.DRAINED, _S.RESOLVED)
         return any(record.state not in idle for record in self._records.values())
 
     def snapshot(self) -> TerminalSnapshot | None:
@@ -398,6 +421,15 @@ class SendTransfer:
                 record = self._records[operation]
                 record.machine.fire(_T.GATHER)
                 self._effects.append(Gather(operation))
+            case SlotOffered(operation):
+                record = self._records[operation]
+                record.machine.fire(_T.GATHER, "ahead")
+                record.slot = True
+                self._effects.append(Gather(operation))
+            case SlotAsked(operation):
+                record = self._records[operation]
+                if record.state is _S.STAGED:
+                    self._yield(record)
             case GatherEnded():
                 self._gathered(event, now_s)
             case WriteProgressed(progress):
@@ -410,7 +442,7 @@ class SendTransfer:
                 self._seal(now_s)
             case PeerInDoubt(peer, reason):
                 for record in self._records.values():
-                    if record.peer == peer and record.state in (_S.HELD, _S.WANTED, _S.GRANTED, _S.GATHERING):
+                    if record.peer == peer and record.state in _BEFORE_POSTING:
                         self._seal_record(record, reason, now_s)
             case PeerEvidenced(peer, evidence):
                 for record in self._records.values():
@@ -456,6 +488,10 @@ class SendTransfer:
             record.machine.fire(_T.GRANT)
             record.slot = True
             self._effects.append(ReserveSlot(operation))
+        elif record.state is _S.AHEAD and not record.refused:
+            record.machine.fire(_T.GRANT)
+        elif record.state is _S.STAGED:
+            self._post(record, bounce=True)
         elif not record.machine.terminal and record.state is not _S.SEALING:
             self._effects.append(NoteConflict(operation, f"a grant in {record.state.value}"))
 
@@ -464,6 +500,11 @@ class SendTransfer:
         if record.state is _S.WANTED:
             record.reason = ""
             self._post(record, bounce=False)
+        elif record.state is _S.AHEAD and not record.refused:
+            record.refused = True  # the gather ends first: it still writes the slot
+        elif record.state is _S.STAGED:
+            self._yield(record)
+            self._post(record, bounce=False)
         elif not record.machine.terminal and record.state is not _S.SEALING:
             self._effects.append(NoteConflict(operation, f"a refusal in {record.state.value}: {reason}"))
 
@@ -471,6 +512,13 @@ class SendTransfer:
         record.machine.fire(_T.POST, "bounce" if bounce else "direct")
         record.bounced = bounce
         self._effects.append(Post(record.request.operation, bounce))
+
+    def _yield(self, record: _Record) -> None:
+        """Give a slot back that was used ahead: nothing of it was posted."""
+        operation = record.request.operation
+        record.machine.fire(_T.YIELD)
+        record.slot = False
+        self._effects.append(DropSlot(operation, _prove(ProofKind.NEVER_POSTED, operation)))
 
     def _gathered(self, event: GatherEnded, now_s: float) -> None:
         record = self._records[event.operation]
@@ -483,7 +531,15 @@ class SendTransfer:
             self._clock(record, now_s)
             self._answer(record)
             return
-        if record.state is _S.SEALING:
+        if record.state is _S.AHEAD:
+            # Nothing is lost yet by a gather that failed: the region is not granted, and another one may succeed.
+            if event.succeeded:
+                record.machine.fire(_T.GATHERED)
+            if not event.succeeded or record.refused:
+                self._yield(record)
+            if record.refused:
+                self._post(record, bounce=False)
+        elif record.state is _S.SEALING:
             record.machine.fire(_T.GATHERED)
             self._ended(record, ProofKind.NEVER_POSTED)
             self._answer(record)
@@ -541,7 +597,7 @@ class SendTransfer:
         """Nothing begins any more; what holds a slot or was posted runs to its end."""
         self.sealed = True
         for record in self._records.values():
-            if record.state in (_S.HELD, _S.WANTED, _S.GRANTED):
+            if record.state in (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED):
                 self._seal_record(record, "the request is sealed", now_s)
             elif not record.machine.terminal:
                 self._clock(record, now_s)
@@ -552,11 +608,11 @@ class SendTransfer:
         """Stop one record as early as physics allows; the answer follows when it is true."""
         self._clock(record, now_s)
         record.reason = record.reason or reason
-        if record.state in (_S.HELD, _S.WANTED, _S.GRANTED):
+        if record.state in (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED):
             record.machine.fire(_T.SEAL, reason)
             self._ended(record, ProofKind.NEVER_POSTED)
             self._answer(record)
-        elif record.state is _S.GATHERING:
+        elif record.state in (_S.AHEAD, _S.GATHERING):
             record.machine.fire(_T.SEAL, reason)
         elif record.state is _S.POSTING:
             record.machine.fire(_T.SEAL, reason)

@@ -57,7 +57,7 @@ from kv_bounce_planner._ownership_errors import (
 from kv_bounce_planner._proof import Evidence, OwnedMemory, ProvenMemory
 from kv_bounce_planner._quarantine import QuarantineLedger
 from kv_bounce_planner._send_core import TerminalSnapshot
-from kv_bounce_planner._states import Outcome
+from kv_bounce_planner._states import Outcome, SendState
 from kv_bounce_planner._transport import (
     AgentInfo,
     ArrivedMark,
@@ -90,6 +90,8 @@ class SessionConfig:
         bounce_wait_s: How long a writer waits for a region before it is told to write in place, >= 0.
         quarantine_bytes_max: Memory that may be quarantined before the diagnosis is fatal, bytes, >= 0.
         copies_per_poll_max: Gathers or scatters submitted in one poll, count, >= 1.
+        gathers_ahead_max: Slots that may be used at once to gather while a region is still asked for, count, >= 0. Each
+            is given back when a granted operation waits for one.
     """
 
     transfers_max: int = 4096
@@ -100,6 +102,7 @@ class SessionConfig:
     bounce_wait_s: float = 0.2
     quarantine_bytes_max: int = 1 << 30
     copies_per_poll_max: int = 4
+    gathers_ahead_max: int = 1
 
     def __post_init__(self) -> None:
         for name in (
@@ -111,8 +114,11 @@ class SessionConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} wants >= 1, got {getattr(self, name)}")
-        if self.drain_deadline_s <= 0 or self.bounce_wait_s < 0 or self.quarantine_bytes_max < 0:
-            raise ValueError("drain_deadline_s wants > 0, bounce_wait_s and quarantine_bytes_max >= 0")
+        if self.drain_deadline_s <= 0:
+            raise ValueError(f"drain_deadline_s wants > 0, got {self.drain_deadline_s}")
+        for name in ("bounce_wait_s", "quarantine_bytes_max", "gathers_ahead_max"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} wants >= 0, got {getattr(self, name)}")
 
 
 # --- what poll() reports --------------------------------------------------------------------------------------------
@@ -280,23 +286,21 @@ class PlannerReports:
     """The planner's reports: the plan's digest, or with ``explicit`` every fragment."""
 
     def __init__(self, *, explicit: bool = False) -> None:
-        self._explicit = explicit
+        # Imported here, once: sessions need no planner unless they bounce.
+        from kv_bounce_planner import _codec, _report
+
+        self._explicit, self._codec, self._report = explicit, _codec, _report
 
     def encode(self, transfer: WriterTransfer, operation: OperationIdentity, base_address: int) -> bytes:
-        from kv_bounce_planner._codec import encode_report
-        from kv_bounce_planner._report import WriterReport
-
-        return encode_report(
-            WriterReport.for_transfer(
+        return self._codec.encode_report(
+            self._report.WriterReport.for_transfer(
                 transfer.writer, operation_id=operation.digest(), bound_base=base_address, explicit=self._explicit
             )
         )
 
     def check(self, plan: WriterPlan, report: bytes, operation: OperationIdentity, base_address: int) -> None:
-        from kv_bounce_planner._codec import decode_report
-        from kv_bounce_planner._report import validate_report
-
-        validate_report(plan, decode_report(report), bound_base=base_address, operation_id=operation.digest())
+        decoded = self._codec.decode_report(report)
+        self._report.validate_report(plan, decoded, bound_base=base_address, operation_id=operation.digest())
 
 
 @dataclass(frozen=True)
@@ -1165,6 +1169,7 @@ class Sender(_Shell):
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
         # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
         self._clocked: dict[RequestKey, _Send] = {}
         self._stepped: dict[RequestKey, _Send] = {}
@@ -1257,7 +1262,8 @@ class Sender(_Shell):
         self._progress()
         self._tick()
         self._flush()
-        self._prepare()
+        if self._prepare():
+            self._copies()  # ahead of the grant, so now: the grant is under way
         with self._lock:
             self._deliver()
             events, self._events = tuple(self._events), []
@@ -1396,6 +1402,7 @@ class Sender(_Shell):
                 self._step(record, sc.CancelArrived(message.operation, "the granted region is too small"))
                 return
             record.grants.setdefault(message.operation, message)
+            self._ahead.pop(message.operation, None)
             self._step(record, sc.GrantArrived(message.operation))
         else:
             self._step(record, sc.RefusalArrived(message.operation, message.reason))
@@ -1448,13 +1455,41 @@ class Sender(_Shell):
                 slot.bind_writer(operation, 0)  # type: ignore[arg-type]
                 record.slots[operation] = slot  # type: ignore[index]
                 self._step(record, sc.SlotReserved(operation))  # type: ignore[arg-type]
+            if self._ahead and self._arena.waiting_count:
+                for operation, record in list(self._ahead.items()):
+                    self._step(record, sc.SlotAsked(operation))
 
-    def _prepare(self) -> None:
-        """While a region is asked for, make the copy list for the slot that will probably be free then."""
+    def _gather_ahead(self, record: _Send, operation: OperationIdentity, transfer: WriterTransfer) -> bool:
+        """Use a slot that nobody waits for while the region is still asked for. Returns whether there was one."""
+        if self._arena is None or len(self._ahead) >= self.config.gathers_ahead_max:
+            return False
+        with self._lock:
+            if record.core.state_of(operation) is not SendState.WANTED:
+                return False
+            reservation = self._arena.reserve(operation, {0: transfer.total_bytes})
+            if not isinstance(reservation, Reservation):
+                return False
+            slot = reservation.advertise()
+            slot.bind_writer(operation, 0)
+            record.slots[operation] = slot
+            self._ahead[operation] = record
+            self._counters["gathers_ahead"] += 1
+            self._step(record, sc.SlotOffered(operation))
+        return True
+
+    def _prepare(self) -> bool:
+        """While a region is asked for, gather into a slot that is free, or make the list for one that will probably be.
+
+        Returns whether a gather is to begin.
+        """
+        ahead = False
         for _ in range(min(len(self._asking), self.config.copies_per_poll_max)):
             record, operation = self._asking.popleft()
             transfer = record.transfers.get(operation)
             if transfer is None or self._arena is None:
+                continue
+            if self._gather_ahead(record, operation, transfer):
+                ahead = True
                 continue
             address = self._arena.peek(transfer.total_bytes)
             if address is not None:
@@ -1462,6 +1497,7 @@ class Sender(_Shell):
                     record.prepared[operation] = (address, self._gather_list(transfer, address))
                 except Exception:  # noqa: BLE001 - the gather itself tries again, and its failure is told there
                     self._counters["prepare_failed"] += 1
+        return ahead
 
     def _gather_list(self, transfer: WriterTransfer, address: int) -> PreparedCopy:
         targets = read_only(transfer.staging_offsets + address)
@@ -1562,12 +1598,14 @@ class Sender(_Shell):
             case sc.ReserveSlot(operation):
                 self._reserve(record, operation)
             case sc.DropSlot(operation, proof):
+                self._ahead.pop(operation, None)
                 slot = record.slots.pop(operation, None)
                 if slot is not None:
                     slot.release((proof,))
                 elif self._arena is not None:
                     self._arena.withdraw(operation)
             case sc.QuarantineSlot(operation):
+                self._ahead.pop(operation, None)
                 slot = record.slots.pop(operation, None)
                 if slot is not None:
                     self._charge(slot.quarantine(), record.core.story_of(operation))

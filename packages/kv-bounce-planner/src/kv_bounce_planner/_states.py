@@ -107,6 +107,8 @@ RECEIVE_TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveTrigger, Receive
 class SendState(enum.StrEnum):
     HELD = "HELD"
     WANTED = "WANTED"
+    AHEAD = "AHEAD"
+    STAGED = "STAGED"
     GRANTED = "GRANTED"
     GATHERING = "GATHERING"
     SEALING = "SEALING"
@@ -132,6 +134,7 @@ class SendTrigger(enum.StrEnum):
     SEAL = "seal"
     GATHERED = "gather ended"
     GATHER_BROKEN = "gather broken"
+    YIELD = "slot given back"
     ERROR = "write error"
     CLASS_PROOF = "class proof"
     DEADLINE = "deadline"
@@ -140,7 +143,15 @@ class SendTrigger(enum.StrEnum):
 _SS, _ST = SendState, SendTrigger
 SEND_TRANSITIONS: Final[Mapping[SendState, Mapping[SendTrigger, SendState]]] = {
     _SS.HELD: {_ST.WANT: _SS.WANTED, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED},
-    _SS.WANTED: {_ST.GRANT: _SS.GRANTED, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED},
+    _SS.WANTED: {_ST.GRANT: _SS.GRANTED, _ST.GATHER: _SS.AHEAD, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED},
+    _SS.AHEAD: {
+        _ST.GRANT: _SS.GATHERING,
+        _ST.GATHERED: _SS.STAGED,
+        _ST.YIELD: _SS.WANTED,
+        _ST.SEAL: _SS.SEALING,
+        _ST.GATHER_BROKEN: _SS.SOURCE_IN_DOUBT,
+    },
+    _SS.STAGED: {_ST.POST: _SS.POSTING, _ST.YIELD: _SS.WANTED, _ST.SEAL: _SS.SEALED},
     _SS.GRANTED: {_ST.GATHER: _SS.GATHERING, _ST.SEAL: _SS.SEALED},
     _SS.GATHERING: {_ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALING, _ST.GATHER_BROKEN: _SS.SOURCE_IN_DOUBT},
     _SS.SEALING: {_ST.GATHERED: _SS.SEALED, _ST.GATHER_BROKEN: _SS.SOURCE_IN_DOUBT, _ST.DEADLINE: _SS.QUARANTINED},

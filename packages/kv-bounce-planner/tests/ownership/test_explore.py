@@ -33,6 +33,7 @@ def tool():
         "direct, time",
         "bounce, cancel",
         "bounce, cancel and abort, two parts",
+        "bounce, gathered ahead",
     ],
 )
 def test_every_interleaving_of_a_small_scope_keeps_the_invariants(tool, name):

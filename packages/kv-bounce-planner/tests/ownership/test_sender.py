@@ -31,6 +31,8 @@ from kv_bounce_planner._messages import (
 )
 
 KEY = RequestKey(1, 0)
+#: A send arena for one slot of 512 bytes, wherever the memory happens to begin.
+ONE_SLOT = 512 + 64
 
 
 def answers(lab, kind=Sealed | Drained | Doubt):
@@ -325,24 +327,169 @@ def test_a_transport_that_refuses_the_job_is_the_same_as_never_posted(make_lab, 
 # --- bounce slots ---------------------------------------------------------------------------------------------------
 
 
-def test_a_slot_is_taken_only_after_the_grant(make_lab):
-    """Waiting for a region holds no slot: regions wait for slots, never slots for regions."""
-    lab = make_lab(1)
+def asking(lab):
+    """A transfer whose region is asked for and not granted: the answer is held back."""
     lab.network.hold(lab.peer, lab.senders[0].self_id)
-    lab.open(tier="bounce")
+    (operation,) = lab.open(tier="bounce")
     lab.receiver.poll()
     lab.network.let(lab.peer, lab.senders[0].self_id)
     lab.ready()
-    lab.run(2, receiver=False)
+    lab.run(1, receiver=False)
+    lab.network.hold(lab.peer, lab.senders[0].self_id)
     assert [type(m).__name__ for m in answers(lab, BounceWanted)] == ["BounceWanted"]
+    return operation
+
+
+def test_without_gathering_ahead_a_slot_is_taken_only_after_the_grant(make_lab):
+    """Waiting for a region holds no slot."""
+    lab = make_lab(1, config=SessionConfig(gathers_ahead_max=0))
+    operation = asking(lab)
+    lab.run(2)
+    assert lab.senders[0].state_of(operation) == "WANTED"
     assert lab.senders[0]._arena.statistics().held_bytes == 0
+    lab.network.let(lab.peer, lab.senders[0].self_id)
     assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
     assert lab.senders[0]._arena.statistics().held_bytes == 0
 
 
+def test_a_free_slot_is_gathered_into_while_the_region_is_asked_for(make_lab):
+    """The copy runs during the round trip; nothing is written before the grant, and then at once."""
+    lab = make_lab(1)
+    sender, operation = lab.senders[0], asking(lab)
+    lab.run(2)
+    assert sender.state_of(operation) == "STAGED"
+    assert sender.statistics()["gathers"] == sender.statistics()["gathers_ahead"] == 1
+    assert sender._arena.statistics().held_bytes == 512
+    assert lab.world.writes == [] and answers(lab, WriterResult) == []
+    lab.network.let(lab.peer, sender.self_id)
+    sender.poll()
+    assert sender.state_of(operation) in ("POSTING", "IN_FLIGHT")
+    assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.in_place()
+    assert sender.statistics()["gathers"] == 1
+    assert sender._arena.statistics().held_bytes == 0
+
+
+def test_a_refused_region_gives_the_slot_back_and_the_write_goes_in_place(make_lab):
+    """Whether the gather had ended or not: it ends first, then the slot is free and the write is direct."""
+    for running in (False, True):
+        lab = make_lab(1, arena=1 << 15)
+        sender, copies = lab.senders[0], Copies()
+        if running:
+            sender._copier = copies
+        held = lab.arena.reserve("somebody", {0: lab.arena.largest_region_bytes()})
+        operation = asking(lab)
+        lab.run(2)
+        assert sender.state_of(operation) == ("AHEAD" if running else "STAGED")
+        lab.clock.advance(1)  # the receiver has no space: it refuses
+        lab.network.let(lab.peer, sender.self_id)
+        lab.run(4)
+        if running:
+            assert sender.state_of(operation) == "AHEAD"
+            assert sender._arena.statistics().held_bytes == 512
+            assert lab.world.landed == []
+            copies.done_now = True
+        lab.run()
+        assert lab.names() == ["TransferSucceeded", "MemoryReleased"]
+        assert lab.in_place()
+        assert sender._arena.statistics().held_bytes == 0
+        assert [type(e).__name__ for e in lab.sent[0] if type(e).__name__ == "OperationDone"] == ["OperationDone"]
+        assert sender.statistics()["operations_direct"] == 1
+        held.abandon()
+
+
+def test_a_slot_that_was_used_ahead_goes_to_who_was_granted(make_lab):
+    """One slot: the first gathers ahead and waits for its region; the second is granted, takes the slot, and both end."""
+    lab = make_lab(1, send_arena=ONE_SLOT)
+    sender = lab.senders[0]
+    first = asking(lab)
+    lab.run(2)
+    assert sender.state_of(first) == "STAGED"
+    queue = lab.network._queues[(lab.peer, sender.self_id)]
+    kept = [queue.popleft() for _ in range(len(queue))]  # the first's grant, late
+    lab.network.let(lab.peer, sender.self_id)
+    lab.open(2, tier="bounce")
+    lab.ready(2)
+    assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
+    assert sender.state_of(first) == "WANTED"
+    for frame in kept:
+        lab.network.inject(lab.peer, sender.self_id, frame)
+    assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.in_place()
+    assert sender._arena.statistics().held_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["seal", "fail", "cancel", "lost"])
+@pytest.mark.parametrize("running", [True, False])
+def test_an_end_while_gathering_ahead_waits_for_the_gather(make_lab, running, how):
+    """The gather reads the source and writes the slot: sealed, never posted, and only then are both free."""
+    lab = make_lab(1)
+    sender, copies = lab.senders[0], Copies()
+    sender._copier, copies.done_now = copies, not running
+    held = lab.arena.reserve("somebody", {0: lab.arena.largest_region_bytes()})  # so nothing is granted
+    operation = asking(lab)
+    lab.run(2)
+    assert sender.state_of(operation) == ("AHEAD" if running else "STAGED")
+    if how == "seal":
+        sender.seal(KEY)
+    elif how == "fail":
+        sender.fail(KEY, "aborted")
+    elif how == "lost":
+        sender.peer_died(lab.peer, PeerEvidence.CONNECTION_LOST)
+        sender.seal(KEY)
+    else:
+        lab.receiver.cancel(lab.identity())
+        lab.network.let(lab.peer, sender.self_id)
+        lab.run(2)
+        sender.seal(KEY)
+    lab.run(2)
+    if running:
+        assert sender.state_of(operation) == "SEALING"
+        assert "SourceReleased" not in lab.sent_names()
+        assert sender._arena.statistics().held_bytes == 512
+        copies.done_now = True
+        lab.run(2)
+    assert sender.state_of(operation) == "SEALED"
+    assert lab.sent_names()[-1] == "SourceReleased"
+    assert sender._arena.statistics().held_bytes == 0
+    assert lab.world.landed == []
+    assert sender.snapshot(KEY).operations == ((operation, "sealed"),)
+    held.abandon()
+
+
+def test_a_gather_ahead_that_fails_is_tried_again_after_the_grant(make_lab):
+    """Before the grant nothing is lost by a copier's error that proves idle; one that proves nothing keeps everything."""
+    lab = make_lab(1)
+    sender, copies = lab.senders[0], Copies()
+    original, sender._copier, sender._errors_prove_idle = sender._copier, copies, True
+    copies.error = "busy"
+    operation = asking(lab)
+    lab.run(2)
+    assert sender.state_of(operation) == "WANTED"
+    assert sender._arena.statistics().held_bytes == 0
+    sender._copier = original
+    lab.network.let(lab.peer, sender.self_id)
+    assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.in_place()
+
+    lab = make_lab(1)
+    sender, copies = lab.senders[0], Copies()
+    sender._copier, sender._errors_prove_idle, copies.error = copies, False, "device lost"
+    operation = asking(lab)
+    lab.run(2)
+    sender.seal(KEY)
+    assert sender.state_of(operation) == "SOURCE_IN_DOUBT"
+    lab.clock.advance(11)
+    lab.run(2)
+    assert "SourceQuarantined" in lab.sent_names()
+    assert sender._arena.statistics().quarantined_bytes == 512
+
+
 def test_senders_with_one_slot_each_and_a_small_region_never_deadlock(make_lab):
     """Many transfers, both arenas for one at a time, two writers: all end, all bounced or told why not."""
-    lab = make_lab(2, arena=1024, send_arena=512, config=SessionConfig(bounce_wait_s=1e9, drain_deadline_s=1e9))
+    lab = make_lab(
+        2, arena=512 + ONE_SLOT, send_arena=ONE_SLOT, config=SessionConfig(bounce_wait_s=1e9, drain_deadline_s=1e9)
+    )
     for request in range(1, 21):
         lab.open(request, tier="bounce")
     for request in range(20, 0, -1):
@@ -352,6 +499,8 @@ def test_senders_with_one_slot_each_and_a_small_region_never_deadlock(make_lab):
     lab.run(400)
     assert lab.names().count("TransferSucceeded") == 20
     assert lab.arena.statistics().held_bytes == 0
+    assert [sender.statistics()["operations_bounced"] for sender in lab.senders] == [20, 20]
+    assert any(sender.statistics()["gathers_ahead"] for sender in lab.senders)
 
 
 class Copies:
