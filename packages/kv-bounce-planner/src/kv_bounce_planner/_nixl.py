@@ -62,9 +62,9 @@ STRIDED_COUNT_MIN: Final = 64
 EXAMINED_PER_STEP: Final = 16384
 #: A call that progresses the library and takes longer did the work of posts; shorter ones only asked (seconds).
 WORK_S: Final = 50e-6
-#: What a poll's first post may take beyond the budget, as a share of it, if it is its write's last: a rest would cost another
+#: What a poll's first post may take beyond the budget, as a share of it, if it is a whole write: a rest would cost another
 #: post, another notification and another poll.
-ENDING: Final = 0.5
+WHOLE: Final = 0.75
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NixlConfig:
         descriptors_per_grain: The smallest post, count, >= 1: what is posted in any case, whatever it costs.
         bytes_per_grain: The smallest post, bytes, >= 1; larger fragments are cut.
         post_budget_s: Posting within one poll stops when the next post would end later than this, counted from the poll's
-            beginning, > 0; one that ends a write may take half as much again. One grain is posted in any case; asking
+            beginning, > 0; one that is a whole write may take 1.75 times as much. One grain is posted in any case; asking
             for states takes at most half of it.
         parts_in_flight_max: Per agent, count, >= 1.
         error_handling: UCX error handling mode of the endpoints: ``peer`` notices a dead peer.
@@ -95,7 +95,7 @@ class NixlConfig:
     bytes_per_post_max: int = 4 << 20
     descriptors_per_grain: int = 16
     bytes_per_grain: int = 256 << 10
-    post_budget_s: float = 0.001
+    post_budget_s: float = 0.0008
     parts_in_flight_max: int = 64
     error_handling: str = "peer"
     strided: bool = True
@@ -688,9 +688,9 @@ class NixlTransport:
                 units = ends / BYTES_PER_UNIT + np.arange(1, len(ends) + 1)
                 grain = min(job.grain, len(ends))
                 count = int(np.searchsorted(ends, self.config.bytes_per_post_max, side="right"))
-                last = begin + count == job.pieces.count
-                extra = 0.0 if begun or agent.in_flight else ENDING * self.config.post_budget_s
-                if not last or units[count - 1] > pace.fitting(left + extra, float(units[grain - 1])):
+                whole = not begun and not agent.in_flight and begin == 0 and count == job.pieces.count
+                extra = WHOLE * self.config.post_budget_s
+                if not whole or units[count - 1] > pace.fitting(left + extra, float(units[grain - 1])):
                     fitting = pace.fitting(left, float(units[grain - 1]))
                     count = min(count, int(np.searchsorted(units, fitting, side="right")))
                     if begin + count < job.pieces.count:

@@ -118,7 +118,7 @@ def smallest_post_s(count, size):
 def test_a_poll_exceeds_its_budget_by_at_most_one_smallest_post(costly, block):
     """Whatever posts cost, from the first poll on: cold, warm, regular or not, tiny or huge fragments.
 
-    Beyond that, only the last post of a write may take half a budget more.
+    Beyond that, only a write that is one post may take three quarters of a budget more.
     """
     generator = random.Random(block)
     for trial in range(60):
@@ -136,8 +136,8 @@ def test_a_poll_exceeds_its_budget_by_at_most_one_smallest_post(costly, block):
             began, before = Costly.now, len(Costly.posts)
             ended += sum(write.state == "done" for write in transport.poll().writes)
             posts = Costly.posts[before:]
-            last = posts and posts[-1][0].index + posts[-1][0].extent == posts[-1][0].count
-            allowed = budget * (1.5 if last else 1.0) + smallest_post_s(count, size)
+            whole = len(posts) > 0 and posts[0][0].extent == posts[0][0].count
+            allowed = budget * (1.0 + _nixl.WHOLE if whole else 1.0) + smallest_post_s(count, size)
             assert Costly.now - began <= allowed * (1 + 1e-9), (Costly.terms, budget, size, count, posts)
         for number in range(2):
             marks = [mark for mark, _, _ in Costly.posts if mark.operation.operation == number]
