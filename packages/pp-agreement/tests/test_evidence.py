@@ -164,6 +164,11 @@ def test_files_that_are_none(text, tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_file_without_end_is_refused(capsys):
+    assert main(["verify", "/dev/zero"]) == 2
+    assert "longer than" in capsys.readouterr().err
+
+
 def test_every_truncation_of_a_file_is_noticed(lifetime, tmp_path):
     """A file that was cut at any byte never verifies."""
     whole = "\n".join(json.dumps(r) for r in lifetime)

@@ -17,6 +17,7 @@ EQUAL_FIELDS = (
     "quarantined", "activated", "digest", "activation_digest", "last_incarnation",
 )  # fmt: skip
 MODES = ("async", "allgather")
+FILE_BYTES_MAX = 64 << 20
 COUNTS = ("admitted", "committed", "closed", "open_rounds", "quarantined", "activated", "last_incarnation")
 _DIGEST = re.compile("[0-9a-f]{32}").fullmatch
 _SHAPES: tuple[tuple[str, type | tuple[type, ...]], ...] = (
@@ -171,7 +172,11 @@ def read_evidence(path: Path) -> list[Mapping[str, Any]]:
     Raises:
         ValueError: The file holds something else; the message names it.
     """
-    text = path.read_text(encoding="utf-8")
+    with path.open("rb") as file:
+        data = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise ValueError(f"{path}: longer than {FILE_BYTES_MAX} bytes")
+    text = data.decode("utf-8")
     if not text.strip():
         raise ValueError(f"{path}: empty")
     try:
