@@ -239,7 +239,13 @@ def link(torch: Any) -> list[dict[str, object]]:
     # The direct writes get the best of two settings: bounded posts as sessions use them, and everything in one post.
     settings = {
         "bounded posts": {"descriptors_per_post_max": 256},
-        "one post": {"descriptors_per_post_max": 4096, "bytes_per_post_max": 1 << 30, "post_budget_s": 10.0},
+        "one post": {
+            "descriptors_per_post_max": 4096,
+            "bytes_per_post_max": 1 << 30,
+            "descriptors_per_grain": 4096,
+            "bytes_per_grain": 1 << 30,
+            "post_budget_s": 10.0,
+        },
     }
     best: dict[str, dict[Tier, float]] = {name: {} for name in LINK_CASES}
     phases_of: dict[str, Any] = {}
