@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -570,11 +571,15 @@ def count_calls(action):
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    collecting = gc.isenabled()
+    gc.disable()  # whose callbacks would count
     sys.setprofile(profile)
     try:
         action()
     finally:
         sys.setprofile(None)
+        if collecting:
+            gc.enable()
     return calls
 
 
