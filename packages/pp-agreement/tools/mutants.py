@@ -419,6 +419,7 @@ def check_tests(names: str) -> str | None:
                 self.found = f"{report.nodeid}: cannot be collected"
 
     reporter = Reporter()
+    sys.path.insert(0, str(ROOT.parent.parent))  # tests that spawn processes are found there by name
     chosen = [str(ROOT / "tests" / word) if word.endswith(".py") else word for word in names.split()]
     with contextlib.redirect_stdout(io.StringIO()):
         code = pytest.main([*chosen, "-x", "-q", "-p", "no:cacheprovider", "-m", "not mpi and not slow"], [reporter])
