@@ -30,7 +30,11 @@ l0_a10:
 - condition: {wildcards: {gpu: [a10]}}
   tests: [t/test_good.py]
 """
-CONFIG = "[tool.pytest.ini_options]\nmarkers = ['mpi', 'service', 'slow']\n"
+CONFIG = """[tool.pytest.ini_options]
+markers = ['mpi', 'service', 'slow']
+filterwarnings = ['error']
+asyncio_default_fixture_loop_scope = 'function'
+"""
 
 
 def make_project(folder: Path) -> Path:

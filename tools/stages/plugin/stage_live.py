@@ -7,6 +7,7 @@ pytest's own ``--deselect`` goes by the beginning of a name, and would take test
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from typing import Any
@@ -20,13 +21,17 @@ class Writer:
     """Appends events."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed at the session's end
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         self._selected = False
 
     def write(self, **event: Any) -> None:
         """One line, flushed: the next instruction may be the process's last."""
         self._file.write(json.dumps(event) + "\n")
         self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more will be written: a file left open is a warning, and where warnings are errors a failed test."""
+        self._file.close()
 
     def pytest_collection_finish(self, session: Any) -> None:
         """What was selected: what of it never began is known after a crash, too."""
@@ -68,6 +73,10 @@ class Writer:
         """The session came to its own end."""
         self.write(event="end", exit=int(exitstatus))
 
+    def pytest_unconfigure(self) -> None:
+        """After the last hook that writes."""
+        self.close()
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
@@ -82,7 +91,8 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
         config.hook.pytest_deselected(items=waived)
         # Every worker takes out the same; one of them says so.
         if getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
-            Writer(os.environ["STAGE_LIVE_FILE"]).write(event="waived", ids=sorted(out))
+            with contextlib.closing(Writer(os.environ["STAGE_LIVE_FILE"])) as writer:
+                writer.write(event="waived", ids=sorted(out))
 
 
 def _covers(target: str, test: str) -> bool:
