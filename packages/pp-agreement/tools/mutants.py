@@ -214,6 +214,10 @@ MUTANTS = (
     one("advice about another request", "R1", M,
         "if round_.request_id != request_id or attempt > round_.attempt:\n                    self._impossible",
         "if attempt < 0:\n                    self._impossible"),
+    one("a forged tombstone refuses an admission", "R1, R2", M,
+        "        if self.is_scheduler:\n            whose =", "        if incarnation < 0:\n            whose ="),
+    one("a forged drain closes the authority", "R10", M,
+        "if self.is_scheduler and self.drain_last is None:", "if self.is_scheduler and incarnation < 0:"),
     one("a repeated drain is told again", "S12", M, "            if self.drain_told:\n", "            if incarnation < 0:\n"),
     # hosts that misuse, interrupts, threads
     one("any number is a reason", "W3", M, "if type(value) is not kind:", "if value is None:", tests="test_misuse.py"),

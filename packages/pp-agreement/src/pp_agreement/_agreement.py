@@ -224,6 +224,8 @@ class BaseAgreement:
     def admit(self, request_id: int, incarnation: int, ready: bool = True) -> Key:
         """The authoritative broadcast named a request; call it on every rank, in broadcast order.
 
+        The scheduling rank, the authority, calls it before it broadcasts: nobody may speak of what it has not admitted.
+
         Args:
             request_id: 0..2**63-1.
             incarnation: The domain's admission number: 1, 2, 3, … without gaps.
@@ -238,7 +240,7 @@ class BaseAgreement:
             DomainStopped: After a fault.
         """
         answer = self._apply(ev.RequestAdmitted(request_id, incarnation, ready))
-        if answer is None:  # the broadcast contradicted what peers said: the domain stopped in this call
+        if answer is None:  # the broadcast contradicted what peers said, or the drain: the domain stopped in this call
             return Key(request_id, incarnation)
         return cast(Key, answer)
 

@@ -331,7 +331,10 @@ class AgreementCore:
         if incarnation != self.heard + 1:
             self._refuse(f"incarnation {incarnation} after {self.heard}: the broadcast order has no gaps", key)
         if self.drain_last is not None and incarnation > self.drain_last:
-            self._refuse(f"admission after the drain at {self.drain_last}", key)
+            if self.is_scheduler:
+                self._refuse(f"admission after the drain at {self.drain_last}", key)
+            # The broadcast and the drain contradict each other: refusing alone would leave the others waiting.
+            raise _Violation(FaultCode.DRAIN_MISMATCH, f"admission {incarnation} after the drain at {self.drain_last}")
         others = self.by_request.get(request_id)
         if self.is_scheduler:
             if others:
@@ -793,6 +796,13 @@ class AgreementCore:
         if 1 <= incarnation <= self.heard:
             self.stale += 1
             return None
+        if self.is_scheduler:
+            whose = "which this rank, the authority, never admitted"
+            raise _Violation(
+                FaultCode.PROTOCOL,
+                f"rank {self._name(source)} speaks of incarnation {incarnation}, {whose}",
+                suspect=source,
+            )
         if incarnation < 1 or incarnation > self.heard + self.config.credits or request_id > REQUEST_ID_MAX:
             raise _Violation(
                 FaultCode.PROTOCOL,
@@ -1228,6 +1238,10 @@ class AgreementCore:
             if self.drain_told:
                 self.duplicates += 1
                 return
+            if self.is_scheduler and self.drain_last is None:
+                raise _Violation(
+                    FaultCode.DRAIN_MISMATCH, "a drain that this rank never began", suspect=self.coordinator
+                )
             self.drain_told = True
             self.drain_last = incarnation
             self._emit(ev.DrainStarted(incarnation))
