@@ -141,6 +141,17 @@ def test_first_diagnosis_stays():
     assert caught.value.fault is fault is one.fault
 
 
+def test_nothing_is_drained_after_a_fault():
+    """S17, R10: the drain's last report is this rank's own, and the fault came before it, in the same frame."""
+    one = core()
+    drain, report = (int(Kind.DRAIN), 0, 0, 0, 0, 0, 0), (int(Kind.DRAIN_REPORT), 0, 0, 0, 0, 0, 0)
+    effects = one.step(frame(one, 0, drain, report, (13, 0, 0, 0, 0, 0, 0)), 0.0)
+    assert [type(e) for e in effects] == [ev.DrainStarted, Fault]
+    (sent,) = one.step(ev.SlotFreed(0, 0), 0.0)
+    assert [r[0] for r in sent.frame.records] == [Kind.FAIL_STOP]
+    assert not one.drained and not one.reported and one.step(ev.SlotFreed(0, 0), 1.0) == ()
+
+
 def test_story_is_bounded_and_keeps_first_and_last():
     one = core(config=AgreementConfig(story_entries_max=6, credits=4))
     one.step(ev.RequestAdmitted(5, 1, True), 0.0)

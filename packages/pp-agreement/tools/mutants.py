@@ -216,6 +216,8 @@ MUTANTS = (
         "if attempt < 0:\n                    self._impossible"),
     one("a forged tombstone refuses an admission", "R1, R2", M,
         "        if self.is_scheduler:\n            whose =", "        if incarnation < 0:\n            whose ="),
+    one("drained after a fault", "S17", M,
+        "and not self.reported and self.fault is None:", "and not self.reported:", tests="test_machine.py"),
     one("a forged drain closes the authority", "R10", M,
         "if self.is_scheduler and self.drain_last is None:", "if self.is_scheduler and incarnation < 0:"),
     one("a repeated drain is told again", "S12", M, "            if self.drain_told:\n", "            if incarnation < 0:\n"),

@@ -270,7 +270,7 @@ class AgreementCore:
             handler(self, event)
             if self._local:
                 self._deliver_local()
-            if self.drain_last is not None and not self.reported:
+            if self.drain_last is not None and not self.reported and self.fault is None:
                 self._report()
         except _Violation as violation:
             self._stop(violation)
