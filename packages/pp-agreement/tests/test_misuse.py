@@ -338,6 +338,31 @@ def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     assert len(told) == one._core.committed + zero._core.committed, "a decision that was made is told once"
 
 
+def test_an_interrupt_between_the_effects_of_a_step_stops_the_domain():
+    """The step is over, its events are not all in hand yet: what is lost must not be lost quietly."""
+    _network, (zero, one) = pair()
+    keys = [zero.admit(n, n, ready=False) for n in (1, 2)]
+    for key in keys:
+        one.admit(key.request_id, key.incarnation, ready=False)
+        zero.vote_terminal(key, Outcome.COMPLETED)
+        one.vote_terminal(key, Outcome.COMPLETED)
+    zero.poll()
+
+    class Interrupted(list):
+        def append(self, event):
+            if len(self) == 1:
+                one._events = [*self]
+                raise KeyboardInterrupt
+            super().append(event)
+
+    one._events = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        one.poll()
+    assert one.stopped.code is FaultCode.INTERNAL
+    assert [type(e) for e in one.poll()] == [Committed, Fault]
+    assert any(isinstance(e, Fault) for e in zero.poll())
+
+
 def test_an_interrupted_send_stops_the_domain():
     """The records have left their queue: nobody can say whether they arrived."""
     _network, (zero, one) = pair()

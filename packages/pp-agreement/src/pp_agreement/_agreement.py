@@ -15,6 +15,7 @@ from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import (
     ConcurrentCallError,
     ConfigurationError,
+    DomainStopped,
     LocalProtocolError,
     RemoteProtocolError,
     TransportError,
@@ -123,11 +124,17 @@ class BaseAgreement:
     def _step(self, event: ev.Input, now_s: float) -> Any:
         core = self._core
         try:
-            effects = core.step(event, now_s)
-        except BaseException:  # a refusal, with nothing to keep; or a defect or an interrupt, which stopped the domain
-            self._keep(core.salvage())
+            return self._keep(core.step(event, now_s))
+        except (LocalProtocolError, WouldBlock, DomainStopped, ConcurrentCallError):
+            self._keep(
+                core.salvage()
+            )  # of a refusal nothing; of a step that a nested call's error broke off, the fault
             raise
-        return self._keep(effects)
+        except BaseException as error:  # a defect or an interrupt, in the step or between its effects
+            self._keep(core.salvage())
+            if core.fault is None:
+                self._keep(core.step(ev.HostFailed(FaultCode.INTERNAL, f"broken off: {error!r}"), now_s))
+            raise
 
     def _fail_now(self) -> None:
         failed, self._failing = self._failing, None
