@@ -20,6 +20,7 @@ from adp_router import (
     RouterConfigError,
     RouteRequest,
     Why,
+    batch_from,
     requests_from,
 )
 
@@ -302,6 +303,69 @@ def test_token_lists_are_read_once_or_never():
     assert sum(map(len, result.assignments.values())) == 20
 
 
+class Item:
+    """A queue's item around a request; says all that can be said."""
+
+    def __init__(self, identity):
+        self.request = Counting(identity, [1, 2])
+        self.request_id = identity
+        self.child_req_ids = [1, 2]
+        self.request.conversation_id = "c"
+        self.request.scheduling_params = Parameters(1, False)
+
+
+def test_attributes_that_are_not_named_are_not_looked_for():
+    """Named ones are found, however few; unknown names are refused."""
+    items = [Item(i) for i in range(3)]
+    batch = batch_from(items)
+    assert (batch.child_counts, batch.target_ranks, batch.conversation_ids) == ([2] * 3, [1] * 3, ["c"] * 3)
+    batch = batch_from(items, attributes=("request", "conversation_id"))
+    assert (batch.child_counts, batch.target_ranks, batch.conversation_ids) == (None, None, ["c"] * 3)
+    assert batch.token_counts == [2] * 3
+    batch = batch_from(items, length=lambda item: 5, attributes=())
+    assert (batch.request_ids, batch.token_counts, batch.conversation_ids) == ([0, 1, 2], [5] * 3, None)
+    with pytest.raises(RouterConfigError, match=r"attributes: want some of request, .*, got 'requests'"):
+        batch_from(items, attributes=("requests",))
+
+
+def test_ids_are_found_one_by_one_where_they_differ():
+    """``request_id`` on some, ``id`` on others, on the item or on its request; an object without is an error."""
+
+    class Bare:
+        """Only what it is given."""
+
+        def __init__(self, **values):
+            self.__dict__.update(values)
+
+    objects = [Bare(request_id=5), Bare(id=6), Bare(request_id=None, id=7), Bare(request=Bare(request_id=8))]
+    assert batch_from(objects, length=lambda o: 1).request_ids == [5, 6, 7, 8]
+    with pytest.raises(AttributeError):
+        batch_from([Bare(request_id=1), Bare()], length=lambda o: 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {}, {"target_rank": 0}, {"strict": True, "target_rank": 0}, {"strict": 0}, {"child_count": 2}, {"child_count": None},
+        {"kv_block_count": 3}, {"conversation_id": "c"}, {"conversation_id": ""}, {"prefix_matches": (1,)},
+        {"prefix_matches": []}, {"waited_rounds": 4},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [0, 2])
+def test_columns_say_what_the_objects_say(said, place):
+    """One request that says something, first or last: its column holds it, the others' defaults beside it."""
+    requests = [RouteRequest(i, 5, **(said if i == place else {})) for i in range(3)]
+    batch = RouteBatch.of(requests)
+    columns = {
+        "target_rank": batch.target_ranks, "strict": batch.strict, "child_count": batch.child_counts,
+        "kv_block_count": batch.kv_block_counts, "conversation_id": batch.conversation_ids,
+        "prefix_matches": batch.prefix_matches, "waited_rounds": batch.waited_rounds,
+    }  # fmt: skip
+    for name, column in columns.items():
+        values = [getattr(request, name) for request in requests]
+        assert column == values or (column is None and values == [getattr(RouteRequest(0, 0), name)] * 3)
+
+
 def test_relax_unset_counts_as_relaxed():
     """None, missing and True are wishes; only False is strict. Several of them do not raise."""
     objects = [Counting(i, [1], Parameters(0, relax)) for i, relax in enumerate([None, True, False])]
@@ -424,6 +488,15 @@ def test_balanced_is_what_it_says(data):
     assert Router().route(requests, ranks).assignments == dumb_balanced(requests, ranks)
 
 
+@pytest.mark.parametrize(("size", "load"), [(3, 1 << 58), (255, 9), (256, 9), (257, 9), (300, 1 << 50)])
+def test_many_ranks_and_huge_loads_are_placed_as_few_and_small_ones(size, load):
+    """Keys of the heap beyond 64 bits, positions beyond a byte: the definition all the same."""
+    rng = random.Random(size)
+    ranks = [RankState(r, load + rng.randrange(3), 0, 9999, 9999) for r in range(size)]
+    requests = [RouteRequest(i, rng.choice([0, 7, rng.randrange(99)])) for i in range(2 * size)]
+    assert Router().route(requests, ranks).assignments == dumb_balanced(requests, ranks)
+
+
 def test_the_digest_notices_every_difference():
     """Settings, memory, any field of any request or rank."""
     request, state = RouteRequest(1, 5), RankState(0)
@@ -437,6 +510,8 @@ def test_the_digest_notices_every_difference():
     changes = [
         {"request_id": 2}, {"token_count": 6}, {"target_rank": 0}, {"child_count": 1}, {"kv_block_count": 1},
         {"conversation_id": "c"}, {"prefix_matches": (1,)}, {"waited_rounds": 1}, {"request_id": 2**64 - 1},
+        {"request_id": -1}, {"request_id": 2**32 - 1}, {"request_id": 2**32}, {"request_id": 2**32 + 1},
+        {"request_id": 2**63}, {"request_id": -(2**63)}, {"token_count": 2**32 + 5}, {"token_count": -1},
     ]  # fmt: skip
     others += [Router().route([RouteRequest(**{"request_id": 1, "token_count": 5, **c})], [state]) for c in changes]
     for c in ({"token_count": 1}, {"request_count": 1}, {"free_slots": 9}, {"free_kv_blocks": 9}, {"free_tokens": 9}):

@@ -14,7 +14,7 @@ Layout:
 """
 
 from adp_router.__about__ import __version__
-from adp_router._adapter import batch_from, requests_from
+from adp_router._adapter import ATTRIBUTES, batch_from, requests_from
 from adp_router._batch import RouteBatch
 from adp_router._errors import RankStateError, RouteBatchError, RouterConfigError, RouterError
 from adp_router._gate import DpGate, GateConfig, GateRank, GateStatistics
@@ -31,6 +31,7 @@ from adp_router._types import (
 )
 
 __all__ = [
+    "ATTRIBUTES",
     "Decision",
     "DpGate",
     "GateConfig",

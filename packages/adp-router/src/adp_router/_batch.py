@@ -13,10 +13,11 @@ from adp_router._types import RouteRequest
 #: In a column of targets: this request has none. (A ``RouteRequest`` says None; -1 is no rank there.)
 NO_TARGET = -1
 
-#: (field, what it is when nothing was said), in the order of the columns.
+_NOTHING: tuple[int, ...] = ()
+#: (field, what it is when nothing was said), of the fields that are seldom given, in the order of the columns.
 _SAID: tuple[tuple[str, Any], ...] = (
-    ("target_rank", None), ("strict", False), ("child_count", 0), ("kv_block_count", 0), ("conversation_id", None),
-    ("prefix_matches", ()), ("waited_rounds", 0),
+    ("target_rank", None), ("strict", False), ("child_count", 0), ("conversation_id", None), ("prefix_matches", ()),
+    ("waited_rounds", 0),
 )  # fmt: skip
 
 
@@ -51,19 +52,42 @@ class RouteBatch:
     def of(requests: Sequence[RouteRequest]) -> RouteBatch:
         """Columns of request objects; columns in which nothing was said stay None."""
 
-        def column(name: str) -> list[Any]:
-            # Column by column: rows would be thousands of short-lived tuples, which set the garbage collector going.
-            return list(map(attrgetter(name), requests))
-
+        # Column by column: rows would be thousands of short-lived tuples, which set the garbage collector going. Literal names
+        # in comprehensions: twice as fast as attrgetter.
+        ids = [request.request_id for request in requests]
+        lengths = [request.token_count for request in requests]
+        needs = [request.kv_block_count for request in requests]
+        blocks = None if needs.count(0) == len(needs) else needs
+        for request in requests:
+            # One look at each, for most batches say no more; identity where equality costs.
+            if (
+                request.target_rank is not None
+                or request.strict is not False
+                or request.child_count != 0
+                or request.conversation_id is not None
+                or request.prefix_matches is not _NOTHING
+                or request.waited_rounds != 0
+            ):
+                break
+        else:
+            return RouteBatch(ids, lengths, kv_block_counts=blocks, minus_one_is_no_target=False)
         said: list[Any] = []
         for name, default in _SAID:
-            values = column(name)
+            values = list(map(attrgetter(name), requests))
             said.append(None if values.count(default) == len(values) else values)
-        targets, strict, children, blocks, conversations, matches, waited = said
+        targets, strict, children, conversations, matches, waited = said
         return RouteBatch(
-            column("request_id"), column("token_count"), targets, strict, children, blocks, conversations, matches,
-            waited, minus_one_is_no_target=False,
-        )  # fmt: skip
+            ids,
+            lengths,
+            targets,
+            strict,
+            children,
+            blocks,
+            conversations,
+            matches,
+            waited,
+            minus_one_is_no_target=False,
+        )
 
     def normalised(self) -> RouteBatch:
         """Arrays as lists.

@@ -8,10 +8,16 @@ stands first. Requests are indices into a batch's columns; ranks are positions i
 from __future__ import annotations
 
 import heapq
+import sys
+from array import array
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import TypeVar
 
 from adp_router._batch import RouteBatch
 from adp_router._types import LeftoverReason, RankState, Why
+
+T = TypeVar("T")
 
 NO_LIMIT = 1 << 62
 #: Reasons from the farthest to the nearest: a request that was refused everywhere is told of the rank that came closest.
@@ -27,6 +33,9 @@ _DRAINING, _NO_SLOT, _NO_BLOCKS, _NO_TOKENS, _LIMIT, _HELD = map(
 #: Shortest stretch without a look at the limit that pays for finding it (requests), and how many are placed with looks.
 _STRETCH_MIN = 16
 _CHECKED = 128
+#: Bits of a position in a key of the heap, where they suffice: whole bytes are picked out of many keys at once.
+_POSITION_BITS = 8
+_LOWEST_BYTE = 0 if sys.byteorder == "little" else 7
 
 
 class Placement:
@@ -202,9 +211,12 @@ class Placement:
             return []
         lengths, needs, children = self.batch.token_counts, self.batch.kv_block_counts, self.children
         weight = 1 if children is None else 1 + min(_pick(children, indices))
-        # Looking for the smallest need costs a pass: only where there is such a capacity.
-        room = min(_pick(lengths, indices)) if min(self.room) < NO_LIMIT else 0
-        need = min(_pick(needs, indices)) if needs is not None and min(self.blocks) < NO_LIMIT else 0
+        # Looking for the smallest need costs a pass: only where there is such a capacity, and not all of them fit together.
+        room = need = 0
+        if (tightest := min(self.room)) < NO_LIMIT and sum(_pick(lengths, indices)) > tightest:
+            room = min(_pick(lengths, indices))
+        if needs is not None and (tightest := min(self.blocks)) < NO_LIMIT and sum(_pick(needs, indices)) > tightest:
+            need = min(_pick(needs, indices))
         return [
             p
             for p in range(self.size)
@@ -277,7 +289,7 @@ class Placement:
                 for entry in aside:
                     heapq.heappush(heap, entry)
                 aside.clear()
-        self._note(done, where)
+        self._note(done, where, gather(lengths, done))
 
     def _cannot_bind(self, indices: list[int], heap: list[tuple[int, int, int]]) -> bool:
         """Whether no capacity can refuse any of these, whatever goes where: all of them would fit on the tightest rank.
@@ -303,26 +315,27 @@ class Placement:
         A rank's (tokens, requests, position) is one integer here, and in stretches in which no rank can reach the limit it is
         not looked for: that halves the cost of thousands of requests.
         """
-        lengths, limit, total = self.batch.token_counts, self.limit, len(indices)
-        position_bits = self.size.bit_length()
+        limit, total = self.limit, len(indices)
+        lengths = gather(self.batch.token_counts, indices)
+        position_bits = max(self.size.bit_length(), _POSITION_BITS)
         one = 1 << position_bits
         shift = position_bits + (max(count for _, count, _ in heap) + total + 1).bit_length()
         position_mask, count_mask = one - 1, (1 << (shift - position_bits)) - 1
         keys = [(load << shift) | (count << position_bits) | position for load, count, position in heap]
         heapq.heapify(keys)
-        adds = [(length << shift) + one for length in map(lengths.__getitem__, indices)]
-        where: list[int] = []
+        #: The least key at each placement: its position is where that request goes.
+        taken: list[int] = []
         final: list[int] = []
         heapreplace = heapq.heapreplace
-        while keys and len(where) < total:
-            done = len(where)
+        while keys and len(taken) < total:
+            done = len(taken)
             spare = limit - max((key >> position_bits) & count_mask for key in keys)
             if spare >= _STRETCH_MIN:
-                where += [heapreplace(keys, keys[0] + add) & position_mask for add in adds[done : done + spare]]
+                taken += [heapreplace(keys, keys[0] + (add << shift) + one) for add in lengths[done : done + spare]]
             else:
-                for add in adds[done : done + _CHECKED]:
-                    key = keys[0] + add
-                    where.append(key & position_mask)
+                for add in lengths[done : done + _CHECKED]:
+                    key = keys[0] + (add << shift) + one
+                    taken.append(key)
                     if (key >> position_bits) & count_mask < limit:
                         heapreplace(keys, key)
                     else:
@@ -341,7 +354,8 @@ class Placement:
             self.slots[position] -= count - self.counts[position]
             self.room[position] -= (key >> shift) - self.tokens[position]
             self.tokens[position], self.counts[position] = key >> shift, count
-        self._note(indices[: len(where)], where)
+        where = _positions(taken, position_mask)
+        self._note(indices[: len(where)], where, lengths[: len(where)])
         if len(where) < total:
             # Somebody will look at the blocks again.
             for index, position in zip(indices, where, strict=False):
@@ -350,14 +364,35 @@ class Placement:
             for index in indices[len(where) :]:
                 self.leave(index)
 
-    def _note(self, indices: list[int], where: list[int]) -> None:
+    def _note(self, indices: list[int], where: Sequence[int], added: Sequence[int]) -> None:
         """Log many placements on the least loaded rank at once."""
         self.log_index += indices
         self.log_position += where
         self.log_why += [Why.LEAST_LOADED] * len(where)
-        self.log_added += map(self.batch.token_counts.__getitem__, indices)
+        self.log_added += added
         if where:
             self.why_counts[Why.LEAST_LOADED] = self.why_counts.get(Why.LEAST_LOADED, 0) + len(where)
+
+
+def gather(column: Sequence[T], indices: Sequence[int]) -> Sequence[T]:
+    """A column's entries at some indices, in their order; many at once."""
+    if len(indices) < 2:
+        return [column[index] for index in indices]
+    many: tuple[T, ...] = itemgetter(*indices)(column)
+    return many
+
+
+def _positions(keys: list[int], mask: int) -> Sequence[int]:
+    """The lowest bits of keys; the lowest bytes are taken all at once, if keys are of 64 bits."""
+    if mask == (1 << _POSITION_BITS) - 1:
+        packed = array("Q")
+        try:
+            packed.fromlist(keys)
+        except OverflowError:
+            pass
+        else:
+            return packed.tobytes()[_LOWEST_BYTE::8]
+    return [key & mask for key in keys]
 
 
 def _pick(column: Sequence[int], indices: Sequence[int]) -> Iterable[int]:

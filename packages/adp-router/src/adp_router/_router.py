@@ -12,7 +12,7 @@ from typing import Any, Literal
 from adp_router._batch import NO_TARGET, RouteBatch
 from adp_router._errors import RankStateError, RouterConfigError
 from adp_router._policies import Balanced, ConversationAffinity, Policy, PrefixAffinity, RoundRobin
-from adp_router._route import Placement, fair_limit
+from adp_router._route import Placement, fair_limit, gather
 from adp_router._types import Leftover, LeftoverReason, RankState, RequestError, RouteRequest, RoutingResult, Why
 
 PolicyName = Literal["balanced", "round_robin", "prefix", "conversation"]
@@ -155,8 +155,8 @@ class Router:
         ids = batch.request_ids
         placed: list[list[int]] = [[] for _ in ranks]
         adders = [one.append for one in placed]
-        for position, index in zip(placement.log_position, placement.log_index, strict=True):
-            adders[position](ids[index])
+        for position, request_id in zip(placement.log_position, gather(ids, placement.log_index), strict=True):
+            adders[position](request_id)
         fullest = max(placement.counts)
         result = RoutingResult(
             assignments={state.rank: tuple(placed[p]) for p, state in enumerate(ranks)},
@@ -249,8 +249,10 @@ def _check_requests(
     for name, column in columns:
         if column is None:
             continue
-        numbers, data = _pack(column)
+        numbers, small, data = _pack(column)
         packed += (name.encode(), data)
+        if small:
+            continue
         if not numbers:
             for index, value in enumerate(column):
                 if not _is_integer(value):
@@ -272,7 +274,7 @@ def _check_requests(
     if batch.target_ranks is not None:
         nobody = NO_TARGET if batch.minus_one_is_no_target else None
         targets = [None if target == nobody else target for target in batch.target_ranks]
-        packed += (b"target_rank", _pack([NO_TARGET - 1 if target is None else target for target in targets])[1])
+        packed += (b"target_rank", _pack([NO_TARGET - 1 if target is None else target for target in targets])[2])
     else:
         targets = None
     if targets is not None or batch.strict is not None:
@@ -294,7 +296,7 @@ def _check_requests(
     if batch.prefix_matches is not None:
         for index, matches in enumerate(batch.prefix_matches):
             if matches:
-                numbers, data = _pack(matches)
+                numbers, _, data = _pack(matches)
                 packed.append(b"prefix_matches %d" % index + data)
                 if len(matches) != size:
                     bad.setdefault(index, ("prefix_matches", f"want one count per rank ({size}), got {len(matches)}"))
@@ -308,6 +310,8 @@ def _check_requests(
 
 _RANK_FIELDS = ("rank", "token_count", "request_count", "free_slots", "free_kv_blocks", "free_tokens")
 _REQUIRED = ("rank", "token_count", "request_count")
+#: Type code of unsigned integers of 32 bits.
+_UNSIGNED = "I" if array("I").itemsize == 4 else "L"
 #: Counts are below this, so that sums of thousands stay what they are (count).
 _COUNT_END = 1 << 62
 
@@ -329,12 +333,20 @@ def _is_integer(value: object) -> bool:
     return type(value) is int or isinstance(value, Integral)
 
 
-def _pack(column: Sequence[Any]) -> tuple[bool, bytes]:
-    """Whether a column is all integers of 64 bits, and its bytes."""
-    try:
-        return True, array("q", column).tobytes()
-    except (TypeError, OverflowError):
-        return False, _text(column)
+def _pack(column: Sequence[Any]) -> tuple[bool, bool, bytes]:
+    """Whether a column is all integers of 64 bits, whether all of them are of 32 and none is negative, and its bytes.
+
+    Unsigned ones are a third of the work, and half the bytes to hash.
+    """
+    values = column if type(column) is list else list(column)
+    for code in _UNSIGNED, "q":
+        packed = array(code)
+        try:
+            packed.fromlist(values)
+        except (TypeError, OverflowError):
+            continue
+        return True, code != "q", code.encode() + packed.tobytes()
+    return False, False, _text(values)
 
 
 def _text(values: Sequence[Any]) -> bytes:
