@@ -13,12 +13,15 @@ from pp_agreement import (
     Committed,
     Completed,
     Domain,
+    Drained,
+    Fault,
     FaultCode,
     Finalized,
     InProcessNetwork,
     LocalProtocolError,
     Outcome,
     Prepared,
+    ReadyState,
     Released,
     WouldBlock,
 )
@@ -64,7 +67,10 @@ def life(seed, liar_coordinates):
     finals = {rank: [] for rank in ranks}
     log, released, schedule, done = [], [], [], dict.fromkeys(ranks, 0)
     lies = draw.choice((0.0, 0.003, 0.01, 0.05))
-    for _ in range(150):
+    heard_of = {rank: [] for rank in ranks}
+    for turn in range(180):
+        if turn == 110 and everybody[0].stopped is None:
+            everybody[0].start_drain(len(log))
         for victim in (0, 2) if liar_coordinates else (2,):
             if draw.random() < lies:
                 sequence = liar._core.next_sequence[victim]
@@ -73,6 +79,10 @@ def life(seed, liar_coordinates):
                 network.inject(LIAR, victim, codec.encode(victim, Frame(sequence, 0, said)))
         for rank, agreement in enumerate(everybody):
             for event in agreement.poll():
+                heard_of[rank].append(type(event))
+                if isinstance(event, Drained):
+                    report = agreement.drain_state()
+                    assert not report.undecided and report.admitted == event.last_incarnation == len(log)
                 if isinstance(event, FINAL):
                     finals[rank].append(event)
                 if agreement.stopped is not None:
@@ -88,14 +98,19 @@ def life(seed, liar_coordinates):
                 act(draw, agreement, log, released, schedule, done)
     for _ in range(10):
         for rank, agreement in enumerate(everybody):
-            finals[rank].extend(e for e in agreement.poll() if isinstance(e, FINAL))
+            for event in agreement.poll():
+                heard_of[rank].append(type(event))
+                if isinstance(event, FINAL):
+                    finals[rank].append(event)
+    for told in heard_of.values():
+        assert Fault not in told[:-1], f"S17: {told[told.index(Fault) :]}"
     del finals[LIAR], everybody[LIAR]
-    return everybody, finals, len(log)
+    return everybody, finals, sum(Drained in told for told in heard_of.values())
 
 
 def act(draw, agreement, log, released, schedule, done):
     try:
-        if agreement.is_scheduler and draw.random() < 0.4:
+        if agreement.is_scheduler and draw.random() < 0.4 and agreement.drain_state().last_incarnation is None:
             number = agreement.next_incarnation
             key = agreement.admit(100 + number, number, draw.random() < 0.6)
             log.append((key.request_id, key.incarnation, agreement.state(key).ready.name != "NOT_USED"))
@@ -114,8 +129,10 @@ def act(draw, agreement, log, released, schedule, done):
         if agreement.is_scheduler:
             while released:
                 key = released.pop()
-                agreement.activate([key])
-                schedule.append(key)
+                state = agreement.state(key)
+                if state is not None and state.ready is ReadyState.RELEASED:  # else the drain has revoked it
+                    agreement.activate([key])
+                    schedule.append(key)
         elif done[agreement.rank] < len(schedule):
             agreement.activate([schedule[done[agreement.rank]]])
             done[agreement.rank] += 1
@@ -129,9 +146,9 @@ def act(draw, agreement, log, released, schedule, done):
 @pytest.mark.parametrize("block", range(4))
 def test_a_lying_follower_cannot_split_the_honest(block):
     """S1, S2, S15: the honest see one order of decisions; a lie that is found stops all of them; never an internal error."""
-    stopped = decided = 0
+    stopped = decided = proven = 0
     for seed in range(block * 60, block * 60 + 60):
-        honest, finals, _admitted = life(seed, liar_coordinates=False)
+        honest, finals, drained = life(seed, liar_coordinates=False)
         short, long = sorted(finals.values(), key=len)
         assert long[: len(short)] == short, f"seed {seed}"
         assert len({a.stopped is None for a in honest}) == 1, f"seed {seed}"
@@ -139,7 +156,8 @@ def test_a_lying_follower_cannot_split_the_honest(block):
             assert agreement.stopped is None or agreement.stopped.code is not FaultCode.INTERNAL, f"seed {seed}"
         stopped += honest[0].stopped is not None
         decided += len(short)
-    assert stopped > 10 and decided > 200
+        proven += drained == 3
+    assert stopped > 10 and decided > 200 and proven > 5
 
 
 @pytest.mark.parametrize("block", range(2))
@@ -147,7 +165,7 @@ def test_a_lying_coordinator_is_found_or_obeyed(block):
     """It may decide what it likes and differ in it; what contradicts a rank's own state, and what no core could, stops it."""
     stopped = decided = 0
     for seed in range(block * 60, block * 60 + 60):
-        honest, finals, _admitted = life(seed, liar_coordinates=True)
+        honest, finals, _drained = life(seed, liar_coordinates=True)
         for agreement in honest:
             assert agreement.stopped is None or agreement.stopped.code is not FaultCode.INTERNAL, f"seed {seed}"
             keys = [(type(e), e.key) for e in finals[agreement.rank]]
