@@ -320,6 +320,7 @@ class Placement:
         position_bits = max(self.size.bit_length(), _POSITION_BITS)
         one = 1 << position_bits
         shift = position_bits + (max(count for _, count, _ in heap) + total + 1).bit_length()
+        token = 1 << shift
         position_mask, count_mask = one - 1, (1 << (shift - position_bits)) - 1
         keys = [(load << shift) | (count << position_bits) | position for load, count, position in heap]
         heapq.heapify(keys)
@@ -331,10 +332,12 @@ class Placement:
             done = len(taken)
             spare = limit - max((key >> position_bits) & count_mask for key in keys)
             if spare >= _STRETCH_MIN:
-                taken += [heapreplace(keys, keys[0] + (add << shift) + one) for add in lengths[done : done + spare]]
+                taken += [
+                    heapreplace(keys, keys[0] + (length * token + one)) for length in lengths[done : done + spare]
+                ]
             else:
-                for add in lengths[done : done + _CHECKED]:
-                    key = keys[0] + (add << shift) + one
+                for length in lengths[done : done + _CHECKED]:
+                    key = keys[0] + (length * token + one)
                     taken.append(key)
                     if (key >> position_bits) & count_mask < limit:
                         heapreplace(keys, key)
