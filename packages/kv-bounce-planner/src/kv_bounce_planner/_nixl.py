@@ -524,7 +524,11 @@ class NixlTransport:
         for agent in agents:
             malformed += self._notifications(agent, marks)
         self._check_all(agents, started)
+        before = self._counters.posts
         self._post(agents, started)
+        if self._counters.posts != before and self._clock() - started < self.config.post_budget_s:
+            # A post may only have begun: its notification leaves when the library is asked, now rather than a poll later.
+            self._check_all(agents, started)
         for agent in agents:
             for job in agent.jobs.values():
                 report = (job.posted, job.completed, job.state)
