@@ -119,7 +119,8 @@ class PickleCodec:
         sink.write(b"\0" if whole else b"\1" + struct.pack("=Q", len(value)))
         for item in [value] if whole else value:
             pickle.Pickler(sink, protocol=5, buffer_callback=keep_in_band).dump(item)
-        return [BufferSegment(sink.getbuffer()), *buffers]
+        # No view of the sink itself: a collector that finds both in one cycle would close it under the view.
+        return [BufferSegment(memoryview(sink.getvalue())), *buffers]
 
     def decode(self, segments: Sequence[memoryview]) -> Any:
         """See :class:`Codec`. Trusts the sender."""
