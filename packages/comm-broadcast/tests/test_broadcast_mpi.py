@@ -6,7 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from comm_broadcast import BroadcastConfig, BroadcastConfigError, Broadcaster, BroadcastError, TokenBatchCodec
+from comm_broadcast import (
+    BroadcastConfig,
+    BroadcastConfigError,
+    Broadcaster,
+    BroadcastError,
+    BytesCodec,
+    TokenBatchCodec,
+)
+from comm_broadcast._codec import BufferSegment, Segment
 
 
 class Request(msgspec.Struct):
@@ -162,6 +170,29 @@ def test_token_batches_through_a_shared_window(world_comm):
         assert all((request.tokens == then * 10 + i).all() for i, request in enumerate(requests))
 
 
+class Halting(Segment):
+    """Four mebibytes, copied in eight steps; at one of them the root is interrupted."""
+
+    nbytes = 4 << 20
+
+    def __init__(self, at):
+        self.at = at
+
+    def copy(self, target):
+        for step in range(8):
+            if step == self.at:
+                raise KeyboardInterrupt("while copying")
+            target[step << 19 : (step + 1) << 19] = bytes([step]) * (1 << 19)
+            yield (step + 1) << 19
+
+
+class HaltingCodec(BytesCodec):
+    """Values are where to halt."""
+
+    def encode(self, value):
+        return [BufferSegment(b"\1"), Halting(value)]
+
+
 def check_interruptions(comm):
     """Callers that give up while MPI still writes to their buffers; a decode failure before gathers; windows and gathers."""
     from comm_broadcast import MpiComm
@@ -203,6 +234,16 @@ def check_interruptions(comm):
     for n in range(3):
         assert broadcaster.broadcast(n if rank == 0 else None) == n
     broadcaster.close()
+    # Interrupted while pieces are under way.
+    config = BroadcastConfig(gather_bytes_max=8 << 20)
+    halting = Broadcaster(MpiComm(comm), config=config, codec=HaltingCodec())
+    for at in (0, 5, 7):
+        with pytest.raises(BroadcastError, match="KeyboardInterrupt: while copying") as caught:
+            halting.broadcast(at if rank == 0 else None)
+        assert caught.value.rank == 0
+        got = halting.broadcast(99 if rank == 0 else None)
+        assert rank == 0 or got == b"".join(bytes([step]) * (1 << 19) for step in range(8))
+    halting.close()
     window = Broadcaster(MpiComm(comm), config=BroadcastConfig(shared_slot_bytes=1 << 20))
     for step in range(10):
         assert (window.broadcast(np.full(10_000, step) if rank == 0 else None) == step).all()
