@@ -28,6 +28,7 @@ from kv_bounce_planner import (
     scatter,
 )
 from kv_bounce_planner import _gather as gather_module
+from kv_bounce_planner._gather import PackedCopy
 from kv_bounce_planner._tiles import align_classes, cut_tiles, default_shape, word_bytes_of
 
 
@@ -368,3 +369,44 @@ def test_default_shape_follows_the_fragments(size: int, tile: int) -> None:
     for bad in ({"tile_bytes": 24}, {"num_warps": 3}, {"tiles_per_program": 0}, {"tile_bytes": 8}):
         with pytest.raises(LayoutError):
             KernelShape(**bad)
+
+
+@pytest.mark.parametrize("copier", [HostCopier(), ThreadCopier(inline_bytes_max=1 << 30)], ids=["host", "thread"])
+def test_a_gather_without_a_list_of_targets_copies_the_same_bytes(copier: HostCopier | ThreadCopier) -> None:
+    """Random sources, dense and overlapping ones too, any size, few and many, equal and unequal: byte for byte."""
+    generator = np.random.default_rng(11)
+    memory = generator.integers(0, 256, 1 << 20, dtype=np.uint8)
+    for turn in range(120):
+        count, size = int(generator.choice([1, 16, 17, 500, 5000])), int(generator.integers(1, 150))
+        sizes = np.full(count, size, np.int64)
+        if turn % 5 == 4:
+            sizes[generator.integers(count)] += 1
+        at = generator.integers(0, (1 << 20) - size - 1, count)
+        if turn % 7 == 6:
+            at = np.arange(count, dtype=np.int64) * size
+        staging = np.full(int(sizes.sum()) + 64, 7, np.uint8)
+        prepared = copier.prepare_gather(memory.ctypes.data + at, sizes, staging.ctypes.data + 32)
+        assert isinstance(prepared, PackedCopy) == (count > 16 and int(sizes.min()) == int(sizes.max()))
+        assert prepared.total_bytes == int(sizes.sum())
+        copier.submit(prepared).wait()
+        expected = np.concatenate([memory[a : a + s] for a, s in zip(at.tolist(), sizes.tolist(), strict=True)])
+        assert (staging[32:-32] == expected).all()
+        assert (staging[:32] == 7).all() and (staging[-32:] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("sources", "sizes", "staging"),
+    [
+        ([-1] * 20, [8] * 20, 64),
+        ([64] * 20, [0] * 20, 64),
+        ([64] * 20, [-8] * 20, 64),
+        ([64] * 20, [8] * 19, 64),
+        ([2**63 - 4] * 20, [8] * 20, 64),
+        ([64] * 20, [8] * 20, 2**63 - 80),
+        ([64] * 20, [8] * 20, -64),
+    ],
+)
+def test_a_malformed_gather_is_refused(sources: list[int], sizes: list[int], staging: int) -> None:
+    """The same refusals as of a list with targets."""
+    with pytest.raises(LayoutError):
+        HostCopier().prepare_gather(np.array(sources, np.int64), np.array(sizes, np.int64), staging)

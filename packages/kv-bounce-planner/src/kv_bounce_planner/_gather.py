@@ -105,6 +105,54 @@ class CopyTable:
         return self.total_bytes
 
 
+@dataclass(frozen=True)
+class PackedCopy:
+    """Fragments of one size into one contiguous region, in order: a gather's list without a list of its targets.
+
+    Attributes:
+        source_addresses: int64 (n,), read-only.
+        size, staging_address: Bytes of each, and where the first goes.
+        total_bytes: Of all.
+    """
+
+    source_addresses: Int64Array
+    size: int
+    staging_address: int
+    total_bytes: int
+    _low: int
+    _high: int
+
+    @staticmethod
+    def of(source_addresses: Int64Array, sizes: Int64Array, staging_address: int) -> PackedCopy | CopyTable:
+        """Prepare a gather; a ``CopyTable`` where the sizes differ, or large or few fragments are moved one by one.
+
+        Raises:
+            LayoutError: As of ``CopyTable.of``.
+        """
+        count = len(sizes)
+        if count <= MEMMOVE_COUNT_MAX or len(source_addresses) != count or staging_address < 0:
+            return CopyTable.gather(source_addresses, sizes, staging_address)
+        size, largest = int(sizes.min()), int(sizes.max())
+        if not 0 < size == largest < MEMMOVE_BYTES_MIN:
+            return CopyTable.gather(source_addresses, sizes, staging_address)
+        source = frozen_int64(source_addresses)
+        low, high = int(source.min()), int(source.max())
+        if low < 0 or max(high, staging_address + (count - 1) * size) > ADDRESS_MAX - size:
+            raise LayoutError("a fragment at no address or beyond the address space", reason=Reason.BAD_FIELD)
+        return PackedCopy(source, size, staging_address, count * size, low, high)
+
+    def run(self) -> int:
+        """Copy now, in this thread, through the host's memory. Returns bytes copied."""
+        count, size = len(self.source_addresses), self.size
+        source = np.asarray(_Span(self._low, self._high, size))
+        target = np.asarray(_Span(self.staging_address, self.staging_address + (count - 1) * size, size))[::size]
+        step = min(max(1, STEP_BYTES // size), STEP_COUNT_MAX)
+        for begin in range(0, count, step):
+            end = begin + step
+            target[begin:end] = source[self.source_addresses[begin:end] - self._low]
+        return self.total_bytes
+
+
 def _contiguous(address: int, sizes: Int64Array) -> Int64Array:
     """Addresses of pieces that follow one another, read-only."""
     offsets = np.cumsum(sizes)
@@ -229,6 +277,13 @@ class CopyHandle(Protocol):
         ...
 
 
+@runtime_checkable
+class PacksFragments(Protocol):
+    """A copier that can prepare a gather from its sources alone."""
+
+    def prepare_gather(self, source_addresses: Int64Array, sizes: Int64Array, staging_address: int) -> PreparedCopy: ...
+
+
 class Copier(Protocol):
     """Copies lists of fragments. One interface for host and device memory."""
 
@@ -258,9 +313,15 @@ class HostCopier:
         """Check and classify a list. Raises LayoutError."""
         return CopyTable.of(source_addresses, target_addresses, sizes)
 
+    def prepare_gather(
+        self, source_addresses: Int64Array, sizes: Int64Array, staging_address: int
+    ) -> PackedCopy | CopyTable:
+        """Check a gather into one region. Raises LayoutError."""
+        return PackedCopy.of(source_addresses, sizes, staging_address)
+
     def submit(self, prepared: PreparedCopy) -> CopyHandle:
         """Copy now."""
-        if not isinstance(prepared, CopyTable):
+        if not isinstance(prepared, CopyTable | PackedCopy):
             raise LayoutError("a list prepared by another copier")
         prepared.run()
         return FINISHED

@@ -12,7 +12,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kv_bounce_planner import _receive_core as rc
 from kv_bounce_planner import _send_core as sc
 from kv_bounce_planner._arena import AdvertisedReservation, BounceArena, BoundRegion, Reservation
 from kv_bounce_planner._errors import KVTransferError, LocalProtocolError, RemoteProtocolError, TransportError
-from kv_bounce_planner._gather import Copier, CopyHandle, HostCopier, PreparedCopy
+from kv_bounce_planner._gather import Copier, CopyHandle, HostCopier, PacksFragments, PreparedCopy
 from kv_bounce_planner._identity import (
     OperationIdentity,
     PeerId,
@@ -1169,6 +1169,7 @@ class Sender(_Shell):
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        self._packs: tuple[Any, bool] = (None, False)  # the copier, and whether it prepares a gather by its sources
         self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
         # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
         self._clocked: dict[RequestKey, _Send] = {}
@@ -1500,6 +1501,11 @@ class Sender(_Shell):
         return ahead
 
     def _gather_list(self, transfer: WriterTransfer, address: int) -> PreparedCopy:
+        copier, packs = self._packs
+        if copier is not self._copier:  # asked once: the check walks the protocol's members
+            self._packs = copier, packs = self._copier, isinstance(self._copier, PacksFragments)
+        if packs:
+            return cast(PacksFragments, copier).prepare_gather(transfer.source_addresses, transfer.sizes, address)
         targets = read_only(transfer.staging_offsets + address)
         return self._copier.prepare(transfer.source_addresses, targets, transfer.sizes)
 

@@ -11,7 +11,7 @@ import queue
 import threading
 
 from kv_bounce_planner._errors import LayoutError, LocalProtocolError, TransportError
-from kv_bounce_planner._gather import FINISHED, CopyHandle, CopyTable, PreparedCopy
+from kv_bounce_planner._gather import FINISHED, CopyHandle, CopyTable, PackedCopy, PreparedCopy
 from kv_bounce_planner._layout import Int64Array
 
 
@@ -54,7 +54,7 @@ class ThreadCopier:
         if inline_bytes_max < 0 or queued_max < 1:
             raise LayoutError("inline_bytes_max is not negative and queued_max at least 1")
         self._inline_bytes_max, self._queued_max = inline_bytes_max, queued_max
-        self._queue: queue.SimpleQueue[tuple[CopyTable, _ThreadHandle] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[CopyTable | PackedCopy, _ThreadHandle] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._waiting = 0
         self._thread: threading.Thread | None = None
@@ -64,6 +64,12 @@ class ThreadCopier:
         """Check and classify a list. Raises LayoutError."""
         return CopyTable.of(source_addresses, target_addresses, sizes)
 
+    def prepare_gather(
+        self, source_addresses: Int64Array, sizes: Int64Array, staging_address: int
+    ) -> PackedCopy | CopyTable:
+        """Check a gather into one region. Raises LayoutError."""
+        return PackedCopy.of(source_addresses, sizes, staging_address)
+
     def submit(self, prepared: PreparedCopy) -> CopyHandle:
         """Start a copy.
 
@@ -71,7 +77,7 @@ class ThreadCopier:
             LocalProtocolError: The copier is closed, or ``queued_max`` copies wait. Nothing was started.
             LayoutError: A list of another copier.
         """
-        if not isinstance(prepared, CopyTable):
+        if not isinstance(prepared, CopyTable | PackedCopy):
             raise LayoutError("a list prepared by another copier")
         handle = _ThreadHandle()
         with self._lock:
