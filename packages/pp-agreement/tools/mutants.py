@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import os
 import subprocess
@@ -77,8 +78,7 @@ MUTANTS = (
         "                if round_.next_intent != NEXT_WITHDRAW:\n                    round_.next_intent = NEXT_PUBLISH\n",
         "                round_.attempt += 1\n                self._vote_ready(round_)\n"),
     one("a failed send is forgotten", "S14, R3", A,
-        "            self._keep(self._core.step(ev.SendFailed(effect.peer, str(error)), self._clock()))\n            return\n",
-        "            _ = error\n            return\n"),
+        "            self._step(ev.SendFailed(effect.peer, str(error) or repr(error)), self._clock())\n", ""),
     one("stale check off by one", "S19", M,
         "            if attempt < round_.phase_attempt:", "            if attempt < round_.phase_attempt - 1:"),
     one("abort after release", "S6", M,
@@ -104,7 +104,8 @@ MUTANTS = (
         "if kind == _REVOKE and round_.activated:", "if kind == _REVOKE and round_.activated == -1:"),
     one("anybody revokes", "R4", M,
         'if row.author == "scheduler" and source != self.scheduler:', 'if row.author == "nobody" and source != -1:',
-        (M, "        if not self.is_scheduler:\n            self._refuse(\"only the scheduling rank revokes\", key)\n", "")),
+        (M, "        if not self.is_scheduler:\n"
+         "            self._refuse(\"only the scheduling rank revokes\", key if type(key) is Key else None)\n", "")),
     one("terminal vote while leased", "S21", S,
         "TERMINAL_ALLOWED_IN = frozenset({_S.NOT_USED,", "TERMINAL_ALLOWED_IN = frozenset({_S.LEASED, _S.NOT_USED,"),
     one("readiness after the terminal vote", "S21", M,
@@ -326,9 +327,31 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def plant(name: str) -> None:
-    """Make this process import the mutated sources."""
-    if name:
-        sys.meta_path.insert(0, _Finder(next(m for m in MUTANTS if m.name == name)))
+    """Make this process import the mutated sources; a mutant whose place is gone ends it with 2: it was never there."""
+    if not name:
+        return
+    mutant = next(m for m in MUTANTS if m.name == name)
+    problem = misplaced(mutant)
+    if problem:
+        print(problem, file=sys.stderr)
+        raise SystemExit(2)
+    sys.meta_path.insert(0, _Finder(mutant))
+
+
+def misplaced(mutant: Mutant) -> str | None:
+    """Why the mutant cannot be planted: each of its places must exist exactly once, and the result must compile."""
+    spec = importlib.util.find_spec("pp_agreement")
+    package = Path((spec.origin if spec else None) or ROOT).parent
+    sources: dict[Path, str] = {}
+    for module, old, new in mutant.changes:
+        path = package / f"{module}.py"
+        source = sources.setdefault(path, path.read_text(encoding="utf-8"))
+        if source.count(old) != 1:
+            return f"{path.name}: {source.count(old)} places for {old!r}"
+        sources[path] = source.replace(old, new)
+    for path, source in sources.items():
+        compile(source, str(path), "exec")
+    return None
 
 
 # -- checkers: each returns what it found, or None ----------------------------------------------------------------------------
