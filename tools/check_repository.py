@@ -43,7 +43,9 @@ ROOMS = {
     "uvicorn": ("front/", "instance/"),
 }
 #: Import order of the rooms: each may import what stands before it.
-ROOM_ORDER = ("config", "wire", "evidence", "engine", "executor", "instance", "front", "preflight", "bench", "cli")
+ROOM_ORDER = (
+    "config", "wire", "evidence", "recent", "engine", "executor", "instance", "front", "preflight", "bench", "observe", "cli",
+)  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.
 FRONT_FORBIDDEN = ("executor",)
 PINNED = re.compile(r"\bpin_memory\b|\bcudaHostAlloc\b|\bcudaHostRegister\b|\bcudaMallocHost\b")

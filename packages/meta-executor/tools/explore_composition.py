@@ -20,6 +20,7 @@ import hashlib
 import random
 import sys
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -143,7 +144,7 @@ def fingerprint(pair: Pair) -> bytes:
     def feed(value: Any, depth: int = 0) -> None:
         if value is None or isinstance(value, (bool, int, str, bytes)):
             text.update(repr(value).encode())
-        elif isinstance(value, float):
+        elif isinstance(value, (float, types.ModuleType)):
             return
         elif isinstance(value, enum.Enum):
             text.update(value.name.encode())

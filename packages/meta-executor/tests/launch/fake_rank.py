@@ -19,7 +19,7 @@ parser.add_argument("--server", action="append", default=[])
 options = parser.parse_args()
 run = RunSpec.load(options.run_dir)
 rank = rank_from_environment(os.environ) if options.owner != "front" else 0
-reporter = Reporter(options.run_dir, options.owner, rank)
+reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
 reporter.send("status", phase="loading")
 over = threading.Event()
 # The world ends together: rank 0 removes nothing, it only makes the file that the others wait for.

@@ -15,6 +15,7 @@ import pytest
 from meta_executor.config import service_config
 from meta_executor.instance.launch import Death, Launcher, RunFailed, _first_cause
 from meta_executor.instance.procfs import ProcessIdentity
+from meta_executor.instance.report import Reporter
 from meta_executor.instance.rundir import RunDirectory, remove_stale_runs
 
 FAKE = str(Path(__file__).with_name("fake_rank.py"))
@@ -111,6 +112,13 @@ def test_a_dead_instance_comes_back_at_its_address_under_a_new_identity(service)
         assert after["gen-0/rank0"] == before["gen-0/rank0"]
         assert after["front"] == before["front"]
         assert after["ctx-0/rank0"] != before["ctx-0/rank0"]
+        # What the ended start had still to say arrives late: it is nobody's death.
+        late = Reporter(launcher._directory.path, "ctx-0", 0, old_id)
+        assert late.send("orphaned", what="hydra_pmi_proxy", gone_pid=1)
+        assert late.send("exited", rank_pid=1, status=9, text="signal SIGKILL")
+        late.close()
+        assert launcher._collect(1.0) == []
+        assert identities(launcher) == after
     assert all_gone({**{f"old {k}": v for k, v in before.items()}, **after}) == []
 
 

@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="meta_executor.instance.guard")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--owner", required=True)
+    parser.add_argument("--instance-id", default="")
     parser.add_argument("--launcher-pid", type=int, default=0)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- command of the rank")
     options = parser.parse_args(arguments)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not command:
         parser.error("no command for the rank")
     rank = rank_from_environment(os.environ)
-    reporter = Reporter(options.run_dir, options.owner, rank)
+    reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
     watched = {pid: name_of(pid) for pid in (options.launcher_pid, os.getppid()) if pid > 1}
 
     with selectors.DefaultSelector() as selector:

@@ -312,7 +312,7 @@ class Launcher:
             [
                 str(self._mpiexec), "-n", str(spec.config.world_size),
                 sys.executable, "-m", "meta_executor.instance.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
-                "--launcher-pid", str(os.getpid()), "--",
+                "--instance-id", component.instance_id, "--launcher-pid", str(os.getpid()), "--",
                 sys.executable, *self._worker, "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id,
             ],
@@ -375,8 +375,8 @@ class Launcher:
 
     def _on_message(self, message: Message) -> list[Death]:
         component = self._components.get(message.owner_id)
-        if component is None:
-            return []
+        if component is None or message.instance_id not in ("", component.instance_id):
+            return []  # of a start that was ended: its last words say nothing about the present one
         fields: dict[str, Any] = message.fields
         if message.owner_id == "front":
             if message.event == "ready":

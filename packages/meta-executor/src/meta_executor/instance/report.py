@@ -28,6 +28,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     pid: int
     event: str
+    #: Which start of the owner speaks; empty where there is only one.
+    instance_id: str = ""
     fields: dict[str, Any] = {}
 
 
@@ -38,12 +40,14 @@ class Reporter:
         run_dir: The run's folder; the launcher listens below it.
         owner_id: Instance (``ctx-0``) or ``front``.
         rank: Rank in the instance, 0 for the front.
+        instance_id: Which start of that instance this process belongs to.
     """
 
-    def __init__(self, run_dir: str | os.PathLike[str], owner_id: str, rank: int) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], owner_id: str, rank: int, instance_id: str = "") -> None:
         self._address = str(Path(run_dir, SOCKET_NAME))
         self._owner_id = owner_id
         self._rank = rank
+        self._instance_id = instance_id
         self._socket: socket.socket | None = None
         self.unheard_count = 0
 
@@ -54,7 +58,14 @@ class Reporter:
             ValueError: The message is larger than ``MESSAGE_BYTES_MAX``.
         """
         data = msgspec.json.encode(
-            Message(owner_id=self._owner_id, rank=self._rank, pid=os.getpid(), event=event, fields=fields)
+            Message(
+                owner_id=self._owner_id,
+                rank=self._rank,
+                pid=os.getpid(),
+                event=event,
+                instance_id=self._instance_id,
+                fields=fields,
+            )
         )
         if len(data) > MESSAGE_BYTES_MAX:
             raise ValueError(f"message {event!r} has {len(data)} bytes, at most {MESSAGE_BYTES_MAX}")

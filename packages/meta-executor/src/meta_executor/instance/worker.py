@@ -95,7 +95,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     """Build this rank, serve, drain, take apart. Returns the exit code."""
     comm = MPI.COMM_WORLD
     number = comm.Get_rank()
-    reporter = Reporter(spec.run_dir, instance.owner_id, number)
+    reporter = Reporter(spec.run_dir, instance.owner_id, number, instance_id)
     barrier(comm)
     if number == 0:
         unlink_mpich_segments()
