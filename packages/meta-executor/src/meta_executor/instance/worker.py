@@ -36,12 +36,11 @@ from meta_executor.instance.report import Reporter
 from meta_executor.instance.server import ApiServer, ServerThread
 from meta_executor.instance.shm import unlink_mpich_segments
 from meta_executor.instance.startup import barrier
+from meta_executor.instance.teardown import close_transfers
 from rpc_local_registry import RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
 STATISTICS_EVERY_S = 0.1
-#: Attempts to take transfers apart before memory is left registered.
-TEARDOWN_TRIES = 3
 
 
 class FrontOfHouse:
@@ -256,7 +255,11 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
         reporter.send("status", phase="fault" if loop.fault else "undrained")
         log(f"{rank.instance.owner_id} rank {rank.rank}: leaves without proof: {loop.fault or 'not drained in time'}")
         return 1
-    proven = _close_transfers(rank)
+    proven = close_transfers(
+        rank.session,
+        (rank.control.close, lambda: rank.transport.deregister(rank.registration), rank.transport.close),
+        lambda line: log(f"{rank.instance.owner_id} rank {rank.rank}: {line}"),
+    )
     closed = rank.agreement.close(5.0) if rank.agreement is not None else True
     rank.listening.close()
     rank.engine.close()
@@ -266,23 +269,6 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
     rank.work.close()
     rank.link.free()
     return 0 if proven and closed else 1
-
-
-def _close_transfers(rank: Rank) -> bool:
-    """Three tries; without proof of quiescence the agent and the registered memory stay until the process ends."""
-    for attempt in range(TEARDOWN_TRIES):
-        try:
-            rank.session.poll()
-            rank.session.close()
-        except Exception as error:  # noqa: BLE001 - whatever it is, memory stays registered and that is said
-            log(f"{rank.instance.owner_id} rank {rank.rank}: transfers are open (try {attempt + 1}): {error}")
-            time.sleep(0.1)
-            continue
-        rank.control.close()
-        rank.transport.deregister(rank.registration)
-        rank.transport.close()
-        return True
-    return False
 
 
 def _write_evidence(rank: Rank, statistics: wire.RankStatistics) -> None:
