@@ -22,6 +22,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from kv_bounce_planner import COALESCED_PREFIX
 from meta_executor.config import ConfigError, apply_environment, load_service_config
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.instance.launch import Launcher, RunFailed
@@ -100,6 +101,14 @@ def statistics(launcher: Launcher) -> dict[str, InstanceStatistics]:
     return found
 
 
+def coalesced_lines(logs: Path) -> list[str]:
+    """What the receivers logged about transfers that went through the bounce region."""
+    lines = [
+        line for log in sorted(logs.glob("*.log")) for line in log.read_text("utf-8", errors="replace").splitlines()
+    ]
+    return [line for line in lines if COALESCED_PREFIX in line]
+
+
 def main() -> int:
     """Exit code 0 or 1, and 2 for a configuration that cannot start."""
     console = Console(highlight=False, soft_wrap=True)
@@ -116,10 +125,13 @@ def main() -> int:
             console.print(f"\n[bold]{answer.number + 1}. {prompt[:70] + ('…' if len(prompt) > 70 else '')}[/bold]")
             console.print(answer.error or answer.text.strip(), markup=False, style="red" if answer.error else None)
 
-    with tempfile.TemporaryDirectory(prefix="mx-evidence-") as evidence:
+    with tempfile.TemporaryDirectory(prefix="mx-evidence-") as folder:
+        evidence, logs = Path(folder, "evidence"), Path(folder, "logs")
+        evidence.mkdir()
+        logs.mkdir()
         try:
             service = apply_environment(load_service_config(CONFIG), {})
-            service = msgspec.structs.replace(service, evidence_dir=evidence)
+            service = msgspec.structs.replace(service, evidence_dir=str(evidence), log_dir=str(logs))
             check_service(service, with_front=True)
             launcher = Launcher(service, say=say)
             with launcher.started():
@@ -139,7 +151,8 @@ def main() -> int:
         except RunFailed as error:
             print(f"demo: error: {error}", file=sys.stderr)
             return 1
-        report = verify_folder(Path(evidence))
+        report = verify_folder(evidence)
+        bounced = coalesced_lines(logs)
 
     table = Table(title="What happened where")
     for name in ("prompt", "prompt tokens", "answer tokens", "first token s", "total s", "end"):
@@ -162,6 +175,8 @@ def main() -> int:
                 f"{(r.bytes_sent + r.bytes_received) / 2**20:.1f}",
             )  # fmt: skip
     console.print(ranks)
+    for line in bounced:
+        console.print(line, markup=False)
     console.print(report.text(), markup=False)
 
     # The receiver plans a transfer and chooses its tier, so it is the one that counts it.
