@@ -109,6 +109,7 @@ class ReceiverControl:
         self._clients: dict[PeerId, RpcClient] = {}
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
         self._lost: deque[PeerId] = deque()
+        self._ended: set[PeerId] = set()  # a link that ended takes nothing more, even before its socket knows
         self._threads: list[threading.Thread] = []
         self._closed = False
 
@@ -128,6 +129,7 @@ class ReceiverControl:
         """Forget the ranks of an instance."""
         for peer in [p for p in self._clients if p.instance == (instance_id, generation)]:
             self._clients.pop(peer).close()
+            self._ended.discard(peer)
 
     def _read(self, peer: PeerId, client: RpcClient) -> None:
         with contextlib.suppress(RpcError):
@@ -135,7 +137,8 @@ class ReceiverControl:
                 self._inbox.append((peer, frame))
                 self._wake()
         # However the link ended: it proves nothing about memory, so it is reported here and judged elsewhere.
-        if not self._closed:
+        if not self._closed and self._clients.get(peer) is client:
+            self._ended.add(peer)
             self._lost.append(peer)
             self._wake()
 
@@ -149,6 +152,8 @@ class ReceiverControl:
         client = self._clients.get(peer)
         if client is None:
             raise ChannelError(f"{peer} was never connected")
+        if peer in self._ended:
+            raise ChannelError(f"link to {peer} has ended")
         try:
             client.deliver(self._self_id, frame).remote_oneway()
         except RpcBackpressure:
