@@ -127,7 +127,7 @@ def install_composer(python: str) -> None:
             )
         run(interpreter, *PIP, "torch")
         run(interpreter, *PIP, "--find-links", DIST, COMPOSER)
-        run(interpreter, "-c", "import meta_executor.cli, meta_executor.instance.launch", cwd=Path(scratch))
+        run(interpreter, "-c", "import meta_executor.cli, meta_executor.supervise.launch", cwd=Path(scratch))
         text = run(Path(scratch, "env", "bin", "meta-executor"), "--version", cwd=Path(scratch))
         print(f"{COMPOSER}: alone refused as its README says, from dist installs: {text.strip()}", flush=True)
 

@@ -36,18 +36,19 @@ ADAPTERS = {
 }
 #: In meta-executor the rooms decide: library → folders or modules (relative to the package) that may import it.
 ROOMS = {
-    "torch": ("engine/", "executor/", "instance/"),  # device memory and streams, where they are imported on demand
-    "mpi4py": ("instance/", "executor/"),
-    "nixl": ("executor/", "instance/"),
-    "starlette": ("front/", "instance/"),
-    "uvicorn": ("front/", "instance/"),
+    "torch": ("engine/", "executor/", "rank/"),  # device memory and streams, where they are imported on demand
+    "mpi4py": ("rank/", "executor/"),
+    "nixl": ("executor/", "rank/"),
+    "starlette": ("front/", "api/"),
+    "uvicorn": ("front/", "api/"),
 }
 #: Import order of the rooms: each may import what stands before it.
 ROOM_ORDER = (
-    "config", "wire", "evidence", "recent", "engine", "executor", "instance", "front", "preflight", "bench", "observe", "cli",
+    "config", "wire", "evidence", "recent", "engine", "executor", "supervise", "api", "rank", "front", "preflight", "bench",
+    "observe", "cli",
 )  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.
-FRONT_FORBIDDEN = ("executor",)
+FRONT_FORBIDDEN = ("executor", "rank")
 PINNED = re.compile(r"\bpin_memory\b|\bcudaHostAlloc\b|\bcudaHostRegister\b|\bcudaMallocHost\b")
 PINNED_ALLOCATORS = {"packages/meta-executor/src/meta_executor/engine/memory.py"}
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", ".sh"}
@@ -77,6 +78,10 @@ def imports_of(path: Path) -> Iterator[tuple[int, str, bool]]:
                 yield node.lineno, alias.name, node in typing_only
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield node.lineno, node.module, node in typing_only
+            if "." not in node.module and node.module in PACKAGES.values():
+                # ``from package import module`` names its module here only.
+                for alias in node.names:
+                    yield node.lineno, f"{node.module}.{alias.name}", node in typing_only
 
 
 def check_layering(files: list[Path]) -> Iterator[str]:

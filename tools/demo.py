@@ -25,8 +25,8 @@ from rich.table import Table
 from kv_bounce_planner import COALESCED_PREFIX
 from meta_executor.config import ConfigError, apply_environment, load_service_config
 from meta_executor.evidence.verify import verify_folder
-from meta_executor.instance.launch import Launcher, RunFailed
 from meta_executor.preflight import check_service
+from meta_executor.supervise.launch import Launcher, RunFailed
 from meta_executor.wire import InstanceStatistics
 
 ROOT = Path(__file__).resolve().parent.parent

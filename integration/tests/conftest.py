@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from meta_executor.config import ServiceConfig, apply_environment, load_service_config
-from meta_executor.instance.launch import Launcher
+from meta_executor.supervise.launch import Launcher
 from meta_executor.wire import InstanceStatistics
 
 ROOT = Path(__file__).resolve().parents[2]

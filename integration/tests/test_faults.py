@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from meta_executor.config import apply_environment, service_config
-from meta_executor.instance.launch import Launcher, RunFailed
-from meta_executor.instance.procfs import ProcessIdentity
+from meta_executor.supervise.launch import Launcher, RunFailed
+from meta_executor.supervise.procfs import ProcessIdentity
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
 

@@ -15,7 +15,7 @@ from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, 
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.evidence.verify import verify_folder
-from meta_executor.instance.launch import Launcher
+from meta_executor.supervise.launch import Launcher
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(400)]
 

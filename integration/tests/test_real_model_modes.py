@@ -14,7 +14,7 @@ from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, 
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.evidence.verify import verify_folder
-from meta_executor.instance.launch import Launcher
+from meta_executor.supervise.launch import Launcher
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "packages" / "meta-executor" / "examples" / "smollm2.yaml"
 

@@ -84,8 +84,8 @@ def serve(role: str, config: Path | None) -> None:
 
 
 def _run(service: ServiceConfig, roles: tuple[str, ...], with_front: bool, restart: str) -> None:
-    from meta_executor.instance.launch import Launcher
     from meta_executor.preflight import check_service
+    from meta_executor.supervise.launch import Launcher
 
     check_service(service, with_front=with_front)
     launcher = Launcher(service, say=_say, roles=roles, with_front=with_front, restart=restart)  # type: ignore[arg-type]
@@ -297,8 +297,8 @@ def verify(folder: Path) -> None:
 def main() -> NoReturn:
     """Entry point: errors that a person can act on are one line."""
     from meta_executor.engine.errors import EngineError
-    from meta_executor.instance.launch import RunFailed
     from meta_executor.observe import ObserveError
+    from meta_executor.supervise.launch import RunFailed
 
     try:
         cli(standalone_mode=False)

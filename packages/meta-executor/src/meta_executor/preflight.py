@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from meta_executor.config import ConfigError, ServiceConfig
-from meta_executor.instance.launch import find_mpiexec
+from meta_executor.supervise.launch import find_mpiexec
 
 
 def check_service(service: ServiceConfig, *, with_front: bool) -> None:

@@ -96,7 +96,7 @@ def test_broadcast_work_is_the_same_on_every_rank_and_a_late_rank_costs_nothing(
 @pytest.mark.mpi(4)
 def test_the_start_up_exchange_carries_different_lengths(world_comm: Any) -> None:
     """Every rank's bytes, in order, on every rank; empty ones too."""
-    from meta_executor.instance.startup import barrier, exchange
+    from meta_executor.rank.startup import barrier, exchange
 
     mine = bytes([world_comm.Get_rank()]) * (world_comm.Get_rank() * 1000)
     assert exchange(world_comm, mine) == [bytes([rank]) * (rank * 1000) for rank in range(4)]

@@ -16,7 +16,7 @@ import pytest
 from meta_executor import wire
 from meta_executor.config import EngineConfig, InstanceSpec, RunSpec, ServiceConfig, SyntheticConfig
 from meta_executor.front.runner import _listen
-from meta_executor.instance.report import Listener, Message
+from meta_executor.supervise.report import Listener, Message
 
 pytestmark = pytest.mark.asyncio
 

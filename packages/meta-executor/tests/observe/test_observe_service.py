@@ -20,7 +20,7 @@ import pytest
 
 from meta_executor import wire
 from meta_executor.config import apply_environment, service_config
-from meta_executor.instance.launch import Launcher
+from meta_executor.supervise.launch import Launcher
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(110)]
 

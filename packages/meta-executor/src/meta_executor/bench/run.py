@@ -15,7 +15,7 @@ from meta_executor.bench.load import LoadConfig, Outcome, run_load
 from meta_executor.bench.report import Report, make_report
 from meta_executor.config import ServiceConfig
 from meta_executor.evidence.verify import verify_folder
-from meta_executor.instance.launch import Launcher
+from meta_executor.supervise.launch import Launcher
 from meta_executor.wire import InstanceStatistics
 
 

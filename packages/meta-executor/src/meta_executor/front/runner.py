@@ -22,7 +22,7 @@ from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app
 from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer, make_directory
-from meta_executor.instance.report import Reporter
+from meta_executor.supervise.report import Reporter
 
 _LOG = logging.getLogger("meta_executor.front")
 _BACKLOG = 2048

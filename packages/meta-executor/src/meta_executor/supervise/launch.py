@@ -27,10 +27,10 @@ from typing import Any, Literal
 import httpx
 
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
-from meta_executor.instance.guard import describe_status
-from meta_executor.instance.procfs import ProcessIdentity, die_with_parent
-from meta_executor.instance.report import Listener, Message
-from meta_executor.instance.rundir import RunDirectory, default_base, remove_stale_runs
+from meta_executor.supervise.guard import describe_status
+from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
+from meta_executor.supervise.report import Listener, Message
+from meta_executor.supervise.rundir import RunDirectory, default_base, remove_stale_runs
 
 RestartPolicy = Literal["never", "instance"]
 
@@ -136,7 +136,7 @@ class Launcher:
         roles: tuple[str, ...] = ("context", "generation"),
         with_front: bool = True,
         restart: RestartPolicy = "never",
-        worker: tuple[str, ...] = ("-m", "meta_executor.instance.worker"),
+        worker: tuple[str, ...] = ("-m", "meta_executor.rank.worker"),
         front: tuple[str, ...] = ("-m", "meta_executor.front"),
     ) -> None:
         self._worker = worker
@@ -311,7 +311,7 @@ class Launcher:
             component,
             [
                 str(self._mpiexec), "-n", str(spec.config.world_size),
-                sys.executable, "-m", "meta_executor.instance.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
+                sys.executable, "-m", "meta_executor.supervise.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id, "--launcher-pid", str(os.getpid()), "--",
                 sys.executable, *self._worker, "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id,

@@ -16,12 +16,12 @@ import sys
 import msgspec
 
 from meta_executor import wire
+from meta_executor.api.batching import batching_of
+from meta_executor.api.endpoint import CopiedEndpoint
+from meta_executor.api.proxy import Proxy
+from meta_executor.api.server import ApiServer, ServerThread
 from meta_executor.config import InstanceSpec, RunSpec
-from meta_executor.instance.batching import batching_of
-from meta_executor.instance.endpoint import CopiedEndpoint
-from meta_executor.instance.procfs import die_with_parent
-from meta_executor.instance.proxy import Proxy
-from meta_executor.instance.server import ApiServer, ServerThread
+from meta_executor.supervise.procfs import die_with_parent
 
 #: The server says its address within this time (s).
 START_TIMEOUT_S = 30.0
@@ -32,7 +32,7 @@ class SpawnedServer:
 
     def __init__(self, spec: RunSpec, instance: InstanceSpec, worker_address: str) -> None:
         command = [
-            sys.executable, "-m", "meta_executor.instance.spawned",
+            sys.executable, "-m", "meta_executor.api.spawned",
             "--run-dir", spec.run_dir, "--owner", instance.owner_id, "--worker", worker_address,
         ]  # fmt: skip
         self._process = subprocess.Popen(
@@ -68,7 +68,7 @@ async def _record(proxy: Proxy) -> wire.ServerInfo:
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until terminated."""
-    parser = argparse.ArgumentParser(prog="meta_executor.instance.spawned")
+    parser = argparse.ArgumentParser(prog="meta_executor.api.spawned")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--owner", required=True)
     parser.add_argument("--worker", required=True, help="RPC address of the worker")

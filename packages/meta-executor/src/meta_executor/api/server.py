@@ -27,9 +27,9 @@ from starlette.routing import Route
 
 from kv_bounce_planner import InstanceLayout
 from meta_executor import wire
-from meta_executor.executor.service import SubmitRequest
-from meta_executor.instance.endpoint import Endpoint, Refused
-from meta_executor.instance.proxy import Proxy, ProxyError
+from meta_executor.api.endpoint import Endpoint, Refused
+from meta_executor.api.proxy import Proxy, ProxyError
+from meta_executor.api.service import SubmitRequest
 from rpc_local_registry import RpcError
 
 _Body = TypeVar("_Body")

@@ -12,8 +12,8 @@ from endpoint_lifecycle import EndpointOwner
 from meta_executor.config import ConfigError, KvCacheConfig, SyntheticConfig
 from meta_executor.engine.base import StageSpec
 from meta_executor.engine.synthetic import SyntheticEngine
-from meta_executor.instance.free_memory import host_free_bytes
-from meta_executor.instance.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
+from meta_executor.rank.free_memory import host_free_bytes
+from meta_executor.rank.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
 
 SHAPE = SyntheticConfig(layer_count=6, kv_head_count=2, head_dim=8)
 #: Keys and values, 16 tokens, 2 heads of 8 float32, per layer (bytes).
@@ -231,7 +231,7 @@ def test_four_ranks_that_measure_differently_take_the_smallest_or_refuse_alike(w
     """Scripted probes: 40, 30, 20, 10 MiB free on stages of 2, 2, 1, 1 layers; then rank 2 can measure nothing."""
     import msgspec
 
-    from meta_executor.instance.startup import barrier, exchange
+    from meta_executor.rank.startup import barrier, exchange
 
     rank = world_comm.Get_rank()
     config = KvCacheConfig(max_tokens=None, free_memory_fraction=1.0)

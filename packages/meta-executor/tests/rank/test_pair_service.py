@@ -17,8 +17,8 @@ from meta_executor.engine.base import StageSpec
 from meta_executor.engine.synthetic import SyntheticEngine
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.executor.testing import reference_tokens
-from meta_executor.instance.free_memory import host_free_bytes
-from meta_executor.instance.testing import RunningPair
+from meta_executor.rank.free_memory import host_free_bytes
+from meta_executor.rank.testing import RunningPair
 
 #: Both names of the share, one for each side.
 FRACTIONS = {"context_servers": "free_memory_fraction", "generation_servers": "free_gpu_memory_fraction"}

@@ -21,8 +21,8 @@ import msgspec
 
 from meta_executor import wire
 from meta_executor.config import InstanceSpec, RunSpec, ServiceConfig, apply_environment
-from meta_executor.instance.launch import find_mpiexec
-from meta_executor.instance.report import Listener
+from meta_executor.supervise.launch import find_mpiexec
+from meta_executor.supervise.report import Listener
 
 
 class RunningPair:
@@ -79,7 +79,7 @@ class RunningPair:
     def _start(self, instance: InstanceSpec) -> None:
         command = [
             str(find_mpiexec()), "-n", str(instance.config.world_size),
-            sys.executable, "-m", "meta_executor.instance.worker",
+            sys.executable, "-m", "meta_executor.rank.worker",
             "--run-dir", str(self.folder), "--owner", instance.owner_id, "--instance-id", secrets.token_hex(8),
         ]  # fmt: skip
         with (self.folder / "logs" / f"{instance.owner_id}.log").open("ab") as log:

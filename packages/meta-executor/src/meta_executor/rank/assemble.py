@@ -43,9 +43,9 @@ from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver_context import ContextTransceiver
 from meta_executor.executor.transceiver_generation import GenerationTransceiver
 from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
-from meta_executor.instance.free_memory import device_free_bytes, host_free_bytes
-from meta_executor.instance.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
-from meta_executor.instance.startup import (
+from meta_executor.rank.free_memory import device_free_bytes, host_free_bytes
+from meta_executor.rank.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
+from meta_executor.rank.startup import (
     RankFacts,
     agreed_facts,
     barrier,

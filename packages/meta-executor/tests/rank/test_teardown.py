@@ -2,7 +2,7 @@
 
 import pytest
 
-from meta_executor.instance.teardown import TRIES, close_transfers
+from meta_executor.rank.teardown import TRIES, close_transfers
 
 IN_FLIGHT = RuntimeError("a write is in flight")
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from meta_executor import wire
+from meta_executor.api.service import ExecutorService, SubmitRequest, split_error
 from meta_executor.executor.messages import Answer
-from meta_executor.executor.service import ExecutorService, SubmitRequest, split_error
 from rpc_batch_submit import AsyncioBatchSubmitter, BatchSubmitConfig, BatchSubmitError
 from rpc_local_registry import RpcBackpressure, RpcClient, RpcError
 

@@ -21,8 +21,8 @@ import sys
 import time
 from pathlib import Path
 
-from meta_executor.instance.procfs import ProcessIdentity, die_with_parent
-from meta_executor.instance.report import Reporter
+from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
+from meta_executor.supervise.report import Reporter
 
 #: After an abnormal death of its rank a guard stays, so that hydra spares the survivors, for at most this long (s).
 LINGER_S = 30.0
@@ -57,7 +57,7 @@ def name_of(pid: int) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one rank. Exit code: the rank's, or 128 + signal."""
-    parser = argparse.ArgumentParser(prog="meta_executor.instance.guard")
+    parser = argparse.ArgumentParser(prog="meta_executor.supervise.guard")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--owner", required=True)
     parser.add_argument("--instance-id", default="")

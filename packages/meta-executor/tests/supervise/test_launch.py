@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from meta_executor.config import service_config
-from meta_executor.instance.launch import Death, Launcher, RunFailed, _first_cause
-from meta_executor.instance.procfs import ProcessIdentity
-from meta_executor.instance.report import Reporter
-from meta_executor.instance.rundir import RunDirectory, remove_stale_runs
+from meta_executor.supervise.launch import Death, Launcher, RunFailed, _first_cause
+from meta_executor.supervise.procfs import ProcessIdentity
+from meta_executor.supervise.report import Reporter
+from meta_executor.supervise.rundir import RunDirectory, remove_stale_runs
 
 FAKE = str(Path(__file__).with_name("fake_rank.py"))
 
@@ -138,7 +138,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_files_go_at_the_next_start(
     script.write_text(
         "import sys, msgspec, json\n"
         "from meta_executor.config import ServiceConfig\n"
-        "from meta_executor.instance.launch import Launcher\n"
+        "from meta_executor.supervise.launch import Launcher\n"
         f"service = msgspec.json.decode({msgspec.json.encode(service)!r}, type=ServiceConfig)\n"
         f"launcher = Launcher(service, say=lambda line: None, worker=({FAKE!r},), front=({FAKE!r},))\n"
         "with launcher.started():\n"

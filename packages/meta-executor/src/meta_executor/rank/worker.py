@@ -1,5 +1,5 @@
 """One rank of an instance, under mpiexec:
-``python -m meta_executor.instance.worker --run-dir DIR --owner ctx-0 --instance-id HEX``.
+``python -m meta_executor.rank.worker --run-dir DIR --owner ctx-0 --instance-id HEX``.
 
 Rank 0 also runs the API server, in a thread of its own or as a process of its own. SIGTERM (or ``/internal/drain``) drains;
 the other ranks are told by rank 0. Exit code 0: drained, everything proven and taken apart. 1: a fault or an unproven rest;
@@ -21,22 +21,22 @@ import msgspec
 from mpi4py import MPI
 
 from meta_executor import wire
+from meta_executor.api.batching import batching_of
+from meta_executor.api.endpoint import OwnedEndpoint, info_json
+from meta_executor.api.proxy import Proxy
+from meta_executor.api.server import ApiServer, ServerThread
+from meta_executor.api.service import ExecutorService
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec
 from meta_executor.executor.account import rank_evidence, rank_statistics
 from meta_executor.executor.desk import Desk
 from meta_executor.executor.drive import drive
 from meta_executor.executor.messages import Status
-from meta_executor.executor.service import ExecutorService
-from meta_executor.instance.assemble import Rank, assemble, log
-from meta_executor.instance.batching import batching_of
-from meta_executor.instance.endpoint import OwnedEndpoint, info_json
-from meta_executor.instance.procfs import resident_bytes
-from meta_executor.instance.proxy import Proxy
-from meta_executor.instance.report import Reporter
-from meta_executor.instance.server import ApiServer, ServerThread
-from meta_executor.instance.shm import unlink_mpich_segments
-from meta_executor.instance.startup import barrier
-from meta_executor.instance.teardown import close_transfers
+from meta_executor.rank.assemble import Rank, assemble, log
+from meta_executor.rank.startup import barrier
+from meta_executor.rank.teardown import close_transfers
+from meta_executor.supervise.procfs import resident_bytes
+from meta_executor.supervise.report import Reporter
+from meta_executor.supervise.shm import unlink_mpich_segments
 from rpc_local_registry import RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
@@ -58,7 +58,7 @@ class FrontOfHouse:
         self._server: ServerThread | None = None
         self.url = ""
         if config.proxy == "spawn":
-            from meta_executor.instance.spawned import SpawnedServer
+            from meta_executor.api.spawned import SpawnedServer
 
             self._spawned = SpawnedServer(spec, rank.instance, str(self._rpc.address))
             self.url = self._spawned.url
@@ -291,7 +291,7 @@ def _write_evidence(rank: Rank, statistics: wire.RankStatistics) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one rank. Never returns to a half-finished MPI: an error ends the process at once."""
-    parser = argparse.ArgumentParser(prog="meta_executor.instance.worker")
+    parser = argparse.ArgumentParser(prog="meta_executor.rank.worker")
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--owner", required=True)
     parser.add_argument("--instance-id", required=True)

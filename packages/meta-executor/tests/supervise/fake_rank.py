@@ -8,8 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from meta_executor.config import RunSpec
-from meta_executor.instance.guard import rank_from_environment
-from meta_executor.instance.report import Reporter
+from meta_executor.supervise.guard import rank_from_environment
+from meta_executor.supervise.report import Reporter
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir")

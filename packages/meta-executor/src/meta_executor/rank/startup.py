@@ -21,7 +21,7 @@ from mpi4py import MPI
 from kv_bounce_planner import InstanceLayout, KVLayout
 from meta_executor.config import ConfigError, InstanceConfig, Role
 from meta_executor.engine.base import ModelInfo
-from meta_executor.instance.procfs import ProcessIdentity
+from meta_executor.supervise.procfs import ProcessIdentity
 
 #: Pause between two tests of a start-up exchange (s).
 _POLL_S = 0.002

@@ -1,0 +1,11 @@
+"""An instance's door, on rank 0: requests come in, answers go out.
+
+Layout (each imports only what stands above it)::
+
+    service     what the worker offers, by RPC or by a direct call
+    batching    when submits are sent together
+    endpoint    whether a request may come in now
+    proxy       the calling side of the service
+    server      the paths of :mod:`meta_executor.wire` over HTTP
+    spawned     the same server as a process of its own
+"""
