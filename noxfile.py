@@ -46,7 +46,6 @@ EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 NIGHTLY_ARGUMENTS = {
     "kv-bounce-planner/fuzz": ("--count", "20000"),
     "rpc-local-registry/fuzz": ("--count", "1000000"),
-    "meta-executor/explore_composition": ("--mutants",),
     "meta-executor/random_pairs": ("--count", "200"),
 }
 
@@ -152,6 +151,7 @@ def nightly(session: nox.Session) -> None:
     """Everything: slow tests, explorers, simulators, fuzzers, mutants, clean installs."""
     shared_environment(session)
     python(session, "tools/run_tests.py", "--slow", *session.posargs)
+    python(session, "tools/mutants.py")
     for script in sorted((ROOT / "packages").glob("*/tools/*.py")):
         name = f"{script.parents[1].name}/{script.stem}"
         python(session, str(script.relative_to(ROOT)), *NIGHTLY_ARGUMENTS.get(name, ("--nightly",)))
@@ -222,6 +222,7 @@ def lint(session: nox.Session) -> None:
     python(session, "-m", "ruff", "format", "--check", ".")
     python(session, "tools/check_repository.py", *session.posargs)
     python(session, "tools/stages", "--check", "--parity")
+    python(session, "tools/mutants.py", "--check")
     python(session, "-m", "bandit", "-q", "-r", "-ll", "-s", "B404,B603,B607", *(f"packages/{n}/src" for n in PACKAGES))
 
 
@@ -265,8 +266,9 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def mutants(session: nox.Session) -> None:
-    """Plant each known defect in the package named after ``--`` and see a check fail for it."""
-    _package_tool(session, "mutants")
+    """Plant each declared fault of the packages named after ``--`` (all without a name) and see a check fail for it."""
+    shared_environment(session)
+    python(session, "tools/mutants.py", *session.posargs)
 
 
 @nox.session(python=False)
