@@ -15,6 +15,7 @@ A package declares its faults in ``packages/NAME/faults.txt``, one line each:
     release without the last lease | _release | round_.acks == self.all_mask => True
     a failed send is forgotten     | _send    | self._failed(...) => !drop
     table READY_TRANSITIONS                            every row removed, every row retargeted
+    table RULES default Rule.FAULT                     rows with what a missing row means anyway are only retargeted
     harmless READY_TRANSITIONS: _S.A _I.B removed: REASON      a generated fault that changes nothing that matters
 
 The second column is the name of the function, class or module where the fault is (as much of it as is unique), the third
@@ -116,8 +117,8 @@ def read(folder: Path) -> Declared:
             elif not chosen:
                 raise DeclarationError("a fault stands before the first [checks]")
             elif text.startswith("table "):
-                place = text.removeprefix("table ")
-                for row in rows_of(declared.sources, place):
+                place, _, default = text.removeprefix("table ").partition(" default ")
+                for row in rows_of(declared.sources, place, default):
                     planted = functools.partial(plant_row, declared.sources, place, row)
                     declared.faults.append(Fault(f"{place}: {row}", chosen, planted))
             else:

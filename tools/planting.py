@@ -290,9 +290,8 @@ def _replace(at: _Found, text: str, scope: ast.AST) -> None:
         at = _lift(at, scope)
     held = getattr(at.parent, at.field)
     matched = [held] if at.index is None else held[at.index : at.index + at.count]
-    if len(matched) == len(nodes):
-        for old, node in zip(matched, nodes, strict=True):
-            _keep_body(old, node)
+    for old, node in zip(reversed(matched), reversed(nodes), strict=False):
+        _keep_body(old, node)
     if isinstance(matched[0], ast.stmt):
         nodes = [ast.Expr(node) if isinstance(node, ast.expr) else node for node in nodes]
     elif statements:
@@ -365,15 +364,20 @@ def _text(module: str, tree: ast.Module) -> str:
     return text
 
 
-def rows_of(sources: Sources, place: str) -> list[str]:
+def rows_of(sources: Sources, place: str, default: str = "") -> list[str]:
     """The faults that a table of transitions has: for each row one with another target and one without the row.
 
     A table is a dict display, rows by key or nested by two keys; targets that are sets give one row per element.
 
+    Args:
+        sources: The package.
+        place: The name that the table is assigned to.
+        default: The target that a missing row stands for; such rows are not removed.
+
     Raises:
         PlantingError: The place is not a table of at least two rows.
     """
-    return [name for name, _ in _row_faults(sources.find(place)[1], place)]
+    return [name for name, _ in _row_faults(sources.find(place)[1], place, default)]
 
 
 def plant_row(sources: Sources, place: str, name: str) -> dict[str, str]:
@@ -397,7 +401,7 @@ def _rows(table: ast.Dict, label: str) -> Iterator[tuple[str, Any, str, int]]:
             yield name, table, "values", index
 
 
-def _row_faults(scope: ast.AST, place: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def _row_faults(scope: ast.AST, place: str, default: str = "") -> Iterator[tuple[str, Callable[[], None]]]:
     outer = next((node for node in ast.walk(scope) if isinstance(node, ast.Dict)), None)
     rows = list(_rows(outer, "")) if outer and isinstance(scope, ast.Assign | ast.AnnAssign) else []
     targets = list(dict.fromkeys(ast.unparse(getattr(holder, field)[i]) for _, holder, field, i in rows))
@@ -410,7 +414,7 @@ def _row_faults(scope: ast.AST, place: str) -> Iterator[tuple[str, Callable[[], 
         other = next((t for t in targets[at:] + targets[:at] if t not in taken), None)
         if other is not None:
             yield f"{name} -> {other}", functools.partial(held.__setitem__, index, ast.parse(other, mode="eval").body)
-        if len(held) > 1 or field == "values":
+        if (len(held) > 1 or field == "values") and targets[at] != default:
             yield f"{name} removed", functools.partial(_remove_row, holder, index)
 
 

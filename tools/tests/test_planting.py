@@ -69,6 +69,7 @@ def planted(place, pattern, replacement, source=MODULE):
         ("stop", "item.end(..., reason='stop')", "item.end()", "reason", "item.end()"),
         ("stop", "self.count += 1", "return False", "count", "return False\n            return True"),
         ("stop", "self.count += 1 ;; return True", "return 0 ;; self.n()", "True", "return 0\n            self.n()"),
+        ("stop", "for item in self.items", "self.n() ;; for item in self.all", "items", "for item in self.all:\n                item.end"),
         ("Owner.again", "... if self.count else None", "!swap", "self.count if", "None if self.count else self.count"),
         ("Owner.again", "self.count if ... else None", "self.count", "None", "return self.count"),
         ("Other", "self.count + 1", "self.count", "+ 1", "{self.count}"),
@@ -146,6 +147,7 @@ def test_the_rows_of_a_table_are_faults():
     ]  # fmt: skip
     assert rows_of(sources, "SETS") == ["S.A S.B removed", "S.A S.C removed", "S.B S.C -> S.B"]
     assert ast.dump(sources.trees["t"]) == before
+    assert rows_of(sources, "TABLE", "S.C")[-1] == "(S.B, E.X) -> S.B"
     texts = {plant_row(sources, "TABLE", name)["t"] for name in rows_of(sources, "TABLE")}
     assert len({*texts, ast.unparse(sources.trees["t"])}) == 5
     assert "{(S.B, E.X): S.C}" in plant_row(sources, "TABLE", "(S.A, E.X) removed")["t"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,19 +18,9 @@ ROWS = [
 NAMES = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[-1])})
 
 
-def tool():
-    spec = importlib.util.spec_from_file_location("mutants_of_pp_agreement", ROOT / "tools" / "mutants.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
-
-
 def mutants():
-    return {mutant.name for mutant in tool().MUTANTS}
+    lines = (ROOT / "faults.txt").read_text().splitlines()
+    return {line.split(" | ")[0].strip() for line in lines if " => " in line and not line.startswith("#")}
 
 
 def test_every_row_has_a_rule_a_behaviour_and_a_test():
@@ -55,15 +43,6 @@ def test_it_exists(name):
         assert re.search(rf"^ *def {function}\(", text, re.MULTILINE)
         if function.startswith("check_"):  # a behaviour that real ranks run by name
             assert re.search(rf'"{function}"|self\.{function}\(', text)
-
-
-def test_every_mutant_can_be_planted():
-    """A mutant whose place in the sources is gone would test nothing."""
-    module = tool()
-    assert len(module.MUTANTS) >= 95
-    assert [(m.name, module.misplaced(m)) for m in module.MUTANTS if module.misplaced(m)] == []
-    gone = module.Mutant("gone", "none", (("_machine", "no such line", ""),))
-    assert "0 places" in module.misplaced(gone)
 
 
 def test_every_rule_has_a_row():
