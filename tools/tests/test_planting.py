@@ -69,7 +69,7 @@ def planted(place, pattern, replacement, source=MODULE):
         ("stop", "item.end(..., reason='stop')", "item.end()", "reason", "item.end()"),
         ("stop", "self.count += 1", "return False", "count", "return False\n            return True"),
         ("stop", "self.count += 1 ;; return True", "return 0 ;; self.n()", "True", "return 0\n            self.n()"),
-        ("stop", "for item in self.items", "self.n() ;; for item in self.all", "items", "for item in self.all:\n                item.end"),
+        ("stop", "for item in ...", "self.n() ;; for item in self.all", "items", "in self.all:\n                item.end"),
         ("Owner.again", "... if self.count else None", "!swap", "self.count if", "None if self.count else self.count"),
         ("Owner.again", "self.count if ... else None", "self.count", "None", "return self.count"),
         ("Other", "self.count + 1", "self.count", "+ 1", "{self.count}"),
