@@ -22,7 +22,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
-from kv_bounce_planner import COALESCED_PREFIX
+from kv_bounce_planner.planning import COALESCED_PREFIX
 from meta_executor.config import ConfigError, apply_environment, load_service_config
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.preflight import check_service

@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import HostCopier, WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
-    HostCopier,
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -40,14 +40,13 @@ from kv_bounce_planner import (
     Receiver,
     RequestKey,
     Sender,
+    SessionResources,
     TransferIdentity,
-    WriteJob,
-    WriterPlan,
-    WriterTransfer,
     ZmqControlChannel,
     free,
 )
-from kv_bounce_planner._identity import OperationIdentity
+from kv_bounce_planner.sessions.identity import OperationIdentity
+from kv_bounce_planner.transports.interface import WriteJob
 
 TOTAL, COUNT, RUNS = 4 << 20, 32768, 15
 SIZE = TOTAL // COUNT
@@ -93,7 +92,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
     channel = ZmqControlChannel(RECEIVER, KEY)
     channel.connect(SENDER, pipe.recv())
     arena = BounceArena(region.ctypes.data, 2 * TOTAL)  # the last third is the raw baseline's
-    receiver = Receiver(RECEIVER, transport, channel, arena=arena)
+    receiver = Receiver(RECEIVER, SessionResources(transport, channel, arena=arena))
     receiver.introduce([SENDER])
     plain = raw_transport(RECEIVER, tls, region)
     pipe.send((memory.ctypes.data, region.ctypes.data, plain.agent_info(SENDER)))
@@ -157,7 +156,7 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
     transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, slot)])
     channel = ZmqControlChannel(SENDER, KEY, f"ipc://{folder}/c")
     # The first two thirds are the arena; the last is the raw baseline's staging.
-    sender = Sender(SENDER, transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
+    sender = Sender(SENDER, SessionResources(transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL)))
     pipe.send(channel.address)
     base, region, agent = pipe.recv()
     plain = raw_transport(SENDER, tls, slot)

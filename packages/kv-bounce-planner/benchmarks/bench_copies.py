@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_bounce_planner import CopyTable
+from kv_bounce_planner.copies.gather import CopyTable
 
 POOL_BYTES = 256 << 20
 

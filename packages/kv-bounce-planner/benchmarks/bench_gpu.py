@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner import KernelShape
-from kv_bounce_planner._tiles import default_shape
+from kv_bounce_planner.copies.tiles import KernelShape, default_shape
 
 CASES = {"4,096 x 64 KiB": (4096, 64 << 10), "32,768 x 4 KiB": (32768, 4 << 10)}
 LAUNCHES, REPEATS = 20, 7
@@ -85,7 +84,7 @@ def spread(sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 def copies(torch: Any, sweep: bool) -> list[dict[str, object]]:
     """Kernel bandwidth of gather and scatter over the device's own copy."""
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     rng = np.random.default_rng(0)
     results: list[dict[str, object]] = []
@@ -155,8 +154,8 @@ LINK_REPEATS = 5
 
 
 def _scratch(torch: Any, seed: int) -> tuple[Any, Any]:
-    from kv_bounce_planner import MemoryRegion
-    from kv_bounce_planner._calibration import scratch_bytes
+    from kv_bounce_planner.planning.calibration import scratch_bytes
+    from kv_bounce_planner.sessions import MemoryRegion
 
     room = max(scratch_bytes(count * size, count) for count, size in LINK_CASES.values()) + (1 << 20)
     room = -(-room // 4096) * 4096
@@ -168,7 +167,7 @@ def _scratch(torch: Any, seed: int) -> tuple[Any, Any]:
 
 def _check_trial(torch: Any, wanted: Any, memory: Any, trial: tuple[int, int, int]) -> None:
     """Every byte of every fragment, on the device."""
-    from kv_bounce_planner._calibration import trial_offsets
+    from kv_bounce_planner.planning.calibration import trial_offsets
 
     number, count, size = trial
     within = torch.arange(size // 8, device="cuda")
@@ -184,14 +183,8 @@ def serve(address: str, link: Any, stop: Any, errors: Any) -> None:
     try:
         import torch
 
-        from kv_bounce_planner import (
-            CalibrationTarget,
-            NixlConfig,
-            NixlTransport,
-            PeerId,
-            TritonCopier,
-            ZmqControlChannel,
-        )
+        from kv_bounce_planner.planning import CalibrationTarget, TritonCopier
+        from kv_bounce_planner.sessions import NixlConfig, NixlTransport, PeerId, ZmqControlChannel
 
         memory, region = _scratch(torch, 1)
         wanted, _ = _scratch(torch, 0)  # what the sender's memory holds
@@ -225,15 +218,8 @@ def serve(address: str, link: Any, stop: Any, errors: Any) -> None:
 
 def link(torch: Any) -> list[dict[str, object]]:
     """Direct and bounce of 4,096 fragments between two processes; the target compares every byte of the first trials."""
-    from kv_bounce_planner import (
-        LinkCalibration,
-        NixlConfig,
-        NixlTransport,
-        PeerId,
-        Tier,
-        TritonCopier,
-        ZmqControlChannel,
-    )
+    from kv_bounce_planner.planning import LinkCalibration, Tier, TritonCopier
+    from kv_bounce_planner.sessions import NixlConfig, NixlTransport, PeerId, ZmqControlChannel
 
     memory, region = _scratch(torch, 0)
     # The direct writes get the best of two settings: bounded posts as sessions use them, and everything in one post.

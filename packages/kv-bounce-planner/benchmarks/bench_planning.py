@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
     RequestBlocks,
     TokenRange,
     WriterReport,
-    check_fragments,
     decode_plan,
     decode_report,
     encode_plan,
@@ -26,6 +25,7 @@ from kv_bounce_planner import (
     plan_writer,
     validate_report,
 )
+from kv_bounce_planner.planning.report import check_fragments
 
 FRAGMENTS = 32768
 LAYERS, BLOCKS = 16, 1024

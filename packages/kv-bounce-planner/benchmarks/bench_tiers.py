@@ -17,20 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner import (
-    CalibrationTarget,
-    LinkCalibration,
-    MemoryRegion,
-    NixlConfig,
-    NixlTransport,
-    PeerId,
-    Tier,
-    WriterPlan,
-    ZmqControlChannel,
-    calibrate,
-    choose_tier,
-)
-from kv_bounce_planner._calibration import scratch_bytes, trial_offsets
+from kv_bounce_planner.planning import CalibrationTarget, LinkCalibration, Tier, WriterPlan, calibrate, choose_tier
+from kv_bounce_planner.planning.calibration import scratch_bytes, trial_offsets
+from kv_bounce_planner.sessions import MemoryRegion, NixlConfig, NixlTransport, PeerId, ZmqControlChannel
 
 KEY = b"a key for one benchmark run"
 SENDER, TARGET = PeerId("bench-source", "g1", 0), PeerId("bench-target", "g2", 0)

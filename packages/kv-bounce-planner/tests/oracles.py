@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     BlockTable,
     InstanceLayout,
     KVLayout,

@@ -5,17 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    LayoutError,
-    LinkCalibration,
-    MemoryRegion,
-    PeerId,
-    RemoteProtocolError,
-    Tier,
-    TransferTimeout,
-    calibrate,
-)
-from kv_bounce_planner._calibration import CalibrationTarget, scratch_bytes, trial_offsets
+from kv_bounce_planner._errors import RemoteProtocolError
+from kv_bounce_planner.planning import LayoutError, LinkCalibration, Tier, TransferTimeout, calibrate
+from kv_bounce_planner.planning.calibration import CalibrationTarget, scratch_bytes, trial_offsets
+from kv_bounce_planner.sessions import MemoryRegion, PeerId
 from kv_bounce_planner.testing import FakeNetwork, FakeWorld
 
 SENDER, TARGET = PeerId("ctx", "g1", 0), PeerId("gen", "g2", 0)

@@ -9,10 +9,7 @@ import zlib
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    BLOCKS_BYTES_MAX,
-    PLAN_BYTES_MAX,
-    REPORT_BYTES_MAX,
+from kv_bounce_planner.planning import (
     BlockTable,
     CodecError,
     InstanceLayout,
@@ -35,6 +32,7 @@ from kv_bounce_planner import (
     encode_report,
     validate_report,
 )
+from kv_bounce_planner.planning.codec import BLOCKS_BYTES_MAX, PLAN_BYTES_MAX, REPORT_BYTES_MAX
 
 OPERATION = bytes(range(16))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kv_bounce_planner import Reason
+from kv_bounce_planner.planning import Reason
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

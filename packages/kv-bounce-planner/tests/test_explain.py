@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     DEFAULT_MODELS,
     REASONS,
     InstanceLayout,

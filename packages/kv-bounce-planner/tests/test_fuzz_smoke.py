@@ -31,10 +31,14 @@ def test_a_short_run_of_every_kind_finds_nothing(capsys: pytest.CaptureFixture[s
 
 
 FAULTS = {
-    "pairs": ("kv_bounce_planner._plan", "_join_pairs", lambda s, t, n: (s, t, n - (n > 1))),
-    "doubts": ("kv_bounce_planner._plan", "overlaps", lambda a, n: (_ for _ in ()).throw(IndexError("planted"))),
-    "bytes": ("kv_bounce_planner._codec._Reader", "finish", lambda self: None),
-    "reports": ("kv_bounce_planner._report", "join_ranges", lambda a, n: (a, n)),
+    "pairs": ("kv_bounce_planner.planning.plan", "_join_pairs", lambda s, t, n: (s, t, n - (n > 1))),
+    "doubts": (
+        "kv_bounce_planner.planning.plan",
+        "overlaps",
+        lambda a, n: (_ for _ in ()).throw(IndexError("planted")),
+    ),
+    "bytes": ("kv_bounce_planner.planning.codec._Reader", "finish", lambda self: None),
+    "reports": ("kv_bounce_planner.planning.report", "join_ranges", lambda a, n: (a, n)),
 }
 
 
@@ -44,7 +48,7 @@ def test_a_planted_fault_is_found(
 ) -> None:
     """A fuzzer that cannot fail proves nothing: one fault per kind, found within 2,000 tries, with the seed named."""
     where, name, fault = FAULTS[kind]
-    module = where.split("._")[0] + "._" + where.split("._")[1]
+    module = where.removesuffix("._Reader")
     owner = sys.modules[module]
     if where.endswith("_Reader"):
         owner = owner._Reader

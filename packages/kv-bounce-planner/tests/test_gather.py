@@ -14,12 +14,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    CopyTable,
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.copies import gather as gather_module
+from kv_bounce_planner.copies.gather import CopyTable, PackedCopy
+from kv_bounce_planner.copies.tiles import KernelShape, align_classes, cut_tiles, default_shape, word_bytes_of
+from kv_bounce_planner.planning import (
     HostCopier,
-    KernelShape,
     LayoutError,
-    LocalProtocolError,
     ThreadCopier,
     TransportError,
     default_copier,
@@ -27,9 +28,6 @@ from kv_bounce_planner import (
     plan_transfer,
     scatter,
 )
-from kv_bounce_planner import _gather as gather_module
-from kv_bounce_planner._gather import PackedCopy
-from kv_bounce_planner._tiles import align_classes, cut_tiles, default_shape, word_bytes_of
 
 
 def load_oracles() -> ModuleType:
@@ -267,7 +265,7 @@ def test_default_copier_by_memory_kind() -> None:
 def test_torch_copier_on_the_host() -> None:
     """The same lists through the torch adapter on CPU."""
     pytest.importorskip("torch")
-    from kv_bounce_planner import TorchCopier
+    from kv_bounce_planner.planning import TorchCopier
 
     copier = TorchCopier("cpu")
     for seed in range(20):
@@ -280,7 +278,7 @@ def test_torch_copier_on_the_host() -> None:
 def test_torch_word_indices_copy_the_same_bytes() -> None:
     """The device adapter's index lists, applied to host tensors: every width, and lists longer than one assignment."""
     torch = pytest.importorskip("torch")
-    from kv_bounce_planner._torch import index_copies
+    from kv_bounce_planner.copies._torch import index_copies
 
     kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     widths, longest = set(), 0

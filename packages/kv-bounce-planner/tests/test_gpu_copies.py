@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_bounce_planner import KernelShape, LayoutError
+from kv_bounce_planner.copies.tiles import KernelShape
+from kv_bounce_planner.planning import LayoutError
 
 INTERPRETED = """
 import sys
 import numpy as np
 import torch
-from kv_bounce_planner._tiles import KernelShape
-from kv_bounce_planner._triton import launch_tiles, tile_tables
+from kv_bounce_planner.copies.tiles import KernelShape
+from kv_bounce_planner.copies._triton import launch_tiles, tile_tables
 
 rng = np.random.default_rng(0)
 words = set()
@@ -110,11 +111,11 @@ def test_device_copies_equal_the_loop(kind: str) -> None:
     torch = cuda_torch()
     if kind == "triton":
         pytest.importorskip("triton")
-        from kv_bounce_planner import TritonCopier
+        from kv_bounce_planner.planning import TritonCopier
 
         copier: Any = TritonCopier("cuda")
     else:
-        from kv_bounce_planner import TorchCopier
+        from kv_bounce_planner.planning import TorchCopier
 
         copier = TorchCopier("cuda")
     for seed in range(40):
@@ -131,7 +132,7 @@ def test_two_copies_in_flight_keep_their_tables() -> None:
     """d20: back-to-back submissions on one stream, prepared before either ran, are both right."""
     torch = cuda_torch()
     pytest.importorskip("triton")
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     copier = TritonCopier("cuda", shape=KernelShape(512, 2, 4))
     first, second = device_lists(torch, 1), device_lists(torch, 2)
@@ -150,7 +151,7 @@ def test_warm_up_compiles_and_changes_nothing() -> None:
     """Kernels of every default shape, launched over no tiles."""
     cuda_torch()
     pytest.importorskip("triton")
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     assert TritonCopier("cuda").warm_up() == 14
 
@@ -160,7 +161,7 @@ def test_submit_waits_for_the_event_it_is_given() -> None:
     """The copier's stream is its own: what must come first is passed as an event."""
     torch = cuda_torch()
     pytest.importorskip("triton")
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     copier = TritonCopier("cuda")
     source = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
@@ -179,7 +180,7 @@ def test_a_cpu_device_is_refused_by_the_triton_copier() -> None:
     """The adapter says what it is for."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("NO COVERAGE: triton is not installed")
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     with pytest.raises(LayoutError):
         TritonCopier("cpu")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     BlockTable,
     InstanceLayout,
     KVLayout,

@@ -17,7 +17,8 @@ class Block:
 sys.meta_path.insert(0, Block())
 import numpy as np
 import kv_bounce_planner as kv
-from kv_bounce_planner import *
+
+from kv_bounce_planner.planning import *
 
 layout = kv.KVLayout.uniform(
     rank=0, first_layer=0, layer_count=1, head_total=1, head_dim=4, element_bytes=2, block_tokens=4, block_count=4,
@@ -67,12 +68,25 @@ def test_import_alone_pulls_in_no_optional_library() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_every_public_name_exists() -> None:
-    """``__all__`` holds no name that is not there, and no adapter: a star import works without any optional library."""
-    import kv_bounce_planner as kv
+def test_the_faces_hold_what_they_name() -> None:
+    """Two faces of bounded size; every name is there; adapters are named where their library is installed."""
+    from kv_bounce_planner import planning, sessions
 
-    assert len(set(kv.__all__)) == len(kv.__all__)
-    for name in kv.__all__:
-        assert getattr(kv, name) is not None
-    assert not set(kv._ADAPTERS) & set(kv.__all__)
-    assert set(kv._ADAPTERS) <= set(dir(kv))
+    for face, names_max in ((planning, 70), (sessions, 40)):
+        names = dir(face)
+        assert len(names) <= names_max, (face.__name__, len(names))
+        assert set(face.__all__) <= set(names)
+        for name in face.__all__:
+            assert getattr(face, name) is not None
+    assert {"NixlTransport", "ZmqControlChannel"} <= set(sessions.__all__)
+    assert {"TorchCopier", "TritonCopier"} <= set(dir(planning))
+
+
+def test_the_package_itself_gives_the_names_of_both_faces() -> None:
+    """``import kv_bounce_planner as kv`` is enough for a script."""
+    import kv_bounce_planner as kv
+    from kv_bounce_planner import planning, sessions
+
+    assert kv.KVLayout is planning.KVLayout
+    assert kv.Receiver is sessions.Receiver
+    assert set(dir(kv)) == {*dir(planning), *dir(sessions), "planning", "sessions", "__version__"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
     LayerGroup,
@@ -28,7 +28,7 @@ from kv_bounce_planner import (
     request_ranges,
     try_plan_destination,
 )
-from kv_bounce_planner import _plan as plan_module
+from kv_bounce_planner.planning import plan as plan_module
 
 
 def latent(rank: int, layers: range, base: int, *, slot: int = 100, blocks: int = 64, tokens: int = 1) -> KVLayout:
@@ -571,6 +571,6 @@ def test_missing_source_blocks_of_a_writer() -> None:
 
 def test_too_many_fragments_are_refused_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake #826, vLLM #48209: huge lists are bounded before memory is taken for them."""
-    monkeypatch.setattr("kv_bounce_planner._plan.FRAGMENTS_MAX", 2)
+    monkeypatch.setattr("kv_bounce_planner.planning.plan.FRAGMENTS_MAX", 2)
     refused = try_plan_destination(SOURCE, ONE, RequestBlocks.single([1, 3, 5]), TokenRange(0, 3))
     assert isinstance(refused, Refusal) and refused.reason is Reason.TOO_MANY_FRAGMENTS

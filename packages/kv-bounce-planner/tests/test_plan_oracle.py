@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     TransferPlan,
     WriterReport,
     decode_blocks,

@@ -18,21 +18,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    BounceArena,
-    ExpectedOperation,
+from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
-    MemoryReleased,
-    OperationIdentity,
-    PeerId,
-    PlannerReports,
-    Receiver,
-    RequestKey,
-    Sender,
-    SessionConfig,
-    TransferIdentity,
-    TransferSucceeded,
     WriterTransfer,
     decode_blocks,
     decode_layout,
@@ -41,6 +29,20 @@ from kv_bounce_planner import (
     plan_destination,
     plan_writer,
 )
+from kv_bounce_planner.sessions import (
+    BounceArena,
+    ExpectedOperation,
+    OperationIdentity,
+    PeerId,
+    Receiver,
+    RequestKey,
+    Sender,
+    SessionConfig,
+    SessionResources,
+    TransferIdentity,
+)
+from kv_bounce_planner.sessions.events import MemoryReleased, TransferSucceeded
+from kv_bounce_planner.sessions.reports import PlannerReports
 from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
 ARENA = 1 << 20
@@ -99,12 +101,14 @@ class Service:
         self.peer = PeerId("gen", "g1", case.target.rank)
         self.receiver = Receiver(
             self.peer,
-            world.transport(self.peer),
-            network.channel(self.peer),
-            config=config,
-            arena=arenas[0],
-            reports=PlannerReports(explicit=explicit),
-            clock=clock,
+            SessionResources(
+                world.transport(self.peer),
+                network.channel(self.peer),
+                arena=arenas[0],
+                reports=PlannerReports(explicit=explicit),
+                clock=clock,
+            ),
+            config,
         )
         self.senders = []
         for rank in range(len(case.source.ranks)):
@@ -112,13 +116,15 @@ class Service:
             self.senders.append(
                 Sender(
                     peer,
-                    world.transport(peer),
-                    network.channel(peer),
-                    config=config,
-                    arena=arenas[1 + rank],
-                    reports=reports or PlannerReports(explicit=explicit),
+                    SessionResources(
+                        world.transport(peer),
+                        network.channel(peer),
+                        arena=arenas[1 + rank],
+                        reports=reports or PlannerReports(explicit=explicit),
+                        clock=clock,
+                    ),
+                    config,
                     prefers_bounce=lambda request, transfer: True,
-                    clock=clock,
                 )
             )
 

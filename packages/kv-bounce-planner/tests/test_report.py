@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from kv_bounce_planner import Reason, ReportRefused, WriterPlan, WriterReport, check_fragments, validate_report
+from kv_bounce_planner.planning import Reason, ReportRefused, WriterPlan, WriterReport, validate_report
+from kv_bounce_planner.planning.report import check_fragments
 
 OPERATION = b"operation-000001"
 BASE = 0x100000
@@ -117,7 +118,7 @@ def test_unequal_lengths_and_too_many_fragments(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ReportRefused) as refused:
         check_fragments(plan(), np.array([1, 2]), np.array([1]))
     assert refused.value.reason is Reason.BAD_FIELD
-    monkeypatch.setattr("kv_bounce_planner._report.REPORT_FRAGMENTS_MAX", 2)
+    monkeypatch.setattr("kv_bounce_planner.planning.report.REPORT_FRAGMENTS_MAX", 2)
     with pytest.raises(ReportRefused) as refused:
         check_fragments(plan(), np.array([1, 2, 3]), np.array([1, 1, 1]))
     assert refused.value.reason is Reason.TOO_LARGE

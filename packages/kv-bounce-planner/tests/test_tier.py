@@ -8,14 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import (
     DEFAULT_MODELS,
-    Affine,
     CostModel,
     InstanceLayout,
     KVLayout,
     LayoutError,
-    Phases,
     Reason,
     Refusal,
     RequestBlocks,
@@ -29,6 +27,7 @@ from kv_bounce_planner import (
     plan_destination,
     plan_writer,
 )
+from kv_bounce_planner.planning.tier import Affine, Phases
 
 CMA = DEFAULT_MODELS["cma"]
 

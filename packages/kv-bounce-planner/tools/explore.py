@@ -26,19 +26,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kv_bounce_planner import (
-    Evidence,
-    IllegalTransition,
-    OperationIdentity,
-    PeerId,
-    RequestKey,
-    TransferIdentity,
-    WriteExecutor,
-    required_proofs,
-)
-from kv_bounce_planner import _receive_core as rc
-from kv_bounce_planner import _send_core as sc
-from kv_bounce_planner._messages import (
+from kv_bounce_planner.sessions import OperationIdentity, PeerId, RequestKey, TransferIdentity
+from kv_bounce_planner.sessions import receive_core as rc
+from kv_bounce_planner.sessions import send_core as sc
+from kv_bounce_planner.sessions.messages import (
     BounceGrant,
     BounceRefused,
     Cancel,
@@ -46,8 +37,9 @@ from kv_bounce_planner._messages import (
     ReceiveRequest,
     WriterResult,
 )
-from kv_bounce_planner._states import Outcome, SendState
-from kv_bounce_planner._transport import WriteProgress
+from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor, required_proofs
+from kv_bounce_planner.sessions.states import IllegalTransition, Outcome, SendState
+from kv_bounce_planner.transports.interface import WriteProgress
 
 DEADLINE_S = 10.0
 

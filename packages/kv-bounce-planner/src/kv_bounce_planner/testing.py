@@ -14,11 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner._errors import TransportError
-from kv_bounce_planner._identity import Mark, OperationIdentity, PeerId, TransferIdentity, decode_mark, encode_mark
-from kv_bounce_planner._ownership_errors import ChannelError, WouldBlock
-from kv_bounce_planner._proof import TransportClass, WriteExecutor
-from kv_bounce_planner._transport import (
+from kv_bounce_planner._errors import ChannelError, TransportError, WouldBlock
+from kv_bounce_planner.sessions.identity import (
+    Mark,
+    OperationIdentity,
+    PeerId,
+    TransferIdentity,
+    decode_mark,
+    encode_mark,
+)
+from kv_bounce_planner.sessions.proof import TransportClass, WriteExecutor
+from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
     ControlChannel,

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
     OperationIdentity,
@@ -25,15 +26,16 @@ from kv_bounce_planner import (
     RequestKey,
     Sender,
     SessionConfig,
+    SessionResources,
     TransferIdentity,
-    WriteExecutor,
-    WriterPlan,
-    WriterTransfer,
 )
+from kv_bounce_planner.sessions.proof import WriteExecutor
 from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
 PROGRAM = Path(__file__).with_name("nixl_peer.py")
 #: The two transports whose classes were measured: name of the class, NixlConfig.tls.
+#: Options of a Lab that are resources of its receiver.
+RESOURCES = ("copier", "copier_errors_prove_idle", "reports")
 TRANSPORTS = {"tcp": "tcp", "cma": None}
 
 
@@ -200,11 +202,14 @@ class Lab:
         self.arena = BounceArena(self.bounce_at, arena, alignment=64) if arena else None
         self.receiver = Receiver(
             self.peer,
-            self.world.transport(self.peer),
-            self.network.channel(self.peer),
-            config=self.config,
-            arena=self.arena,
-            clock=self.clock,
+            SessionResources(
+                self.world.transport(self.peer),
+                self.network.channel(self.peer),
+                arena=self.arena,
+                clock=self.clock,
+                **{name: receiver_options.pop(name) for name in RESOURCES if name in receiver_options},
+            ),
+            self.config,
             **receiver_options,
         )
         self.senders: list[Sender] = []
@@ -220,11 +225,15 @@ class Lab:
             self.senders.append(
                 Sender(
                     peer,
-                    self.world.transport(peer),
-                    self.network.channel(peer),
-                    config=self.config,
-                    arena=BounceArena(self.world.add_buffer(slot), send_arena, alignment=64) if send_arena else None,
-                    clock=self.clock,
+                    SessionResources(
+                        self.world.transport(peer),
+                        self.network.channel(peer),
+                        arena=BounceArena(self.world.add_buffer(slot), send_arena, alignment=64)
+                        if send_arena
+                        else None,
+                        clock=self.clock,
+                    ),
+                    self.config,
                 )
             )
         self.events: list[Any] = []

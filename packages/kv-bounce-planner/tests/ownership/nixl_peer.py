@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
     ExposureLedger,
@@ -28,9 +29,8 @@ from kv_bounce_planner import (
     RequestKey,
     Sender,
     SessionConfig,
+    SessionResources,
     TransferIdentity,
-    WriterPlan,
-    WriterTransfer,
     ZmqControlChannel,
     free,
 )
@@ -83,7 +83,8 @@ class Peer:
         arena = BounceArena(self.bounce.ctypes.data, self.bounce.nbytes) if self.bounce is not None else None
         kind = Receiver if role == "receiver" else Sender
         extra: dict[str, Any] = {"ledger": self.ledger} if kind is Receiver else {}
-        self.shell = kind(self.peer, self.transport, self.channel, arena=arena, config=SessionConfig(**config), **extra)
+        resources = SessionResources(self.transport, self.channel, arena=arena)
+        self.shell = kind(self.peer, resources, SessionConfig(**config), **extra)
 
     def introduce(self, peer: list[Any]) -> None:
         self.shell.introduce([PeerId(*peer)])
@@ -118,7 +119,7 @@ class Peer:
 
     def open_stale(self, request: int, peer: list[Any], generation: str, size: int) -> None:
         """Ask the live peer with the generation that it had in an earlier life."""
-        from kv_bounce_planner import _session
+        from kv_bounce_planner.sessions import session as _session
 
         live, stale = PeerId(*peer), PeerId(peer[0], generation, peer[2])
         identity = TransferIdentity(request, 0, self.peer.generation, self.peer.rank)
@@ -247,7 +248,7 @@ class Peer:
     # -- the library without a session: what a careless program does
 
     def raw_connect(self, peer: list[Any], info: list[Any]) -> None:
-        from kv_bounce_planner import AgentInfo
+        from kv_bounce_planner.transports.interface import AgentInfo
 
         self.transport.connect(PeerId(*peer), AgentInfo(info[0], bytes.fromhex(info[1])))
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_bounce_planner import BounceArena, LocalProtocolError, OperationIdentity, Reason, TransferIdentity
-from kv_bounce_planner._proof import ProofKind, _prove
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.planning import Reason
+from kv_bounce_planner.sessions import BounceArena, OperationIdentity, TransferIdentity
+from kv_bounce_planner.sessions.proof import ProofKind, _prove
 
 BASE = 0x100000
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import zmq
 
-from kv_bounce_planner import ChannelError, PeerId, WouldBlock, ZmqControlChannel
-from kv_bounce_planner._zmq import QUEUE_FRAMES_MAX
+from kv_bounce_planner.sessions import ChannelError, PeerId, WouldBlock, ZmqControlChannel
 from kv_bounce_planner.testing import FakeNetwork, check_control_channel
+from kv_bounce_planner.transports._zmq import QUEUE_FRAMES_MAX
 
 KEY = b"sixteen bytes ok"
 LEFT, RIGHT = PeerId("left", "l1", 0), PeerId("right", "r1", 1)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_bounce_planner import _receive_core
-from kv_bounce_planner._proof import ProofKind
-from kv_bounce_planner._states import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
+from kv_bounce_planner.sessions import receive_core as _receive_core
+from kv_bounce_planner.sessions.proof import ProofKind
+from kv_bounce_planner.sessions.states import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -11,16 +11,9 @@ import random
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    ExpectedOperation,
-    PeerEvidence,
-    RequestKey,
-    SessionConfig,
-    WriteExecutor,
-    WriterPlan,
-    WriterTransfer,
-    free,
-)
+from kv_bounce_planner.planning import WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import ExpectedOperation, PeerEvidence, RequestKey, SessionConfig, free
+from kv_bounce_planner.sessions.proof import WriteExecutor
 
 CANARY = 0xEE
 BLOCK = 256

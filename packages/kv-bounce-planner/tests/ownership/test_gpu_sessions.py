@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
     MemoryRegion,
@@ -17,8 +18,6 @@ from kv_bounce_planner import (
     RequestKey,
     Sender,
     TransferIdentity,
-    WriterPlan,
-    WriterTransfer,
     free,
 )
 from kv_bounce_planner.testing import FakeNetwork
@@ -38,7 +37,7 @@ def torch():
 @pytest.mark.parametrize("tier", ["direct", "bounce"])
 def test_device_memory_goes_through_a_session_exactly(torch, tier):
     """4,096 fragments of 4 KiB at random places of two device pools; every byte compared, nothing else touched."""
-    from kv_bounce_planner import TritonCopier
+    from kv_bounce_planner.planning import TritonCopier
 
     count, size, room = 4096, 4096, 64 << 20
     device = torch.device("cuda:0")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_bounce_planner import OperationIdentity, PeerId, ReceiveRequest, RemoteProtocolError, TransferIdentity
-from kv_bounce_planner._identity import MARKS_MAX, Mark, decode_mark, encode_mark
-from kv_bounce_planner._messages import (
+from kv_bounce_planner._errors import RemoteProtocolError
+from kv_bounce_planner.sessions import OperationIdentity, PeerId, ReceiveRequest, TransferIdentity
+from kv_bounce_planner.sessions.identity import MARKS_MAX, Mark, decode_mark, encode_mark
+from kv_bounce_planner.sessions.messages import (
     FRAME_BYTES_MAX,
     MESSAGE_TYPES,
     PAYLOAD_BYTES_MAX,

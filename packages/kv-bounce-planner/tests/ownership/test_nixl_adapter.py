@@ -7,10 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    AgentInfo,
-    Evidence,
-    LocalProtocolError,
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.planning import TransportError
+from kv_bounce_planner.sessions import (
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -18,12 +17,12 @@ from kv_bounce_planner import (
     PeerId,
     TransferIdentity,
     TransportClass,
-    TransportError,
-    WriteJob,
-    _nixl,
 )
-from kv_bounce_planner._identity import decode_mark
+from kv_bounce_planner.sessions.identity import decode_mark
+from kv_bounce_planner.sessions.proof import Evidence
 from kv_bounce_planner.testing import FakeWorld, check_transport
+from kv_bounce_planner.transports import _nixl
+from kv_bounce_planner.transports.interface import AgentInfo, WriteJob
 
 SELF, PEER = PeerId("ctx", "c1", 1), PeerId("gen", "g1", 0)
 METADATA = b"nixlSerDes|fake"

@@ -7,18 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from kv_bounce_planner import (
-    AgentInfo,
-    MemoryRegion,
-    NixlConfig,
-    NixlTransport,
-    PeerId,
-    TransferIdentity,
-    WriteJob,
-    _nixl,
-)
-from kv_bounce_planner._identity import OperationIdentity, decode_mark
-from kv_bounce_planner._pacing import PostPace
+from kv_bounce_planner.sessions import MemoryRegion, NixlConfig, NixlTransport, PeerId, TransferIdentity
+from kv_bounce_planner.sessions.identity import OperationIdentity, decode_mark
+from kv_bounce_planner.transports import _nixl
+from kv_bounce_planner.transports.interface import AgentInfo, WriteJob
+from kv_bounce_planner.transports.pacing import PostPace
 
 SELF = PeerId("ctx", "c1", 1)
 

@@ -7,24 +7,27 @@ import sys
 
 import pytest
 
-from kv_bounce_planner import (
-    BlockState,
-    Evidence,
-    LocalProtocolError,
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions import (
     OperationIdentity,
     OwnedMemory,
-    Proof,
-    ProofKind,
     ProvenMemory,
-    QuarantinedMemory,
     TransferIdentity,
     TransportClass,
-    WriteExecutor,
     free,
-    required_proofs,
     step_retired,
 )
-from kv_bounce_planner._proof import BLOCK_TRANSITIONS, CLASS_PROOFS
+from kv_bounce_planner.sessions.proof import (
+    BLOCK_TRANSITIONS,
+    CLASS_PROOFS,
+    BlockState,
+    Evidence,
+    Proof,
+    ProofKind,
+    QuarantinedMemory,
+    WriteExecutor,
+    required_proofs,
+)
 
 OPERATION = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 2, 3)
 
@@ -70,7 +73,8 @@ def test_a_type_checker_refuses_to_free_owned_memory(tmp_path):
     """The boundary is a type: mypy rejects free(owned), free(quarantined) and abandon() after advertise()."""
     source = tmp_path / "user.py"
     source.write_text(
-        "from kv_bounce_planner import AdvertisedReservation, OwnedMemory, ProvenMemory, Reservation, free\n"
+        "from kv_bounce_planner.sessions.arena import AdvertisedReservation, Reservation\n"
+        "from kv_bounce_planner.sessions import OwnedMemory, ProvenMemory, free\n"
         "def good(memory: ProvenMemory[int], before: Reservation) -> int:\n"
         "    before.abandon()\n"
         "    return free(memory)\n"

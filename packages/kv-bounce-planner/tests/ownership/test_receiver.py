@@ -7,24 +7,23 @@ import threading
 import msgspec
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.planning import TransportError
+from kv_bounce_planner.sessions import (
     AddressStillExposed,
     BounceArena,
     CapacityExceeded,
     DuplicateTransfer,
     ExpectedOperation,
-    LocalProtocolError,
     PeerEvidence,
     PeerId,
     SessionConfig,
     StaleIdentity,
     TransferIdentity,
     TransfersOutstanding,
-    TransportError,
-    WriteExecutor,
     free,
 )
-from kv_bounce_planner._messages import (
+from kv_bounce_planner.sessions.messages import (
     BounceGrant,
     BounceRefused,
     Cancel,
@@ -36,6 +35,7 @@ from kv_bounce_planner._messages import (
     decode_message,
     encode_message,
 )
+from kv_bounce_planner.sessions.proof import WriteExecutor
 
 REAPED, LOST = PeerEvidence.PROCESS_REAPED, PeerEvidence.CONNECTION_LOST
 
@@ -101,7 +101,7 @@ def test_a_second_success_of_one_writer_never_counts_for_another(make_lab):
 
 
 def encoded(operation):
-    from kv_bounce_planner._identity import Mark, encode_mark
+    from kv_bounce_planner.sessions.identity import Mark, encode_mark
 
     return encode_mark(Mark(operation, 0, 4))
 
@@ -807,7 +807,7 @@ def test_close_refuses_while_memory_is_owned_and_can_be_retried(make_lab):
 def test_incompatible_peers_are_refused_with_a_proof(make_lab, monkeypatch):
     """Another transport key or version: every request is sealed unposted, so its memory is free at once."""
     lab = make_lab(1)
-    from kv_bounce_planner import TransportClass
+    from kv_bounce_planner.sessions import TransportClass
 
     lab.receiver._transport._class = TransportClass("fake:another", frozenset({WriteExecutor.RECEIVER}))
     lab.open()
@@ -835,7 +835,7 @@ def test_malformed_frames_and_strange_messages_change_nothing(make_lab):
 
 def test_notifications_of_a_foreign_agent_are_not_believed(make_lab):
     """Exact match: operation, part, count and the agent that belongs to that writer."""
-    from kv_bounce_planner._identity import Mark, encode_mark
+    from kv_bounce_planner.sessions.identity import Mark, encode_mark
 
     lab = make_lab(2)
     first, _ = lab.open()
@@ -851,7 +851,7 @@ def test_notifications_of_a_foreign_agent_are_not_believed(make_lab):
 
 def test_parts_must_agree_on_their_count(make_lab):
     """A notification with another count than before is a contradiction."""
-    from kv_bounce_planner._identity import Mark, encode_mark
+    from kv_bounce_planner.sessions.identity import Mark, encode_mark
 
     lab = make_lab(1)
     (operation,) = lab.open()
@@ -879,7 +879,7 @@ def test_parts_must_agree_on_their_count(make_lab):
 )
 def test_grains_that_landed_must_tile_the_write(make_lab, marks, state):
     """Posts are of any number of grains: done is every grain, whole; what overlaps others or leaves the write lies."""
-    from kv_bounce_planner import _receive_core as rc
+    from kv_bounce_planner.sessions import receive_core as rc
 
     lab = make_lab(1)
     (operation,) = lab.open()

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from kv_bounce_planner import (
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.planning import TransportError
+from kv_bounce_planner.sessions import (
     BounceArena,
     CapacityExceeded,
-    LocalProtocolError,
     PeerEvidence,
     RequestKey,
     SessionConfig,
     TransferIdentity,
     TransfersOutstanding,
-    TransportError,
-    WriteExecutor,
     free,
 )
-from kv_bounce_planner._messages import (
+from kv_bounce_planner.sessions.messages import (
     BounceGrant,
     BounceWanted,
     Cancel,
@@ -29,6 +28,7 @@ from kv_bounce_planner._messages import (
     decode_message,
     encode_message,
 )
+from kv_bounce_planner.sessions.proof import WriteExecutor
 
 KEY = RequestKey(1, 0)
 #: A send arena for one slot of 512 bytes, wherever the memory happens to begin.
@@ -142,7 +142,7 @@ def test_a_forgotten_request_is_over_for_good(make_lab):
 
 
 def _expected(lab, rank=0):
-    from kv_bounce_planner import ExpectedOperation
+    from kv_bounce_planner.sessions import ExpectedOperation
 
     plan = lab.plan(rank).writer
     return ExpectedOperation(lab.senders[rank].self_id, plan.total_bytes, b"", plan)
@@ -727,8 +727,8 @@ def test_expect_and_arguments_are_validated(make_lab):
 
 def test_an_idle_poll_steps_no_machine_however_many_requests_wait(make_lab, monkeypatch):
     """2,000 requests before their prefill cost an idle poll nothing on either side."""
-    from kv_bounce_planner._receive_core import ReceiveTransfer
-    from kv_bounce_planner._send_core import SendTransfer
+    from kv_bounce_planner.sessions.receive_core import ReceiveTransfer
+    from kv_bounce_planner.sessions.send_core import SendTransfer
 
     lab = make_lab(1, config=SessionConfig(frames_per_poll_max=4096))
     for request in range(2000):

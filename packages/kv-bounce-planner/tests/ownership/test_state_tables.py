@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kv_bounce_planner import IllegalTransition, ReceiveState, SendState
-from kv_bounce_planner._states import (
+from kv_bounce_planner.sessions.states import (
     RECEIVE_TRANSITIONS,
     SEND_TRANSITIONS,
+    IllegalTransition,
     Machine,
+    ReceiveState,
     ReceiveTrigger,
+    SendState,
     SendTrigger,
     render_table,
 )

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kv_bounce_planner import ChannelError, PeerId, WouldBlock
+from kv_bounce_planner.sessions import ChannelError, PeerId, WouldBlock
 from kv_bounce_planner.testing import check_control_channel
 from meta_executor.executor.control import ReceiverControl, SenderControl
 from rpc_local_registry import new_key

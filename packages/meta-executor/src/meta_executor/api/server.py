@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kv_bounce_planner import InstanceLayout
+from kv_bounce_planner.planning import InstanceLayout
 from meta_executor import wire
 from meta_executor.api.endpoint import Endpoint, Refused
 from meta_executor.api.proxy import Proxy, ProxyError

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kv_bounce_planner import ChannelError, PeerId, WouldBlock
+from kv_bounce_planner.sessions import ChannelError, PeerId, WouldBlock
 from rpc_local_registry import (
     RpcBackpressure,
     RpcClient,

@@ -12,17 +12,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from kv_bounce_planner import (
-    BounceArena,
-    InstanceLayout,
-    KVLayout,
-    PeerId,
-    Receiver,
-    Sender,
-    SessionConfig,
-    encode_layout,
-    from_kv_memory,
-)
+from kv_bounce_planner.planning import InstanceLayout, KVLayout, encode_layout, from_kv_memory
+from kv_bounce_planner.sessions import BounceArena, PeerId, Receiver, Sender, SessionConfig, SessionResources
 from kv_bounce_planner.testing import FakeNetwork, FakeTransport, FakeWorld
 from meta_executor.config import SyntheticConfig
 from meta_executor.engine.base import Engine, KVMemory, StageSpec, StepHandle, StepInput
@@ -342,10 +333,12 @@ class Pair:
                 blocks = FollowedBlocks(config.context_blocks, config.block_tokens)
             sender = Sender(
                 peer,
-                FakeTransport(self.world, peer),
-                self.network.channel(peer),
-                arena=self._arena(),
-                clock=lambda: self.now_s,
+                SessionResources(
+                    FakeTransport(self.world, peer),
+                    self.network.channel(peer),
+                    arena=self._arena(),
+                    clock=lambda: self.now_s,
+                ),
             )
             agreements[rank].open()
             transceiver = ContextTransceiver(
@@ -407,11 +400,13 @@ class Pair:
             blocks = PlannedBlocks(BlockPool(config.generation_blocks, config.block_tokens, enable_reuse=config.reuse))
             receiver = Receiver(
                 peer,
-                FakeTransport(self.world, peer),
-                self.network.channel(peer),
-                config=SessionConfig(drain_deadline_s=1e9),
-                arena=self._arena(),
-                clock=lambda: self.now_s,
+                SessionResources(
+                    FakeTransport(self.world, peer),
+                    self.network.channel(peer),
+                    arena=self._arena(),
+                    clock=lambda: self.now_s,
+                ),
+                SessionConfig(drain_deadline_s=1e9),
             )
             transceiver = GenerationTransceiver(
                 self_id=peer,

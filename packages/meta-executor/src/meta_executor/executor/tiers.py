@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kv_bounce_planner import DEFAULT_MODELS, CostModel, Tier, TierLimits, WriterPlan, choose_tier
+from kv_bounce_planner.planning import DEFAULT_MODELS, CostModel, Tier, TierLimits, WriterPlan, choose_tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,23 +16,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_bounce_planner import (
-    CancelReceived,
-    FatalDiagnosis,
+from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
-    OperationDone,
-    OperationFailed,
-    ReceiveRequest,
-    ReceiveRequested,
     RequestBlocks,
-    RequestKey,
-    SourceQuarantined,
-    SourceReleased,
     WriterTransfer,
     decode_blocks,
     decode_layout,
     plan_writer,
+)
+from kv_bounce_planner.sessions import ReceiveRequest, RequestKey
+from kv_bounce_planner.sessions.events import (
+    CancelReceived,
+    FatalDiagnosis,
+    OperationDone,
+    OperationFailed,
+    ReceiveRequested,
+    SourceQuarantined,
+    SourceReleased,
 )
 from meta_executor import wire
 from meta_executor.executor.aux_slots import AuxSlots

@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kv_bounce_planner import (
-    ExpectedOperation,
-    FatalDiagnosis,
+from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
     KVTransferError,
-    MemoryQuarantined,
-    MemoryReleased,
-    PeerEvidence,
-    PeerId,
     RequestBlocks,
     Tier,
     TokenRange,
-    TransferCancelled,
-    TransferIdentity,
-    TransferSucceeded,
     coalesced_marker,
     decode_instance,
     encode_blocks,
     encode_layout,
     plan_destination,
 )
-from kv_bounce_planner import TransferFailed as SessionFailed
+from kv_bounce_planner.sessions import ExpectedOperation, PeerEvidence, PeerId, TransferIdentity
+from kv_bounce_planner.sessions.events import (
+    FatalDiagnosis,
+    MemoryQuarantined,
+    MemoryReleased,
+    TransferCancelled,
+    TransferSucceeded,
+)
+from kv_bounce_planner.sessions.events import TransferFailed as SessionFailed
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.messages import Peer

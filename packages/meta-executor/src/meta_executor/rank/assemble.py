@@ -13,9 +13,9 @@ import numpy as np
 
 from comm_broadcast import Broadcaster, MpiComm, TokenBatchCodec
 from endpoint_lifecycle import EndpointOwner, EndpointProfile, IdleBackoff
-from kv_bounce_planner import (
+from kv_bounce_planner.planning import InstanceLayout, default_copier, from_kv_memory
+from kv_bounce_planner.sessions import (
     BounceArena,
-    InstanceLayout,
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -23,8 +23,7 @@ from kv_bounce_planner import (
     Receiver,
     Sender,
     SessionConfig,
-    default_copier,
-    from_kv_memory,
+    SessionResources,
 )
 from meta_executor import wire
 from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, RunSpec
@@ -265,13 +264,16 @@ def assemble(
         quarantine_bytes_max=transceiver_config.quarantine_budget_mib << 20,
     )
     copier = _copier(memory)
-    session_options: dict[str, Any] = {
-        "config": session_config,
-        "arena": arena,
-        "copier": copier,
-        "memory_kind": memory.memory_kind,
-        "device_id": memory.device_id,
-    }
+
+    def resources(channel: Any) -> SessionResources:
+        return SessionResources(
+            transport,
+            channel,
+            arena=arena,
+            copier=copier,
+            memory_kind=memory.memory_kind,
+            device_id=memory.device_id,
+        )
 
     registry = Registry()
     link = MpiLink(comm)
@@ -297,7 +299,7 @@ def assemble(
             agreement = AllgatherAgreement(domain, rank, comm, bounds)
         agreement.open()
         control: Any = listening
-        session: Any = Sender(peer, transport, listening, **session_options)
+        session: Any = Sender(peer, resources(listening), session_config)
         transceiver: Any = ContextTransceiver(
             rank=rank,
             is_last=rank == size - 1,
@@ -323,7 +325,7 @@ def assemble(
             BlockPool(block_count, block_tokens, enable_reuse=config.kv_cache_config.enable_block_reuse)
         )
         control = ReceiverControl(peer, spec.key(), backoff.notify)
-        session = Receiver(peer, transport, control, **session_options)
+        session = Receiver(peer, resources(control), session_config)
         key = "cma" if "cma" in transport.transport_class.key else "tcp"
         transceiver = GenerationTransceiver(
             self_id=peer,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from endpoint_lifecycle import EndpointOwner
-from kv_bounce_planner import MemoryRegion, NixlTransport, PeerId
+from kv_bounce_planner.sessions import MemoryRegion, NixlTransport, PeerId
 from meta_executor.config import ConfigError, KvCacheConfig
 from meta_executor.engine.base import Engine
 

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
-from kv_bounce_planner import InstanceLayout, KVLayout
+from kv_bounce_planner.planning import InstanceLayout, KVLayout
 from meta_executor.config import ConfigError, InstanceConfig, Role
 from meta_executor.engine.base import ModelInfo
 from meta_executor.supervise.procfs import ProcessIdentity

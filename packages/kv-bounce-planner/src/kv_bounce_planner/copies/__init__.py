@@ -1,0 +1,1 @@
+"""Gather and scatter: by host, by thread, by device."""

@@ -1,0 +1,122 @@
+"""Bounds of a session, what it works with, and what a receiver asks of a writer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from kv_bounce_planner.copies.gather import Copier
+from kv_bounce_planner.sessions.arena import BounceArena
+from kv_bounce_planner.sessions.identity import PeerId
+from kv_bounce_planner.sessions.messages import PAYLOAD_BYTES_MAX
+from kv_bounce_planner.sessions.reports import Reports
+from kv_bounce_planner.transports.interface import ControlChannel, MemoryKind, Transport
+
+if TYPE_CHECKING:
+    from kv_bounce_planner.planning.plan import WriterPlan
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """Bounds of a Receiver or Sender.
+
+    Args:
+        transfers_max: Open transfers (receiver) or requests (sender), count, >= 1. Beyond: CapacityExceeded, or Sealed.
+        operations_max: Operations per transfer or request, count, >= 1.
+        frames_per_poll_max: Control frames taken in one poll, count, >= 1.
+        frames_queued_max: Frames waiting for one peer's channel, count, >= 1. Beyond, that peer is in doubt.
+        drain_deadline_s: From the first cancel, failure or doubt to quarantine, > 0.
+        bounce_wait_s: How long a writer waits for a region before it is told to write in place, >= 0.
+        quarantine_bytes_max: Memory that may be quarantined before the diagnosis is fatal, bytes, >= 0.
+        copies_per_poll_max: Gathers or scatters submitted in one poll, count, >= 1.
+        gathers_ahead_max: Slots that may be used at once to gather while a region is still asked for, count, >= 0. Each
+            is given back when a granted operation waits for one.
+    """
+
+    transfers_max: int = 4096
+    operations_max: int = 1024
+    frames_per_poll_max: int = 64
+    frames_queued_max: int = 65536
+    drain_deadline_s: float = 30.0
+    bounce_wait_s: float = 0.2
+    quarantine_bytes_max: int = 1 << 30
+    copies_per_poll_max: int = 4
+    gathers_ahead_max: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "transfers_max",
+            "operations_max",
+            "frames_per_poll_max",
+            "frames_queued_max",
+            "copies_per_poll_max",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} wants >= 1, got {getattr(self, name)}")
+        if self.drain_deadline_s <= 0:
+            raise ValueError(f"drain_deadline_s wants > 0, got {self.drain_deadline_s}")
+        for name in ("bounce_wait_s", "quarantine_bytes_max", "gathers_ahead_max"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} wants >= 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class SessionResources:
+    """What one session works with.
+
+    Args:
+        transport: Its memory is registered before the first ``introduce`` or ``open``.
+        channel: Control channel to the peers.
+        arena: Bounce memory, registered with the transport: regions of a receiver, send slots of a sender. None refuses,
+            or never asks for, a region.
+        copier: Gathers or scatters; ``HostCopier`` by default, for DRAM.
+        copier_errors_prove_idle: Whether a copier's error means that it touches nothing any more. True for copies in this
+            thread; never for a device. By default True for the default copier only.
+        reports: How bounce writes are described and checked; ``PlannerReports`` by default.
+        memory_kind, device_id: Of the destination or the source.
+        clock: Monotonic seconds.
+    """
+
+    transport: Transport
+    channel: ControlChannel
+    arena: BounceArena | None = None
+    copier: Copier | None = None
+    copier_errors_prove_idle: bool | None = None
+    reports: Reports | None = None
+    memory_kind: MemoryKind = "DRAM"
+    device_id: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class ExpectedOperation:
+    """One writer's obligation, as the receiver asks for it.
+
+    Args:
+        peer: The writer rank's process.
+        byte_count: Bytes it will write, >= 1.
+        payload: What the sender's ``resolve`` needs, opaque here, at most 1 MiB.
+        plan: The destination derived for this writer. Needed for bounce (validation and scatter); its digest, where
+            given, is what the sender's own plan must equal.
+        tier: ``bounce`` offers a region; the sender decides when prefill ends.
+        role: ``KV`` or ``AUX``: for people; both are owned alike.
+    """
+
+    peer: PeerId
+    byte_count: int
+    payload: bytes = b""
+    plan: WriterPlan | None = None
+    tier: Literal["direct", "bounce"] = "direct"
+    role: Literal["KV", "AUX"] = "KV"
+
+    def __post_init__(self) -> None:
+        if type(self.byte_count) is not int or self.byte_count < 1:
+            raise ValueError(f"byte_count wants an integer >= 1, got {self.byte_count!r}")
+        if len(self.payload) > PAYLOAD_BYTES_MAX:
+            raise ValueError(f"payload of {len(self.payload)} bytes exceeds {PAYLOAD_BYTES_MAX}")
+        if self.tier == "bounce" and self.plan is None:
+            raise ValueError("a bounce offer needs the plan that its report is checked against")
+        if self.plan is not None and self.plan.total_bytes != self.byte_count:
+            raise ValueError(f"the plan moves {self.plan.total_bytes} bytes, byte_count says {self.byte_count}")

@@ -1,0 +1,157 @@
+"""What ``poll()`` of a session reports, and what a session answers about its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, RequestKey, TransferIdentity
+from kv_bounce_planner.sessions.proof import ProvenMemory
+
+
+@dataclass(frozen=True)
+class TransferSucceeded:
+    """KV is in place. ``tiers``: per operation, ``bounce`` or ``direct`` and why."""
+
+    identity: TransferIdentity
+    tiers: tuple[tuple[OperationIdentity, Literal["direct", "bounce"], str], ...]
+    byte_count: int
+
+
+@dataclass(frozen=True)
+class TransferFailed:
+    """Logical end only: the blocks are still owned."""
+
+    identity: TransferIdentity
+    reason: str
+
+
+@dataclass(frozen=True)
+class TransferCancelled:
+    """Logical end only: the blocks are still owned."""
+
+    identity: TransferIdentity
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryReleased:
+    """Nothing can land any more: exactly once per transfer, never after MemoryQuarantined."""
+
+    identity: TransferIdentity
+    claim: Any
+    proven: ProvenMemory[Any]
+
+
+@dataclass(frozen=True)
+class MemoryQuarantined:
+    """These blocks are never used again in this process."""
+
+    identity: TransferIdentity
+    claim: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class FatalDiagnosis:
+    """The quarantine budget is spent. Stop the domain; nothing more is released here."""
+
+    reason: str
+    story: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReceiveRequested:
+    """A receiver published its destination: its metadata is here."""
+
+    request: RequestKey
+    operation: OperationIdentity
+    peer: PeerId
+    byte_count: int
+
+
+@dataclass(frozen=True)
+class OperationDone:
+    request: RequestKey
+    operation: OperationIdentity
+    tier: Literal["direct", "bounce"]
+    byte_count: int
+
+
+@dataclass(frozen=True)
+class OperationFailed:
+    """This operation's bytes were not all delivered; ``disposition`` is what is physically true of it."""
+
+    request: RequestKey
+    operation: OperationIdentity
+    disposition: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CancelReceived:
+    request: RequestKey
+    operation: OperationIdentity
+    reason: str
+
+
+@dataclass(frozen=True)
+class RequestServed:
+    """The expected number of operations has ended, well or not."""
+
+    request: RequestKey
+
+
+@dataclass(frozen=True)
+class SourceReleased:
+    """Sealed, and no write reads the source any more: exactly once."""
+
+    request: RequestKey
+    claim: Any
+    proven: ProvenMemory[Any]
+
+
+@dataclass(frozen=True)
+class SourceQuarantined:
+    request: RequestKey
+    claim: Any
+    reason: str
+
+
+SessionEvent = (
+    TransferSucceeded
+    | TransferFailed
+    | TransferCancelled
+    | MemoryReleased
+    | MemoryQuarantined
+    | FatalDiagnosis
+    | ReceiveRequested
+    | OperationDone
+    | OperationFailed
+    | CancelReceived
+    | RequestServed
+    | SourceReleased
+    | SourceQuarantined
+)
+
+
+@dataclass(frozen=True)
+class DrainReport:
+    """What still owns memory: empty means quiescent."""
+
+    open: tuple[object, ...]
+    in_doubt: tuple[OperationIdentity, ...]
+    quarantined_bytes: int
+
+    @property
+    def quiescent(self) -> bool:
+        return not self.open
+
+
+class PeerEvidence:
+    """What a host may know of a peer's process."""
+
+    #: It was waited for, or its pidfd reported the end.
+    PROCESS_REAPED: Final = "process reaped"
+    #: A connection broke, or it is silent. Proves nothing.
+    CONNECTION_LOST: Final = "connection lost"

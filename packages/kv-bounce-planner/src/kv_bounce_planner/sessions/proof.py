@@ -1,0 +1,283 @@
+"""What may be believed about memory that a peer could write, as types.
+
+Theory. A block is OWNED while any write that names it may still land or read it, and while any compute step holds it.
+It leaves that state by proof or not at all: OWNED → PROVEN → FREE, or OWNED → QUARANTINED. No time, no error, no report
+of failure and no count of results is a proof. What counts, for the receiver of one operation:
+
+- never exposed: no address of it left this process;
+- sealed: the sender's acknowledgement that it never posted and never will;
+- done: the exact-match notification of every part of the write;
+- drained: the sender's acknowledgement, for exactly this operation, that all it posted has completed and it is sealed;
+- and when none of these can come any more, what the transport's class allows (``required_proofs``): it depends on who
+  executes the write, because a write goes on exactly as long as its executor.
+
+A ``ProvenMemory`` can only be made by ``OwnedMemory.prove`` from proofs that cover every operation, and ``free`` takes
+nothing else: freeing without proof does not type-check, and raises where types are not checked.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar, final
+
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions.identity import OperationIdentity
+
+ClaimT = TypeVar("ClaimT")
+
+
+class WriteExecutor(enum.StrEnum):
+    """Who moves the bytes of a write: the transport's class."""
+
+    RECEIVER = "receiver-executed"  # tcp, active messages: the target's own agent copies them in
+    SENDER = "sender-executed"  # CMA, xpmem, cuda_ipc: the sender's process (or its device) stores into the target
+    NIC = "nic-executed"  # RDMA
+    UNKNOWN = "unknown"
+
+
+class Evidence(enum.StrEnum):
+    """Facts about a peer or about our own transport that a class proof is made of."""
+
+    AGENT_DESTROYED = "our agent for that peer was destroyed"
+    PEER_REAPED = "the peer's process was reaped"
+    DEREGISTERED = "the memory was deregistered successfully"
+    QUEUE_PAIRS_GONE = "the queue pairs to that peer are gone"
+    OWN_EXIT = "our own process exited"
+
+
+#: K2. Several classes need all of their proofs; an unknown one is proven only by the exit of this process, which no
+#: code of this process can see.
+CLASS_PROOFS: Final[Mapping[WriteExecutor, frozenset[Evidence]]] = {
+    WriteExecutor.RECEIVER: frozenset({Evidence.AGENT_DESTROYED}),
+    WriteExecutor.SENDER: frozenset({Evidence.PEER_REAPED}),
+    WriteExecutor.NIC: frozenset({Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE}),
+    WriteExecutor.UNKNOWN: frozenset({Evidence.OWN_EXIT}),
+}
+
+_R, _S, _N = WriteExecutor.RECEIVER, WriteExecutor.SENDER, WriteExecutor.NIC
+#: UCX transports by name. Only tcp and cma were qualified by reproducers (tests/test_late_write.py); the others stand as
+#: the rule states them. posix and sysv carry both eager messages (the target copies) and direct stores (the sender does).
+UCX_CLASSES: Final[Mapping[str, frozenset[WriteExecutor]]] = {
+    "tcp": frozenset({_R}),
+    "cma": frozenset({_S}),
+    "xpmem": frozenset({_S}),
+    "knem": frozenset({_S}),
+    "cuda_ipc": frozenset({_S}),
+    "cuda_copy": frozenset({_S}),
+    "gdr_copy": frozenset({_S}),
+    "posix": frozenset({_R, _S}),
+    "sysv": frozenset({_R, _S}),
+    "self": frozenset({_S}),
+    "rc": frozenset({_N}),
+    "rc_verbs": frozenset({_N}),
+    "rc_mlx5": frozenset({_N}),
+    "dc_mlx5": frozenset({_N}),
+    "ud": frozenset({_R}),
+}
+#: Classes whose rule was measured with a reproducer of this package.
+MEASURED_TRANSPORTS: Final = frozenset({"tcp", "cma"})
+
+
+@dataclass(frozen=True)
+class TransportClass:
+    """Which executors the writes of one transport may have.
+
+    Args:
+        key: Stable text, e.g. ``ucx:tcp``; part of calibration keys and of the first message to a peer.
+        executors: Every executor that a write over it may have; empty is refused.
+    """
+
+    key: str
+    executors: frozenset[WriteExecutor]
+
+    def __post_init__(self) -> None:
+        if not self.executors:
+            raise ValueError(f"transport {self.key!r} names no executor: use WriteExecutor.UNKNOWN")
+
+    @classmethod
+    def of_ucx(cls, transports: Iterable[str]) -> TransportClass:
+        """The class of a UCX transport list; a name that is not known makes the whole class unknown."""
+        names = tuple(transports)
+        executors: set[WriteExecutor] = set()
+        for name in names:
+            executors |= UCX_CLASSES.get(name, frozenset({WriteExecutor.UNKNOWN}))
+        return cls("ucx:" + ",".join(names), frozenset(executors or {WriteExecutor.UNKNOWN}))
+
+    @property
+    def required(self) -> frozenset[Evidence]:
+        """All evidence that together proves a doubtful write dead (K2)."""
+        return required_proofs(self.executors)
+
+
+def required_proofs(executors: Iterable[WriteExecutor]) -> frozenset[Evidence]:
+    """The evidence that proves a doubtful write over these executors dead: the union over the classes."""
+    needed: frozenset[Evidence] = frozenset()
+    for executor in executors:
+        needed |= CLASS_PROOFS[executor]
+    return needed
+
+
+class ProofKind(enum.StrEnum):
+    NEVER_EXPOSED = "never exposed"
+    SEALED_NEVER_POSTED = "sealed, never posted"
+    DONE = "exact-match done"
+    DRAINED = "drained and sealed"
+    CLASS = "transport class"
+    NEVER_POSTED = "never posted by us"
+    COMPLETED = "completed at the sender"
+    PEER_DEAD_REGISTERED = "receiver dead, memory still registered"
+    OWN_AGENT_DESTROYED = "our own agent destroyed"
+    STEP_RETIRED = "compute step retired"
+
+
+_SEAL: Final = object()
+
+
+@final
+class Proof:
+    """Why one operation can no longer touch memory. Made by the state machines of this package only."""
+
+    __slots__ = ("evidence", "kind", "operation")
+
+    def __init__(
+        self,
+        kind: ProofKind,
+        operation: OperationIdentity | str,
+        evidence: frozenset[Evidence] = frozenset(),
+        *,
+        _seal: object = None,
+    ) -> None:
+        if _seal is not _SEAL:
+            raise LocalProtocolError("a proof is made by the session that observed it, not by hand")
+        self.kind: Final = kind
+        self.operation: Final = operation
+        self.evidence: Final = evidence
+
+    def __repr__(self) -> str:
+        return f"Proof({self.kind.value}, {self.operation})"
+
+
+def _prove(kind: ProofKind, operation: OperationIdentity | str, evidence: Iterable[Evidence] = ()) -> Proof:
+    return Proof(kind, operation, frozenset(evidence), _seal=_SEAL)
+
+
+@final
+class QuarantinedMemory(Generic[ClaimT]):
+    """Memory that is never used again in this process. It has no way out."""
+
+    __slots__ = ("byte_count", "claim", "reason")
+
+    def __init__(self, claim: ClaimT, byte_count: int, reason: str, *, _seal: object = None) -> None:
+        if _seal is not _SEAL:
+            raise LocalProtocolError("memory is quarantined through OwnedMemory.quarantine")
+        self.claim: Final = claim
+        self.byte_count: Final = byte_count
+        self.reason: Final = reason
+
+
+@final
+class ProvenMemory(Generic[ClaimT]):
+    """Memory that nothing can write or read any more, with the proofs. The only thing that ``free`` takes."""
+
+    __slots__ = ("_claim", "_freed", "proofs")
+
+    def __init__(self, claim: ClaimT, proofs: tuple[Proof, ...], *, _seal: object = None) -> None:
+        if _seal is not _SEAL:
+            raise LocalProtocolError("memory becomes proven through OwnedMemory.prove")
+        self._claim: Final = claim
+        self._freed = False
+        self.proofs: Final = proofs
+
+    @property
+    def claim(self) -> ClaimT:
+        return self._claim
+
+
+@final
+class OwnedMemory(Generic[ClaimT]):
+    """Memory that listed operations may still touch.
+
+    Args:
+        claim: Whatever names the memory for its user.
+        operations: Every owner: one proof each is needed.
+        byte_count: For accounting if it has to be quarantined.
+    """
+
+    __slots__ = ("_claim", "_ended", "byte_count", "operations")
+
+    def __init__(self, claim: ClaimT, operations: Iterable[OperationIdentity | str], byte_count: int = 0) -> None:
+        self._claim: Final = claim
+        self._ended = ""
+        self.operations: Final = frozenset(operations)
+        self.byte_count: Final = byte_count
+
+    def prove(self, proofs: Iterable[Proof]) -> ProvenMemory[ClaimT]:
+        """Turn ownership into proven memory.
+
+        Raises:
+            LocalProtocolError: A proof is missing or is not a ``Proof``, or this memory already left ownership. It
+                stays owned.
+        """
+        if self._ended:
+            raise LocalProtocolError(f"memory already left ownership: {self._ended}")
+        given = tuple(proofs)
+        for proof in given:
+            if type(proof) is not Proof:
+                raise LocalProtocolError(f"{proof!r} is not a proof")
+        missing = self.operations - {proof.operation for proof in given}
+        if missing:
+            raise LocalProtocolError(f"no proof for {sorted(map(str, missing))}: the memory stays owned")
+        self._ended = "proven"
+        return ProvenMemory(self._claim, given, _seal=_SEAL)
+
+    def quarantine(self, reason: str) -> QuarantinedMemory[ClaimT]:
+        """Give the memory up for the life of this process."""
+        if self._ended:
+            raise LocalProtocolError(f"memory already left ownership: {self._ended}")
+        self._ended = f"quarantined: {reason}"
+        return QuarantinedMemory(self._claim, self.byte_count, reason, _seal=_SEAL)
+
+
+def free(memory: ProvenMemory[ClaimT]) -> ClaimT:
+    """PROVEN → FREE, once: returns the claim, whose blocks may be used again.
+
+    Raises:
+        LocalProtocolError: Not proven memory, or freed before.
+    """
+    if type(memory) is not ProvenMemory:
+        raise LocalProtocolError(f"only proven memory can be freed, got {type(memory).__name__}")
+    if memory._freed:
+        raise LocalProtocolError("this memory was freed before")
+    memory._freed = True
+    return memory._claim
+
+
+class BlockState(enum.StrEnum):
+    """K1: the states of a block or region, and their only edges."""
+
+    OWNED = "OWNED"
+    PROVEN = "PROVEN"
+    FREE = "FREE"
+    QUARANTINED = "QUARANTINED"
+
+
+BLOCK_TRANSITIONS: Final[Mapping[BlockState, frozenset[BlockState]]] = {
+    BlockState.FREE: frozenset({BlockState.OWNED}),
+    BlockState.OWNED: frozenset({BlockState.PROVEN, BlockState.QUARANTINED}),
+    BlockState.PROVEN: frozenset({BlockState.FREE}),
+    BlockState.QUARANTINED: frozenset(),
+}
+
+
+def step_retired(step: str) -> Proof:
+    """The host's proof that a compute step's device work ended (its event was seen): compute is an owner too.
+
+    The one proof that is made outside a session, because only the host sees its device. Name steps uniquely.
+    """
+    return _prove(ProofKind.STEP_RETIRED, step)
+
+
+def is_proof(value: Any) -> bool:
+    return type(value) is Proof

@@ -1,0 +1,619 @@
+"""The receiver's side of one transfer, pure: events and the time in, effects out.
+
+Theory. A transfer has one record per operation (one writer's obligation). Logical outcome and physical state are two axes:
+``outcome`` is frozen at the event that decides it; memory leaves by proof of every operation, or not at all. The shell
+performs effects in the order given; where a state must change before an address leaves (publish, grant), it has changed
+when the effect is returned.
+
+Success needs every operation done and, where bounce regions were written, a valid report from each of those writers and
+one scatter, begun only when all of them succeeded. A scatter owns source region and destination like any other writer.
+
+The drain clock starts at the first cancel, failure or doubt, and is never reset. When it runs out the memory without proof
+is quarantined: it is not released, then or ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions.identity import MARKS_MAX, OperationIdentity, PeerId, TransferIdentity
+from kv_bounce_planner.sessions.messages import (
+    BounceRefused,
+    BounceWanted,
+    Cancel,
+    Doubt,
+    Drained,
+    ReceiveRequest,
+    Sealed,
+    WriterResult,
+)
+from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind, _prove
+from kv_bounce_planner.sessions.states import RECEIVE_TRANSITIONS, Machine, Outcome, ReceiveState, ReceiveTrigger
+
+_S, _T = ReceiveState, ReceiveTrigger
+
+
+@dataclass(frozen=True)
+class OperationSpec:
+    """What one writer owes: frozen at open."""
+
+    operation: OperationIdentity
+    peer: PeerId
+    request: ReceiveRequest
+
+    @property
+    def bounce_offered(self) -> bool:
+        return self.request.bounce_offered
+
+
+# --- events: what happened ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """The shell is about to hand the receive requests to the channel (called under the publish lock)."""
+
+
+@dataclass(frozen=True)
+class CancelAsked:
+    reason: str
+
+
+@dataclass(frozen=True)
+class MarkArrived:
+    """A notification from the agent that belongs to this operation's writer."""
+
+    operation: OperationIdentity
+    index: int
+    count: int
+    extent: int = 1
+
+
+@dataclass(frozen=True)
+class MessageArrived:
+    """A control message about one of our operations, from its writer."""
+
+    message: BounceWanted | WriterResult | Sealed | Drained | Doubt
+
+
+@dataclass(frozen=True)
+class RegionReserved:
+    pass
+
+
+@dataclass(frozen=True)
+class RegionRefused:
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportChecked:
+    operation: OperationIdentity
+    valid: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class ScatterEnded:
+    """``idle_proven``: the copier is known to touch nothing any more (always so after success)."""
+
+    succeeded: bool
+    idle_proven: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PeerInDoubt:
+    """That peer died, or can no longer be heard. Proves nothing."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class PeerEvidenced:
+    """A fact about that peer or about our agent for it."""
+
+    peer: PeerId
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Only time passed."""
+
+
+ReceiveEvent = (
+    Published
+    | CancelAsked
+    | MarkArrived
+    | MessageArrived
+    | RegionReserved
+    | RegionRefused
+    | ReportChecked
+    | ScatterEnded
+    | PeerInDoubt
+    | PeerEvidenced
+    | Ticked
+)
+
+# --- effects: what to do, in this order -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SendRequest:
+    """Queue this receive request. Its operation is already EXPOSED: a failed send leaves it so."""
+
+    peer: PeerId
+    request: ReceiveRequest
+
+
+@dataclass(frozen=True)
+class SendCancel:
+    """Queue behind every frame for that peer that was queued before (K5)."""
+
+    peer: PeerId
+    message: Cancel
+
+
+@dataclass(frozen=True)
+class SendRefusal:
+    peer: PeerId
+    message: BounceRefused
+
+
+@dataclass(frozen=True)
+class ReserveRegion:
+    """Reserve one region with these parts (operation number -> bytes); answer RegionReserved or RegionRefused."""
+
+    parts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class BindAndGrant:
+    """Bind this operation's part, then queue the grant. The operation is already GRANTED."""
+
+    operation: OperationIdentity
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class WithdrawRegion:
+    """Leave the queue for a region, or abandon the reservation: no part of it was bound."""
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Validate the report against the plan bound to exactly this operation; answer ReportChecked."""
+
+    operation: OperationIdentity
+    message: WriterResult
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Move every written part to its place; answer ScatterEnded."""
+
+    operations: tuple[OperationIdentity, ...]
+
+
+@dataclass(frozen=True)
+class EndOutcome:
+    """The logical outcome, once."""
+
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """Every operation is proven and no scatter runs: memory and region may go, once."""
+
+    proofs: tuple[Proof, ...]
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """At least one operation has no proof at the end of the drain clock: memory and region are kept for ever."""
+
+    reason: str
+    operations: tuple[OperationIdentity, ...]
+
+
+@dataclass(frozen=True)
+class NoteConflict:
+    """A peer contradicted the protocol: for counters and logs."""
+
+    operation: OperationIdentity
+    reason: str
+
+
+ReceiveEffect = (
+    SendRequest
+    | SendCancel
+    | SendRefusal
+    | ReserveRegion
+    | BindAndGrant
+    | WithdrawRegion
+    | CheckReport
+    | Scatter
+    | EndOutcome
+    | Release
+    | Quarantine
+    | NoteConflict
+)
+
+
+@dataclass
+class _Record:
+    spec: OperationSpec
+    machine: Machine[ReceiveState, ReceiveTrigger]
+    landed: int = 0  # one bit per grain
+    mark_count: int = 0
+    wants: bool = False
+    refused: bool = False
+    reported: bool = False
+    report_valid: bool = False
+    succeeded: bool = False
+    cancel_sent: bool = False
+    evidence: set[Evidence] = field(default_factory=set)
+    proof: Proof | None = None
+
+    @property
+    def state(self) -> ReceiveState:
+        return self.machine.state
+
+
+class ReceiveTransfer:
+    """One transfer at its receiver.
+
+    Args:
+        identity: The transfer.
+        operations: At least one operation, each with its own writer record.
+        required: Evidence that proves a doubtful write dead, from the transport's class.
+        drain_deadline_s: Seconds between the first cancel, failure or doubt and quarantine.
+    """
+
+    def __init__(
+        self,
+        identity: TransferIdentity,
+        operations: Sequence[OperationSpec],
+        *,
+        required: frozenset[Evidence],
+        drain_deadline_s: float,
+    ) -> None:
+        if not operations:
+            raise LocalProtocolError(f"{identity} has no operation")
+        self.identity = identity
+        self.outcome = Outcome.PENDING
+        self.reason = ""
+        self.settled = False
+        self.drain_until_s: float | None = None
+        self._required = required
+        self._drain_deadline_s = drain_deadline_s
+        self._records = {
+            spec.operation: _Record(spec, Machine(spec.operation, ReceiveState.UNEXPOSED, RECEIVE_TRANSITIONS))
+            for spec in operations
+        }
+        if len(self._records) != len(operations):
+            raise LocalProtocolError(f"{identity} names an operation twice")
+        self._region: str = "none"  # none | asked | reserved | bound | refused
+        self._scatter: str = "none"  # none | running | done | broken
+        self._effects: list[ReceiveEffect] = []
+
+    # -- reading
+
+    @property
+    def operations(self) -> tuple[OperationSpec, ...]:
+        return tuple(record.spec for record in self._records.values())
+
+    def state_of(self, operation: OperationIdentity) -> ReceiveState:
+        return self._records[operation].state
+
+    def story_of(self, operation: OperationIdentity) -> tuple[str, ...]:
+        return self._records[operation].machine.story
+
+    def bounced(self, operation: OperationIdentity) -> bool:
+        """Whether this operation's bytes came through a bounce region."""
+        return self._records[operation].report_valid
+
+    def refused(self, operation: OperationIdentity) -> bool:
+        return self._records[operation].refused
+
+    def exposed_to(self, peer: PeerId) -> bool:
+        """Whether a write of that peer may still land."""
+        return any(
+            record.spec.peer == peer and record.state not in (_S.UNEXPOSED, _S.PROVEN, _S.QUARANTINED)
+            for record in self._records.values()
+        )
+
+    # -- stepping
+
+    def step(self, event: ReceiveEvent, now_s: float) -> tuple[ReceiveEffect, ...]:
+        """Take one event in.
+
+        Args:
+            event: What happened.
+            now_s: The time, for the drain clock only.
+
+        Returns:
+            Effects, to be performed in order. Empty after the transfer settled.
+
+        Raises:
+            IllegalTransition: A bug of ours, with the record's story. State is unchanged.
+        """
+        if self.settled:
+            return ()
+        self._effects = []
+        match event:
+            case Published():
+                self._published()
+            case CancelAsked(reason):
+                self._end(Outcome.CANCELLED, reason, now_s)
+            case MarkArrived():
+                self._mark(event, now_s)
+            case MessageArrived(message):
+                self._message(message, now_s)
+            case RegionReserved():
+                self._region_reserved()
+            case RegionRefused(reason):
+                self._region_refused(reason)
+            case ReportChecked():
+                self._report_checked(event, now_s)
+            case ScatterEnded():
+                self._scatter_ended(event, now_s)
+            case PeerInDoubt(peer, reason):
+                self._peer_in_doubt(peer, reason, now_s)
+            case PeerEvidenced(peer, evidence):
+                self._peer_evidenced(peer, evidence)
+            case Ticked():
+                pass
+        self._advance(now_s)
+        effects, self._effects = tuple(self._effects), []
+        return effects
+
+    # -- one event each
+
+    def _published(self) -> None:
+        if self.outcome is not Outcome.PENDING:
+            return
+        for record in self._records.values():
+            record.machine.fire(_T.PUBLISH)
+            self._effects.append(SendRequest(record.spec.peer, record.spec.request))
+
+    def _mark(self, event: MarkArrived, now_s: float) -> None:
+        record = self._records[event.operation]
+        if record.state in (_S.PROVEN, _S.QUARANTINED):
+            return
+        if record.state is _S.UNEXPOSED:
+            self._conflict(record, "notification before exposure", now_s)
+            return
+        end = event.index + event.extent
+        if not 0 <= event.index < end <= event.count <= MARKS_MAX or record.mark_count not in (0, event.count):
+            what = f"grains {event.index}..{end} of {event.count}, expected {record.mark_count}"
+            self._conflict(record, what, now_s)
+            return
+        grains = ((1 << event.extent) - 1) << event.index
+        if record.landed & grains not in (0, grains):
+            self._conflict(record, f"grains {event.index}..{end} overlap others", now_s)
+            return
+        record.mark_count = event.count
+        record.landed |= grains
+        if record.landed != (1 << event.count) - 1:
+            return
+        if record.state in (_S.EXPOSED, _S.GRANTED, _S.IN_DOUBT):
+            was = record.state
+            record.machine.fire(_T.DONE)
+            if was is not _S.GRANTED:
+                record.succeeded = was is _S.EXPOSED
+                self._proven(record, ProofKind.DONE)
+
+    def _message(self, message: BounceWanted | WriterResult | Sealed | Drained | Doubt, now_s: float) -> None:
+        record = self._records[message.operation]
+        if record.state in (_S.PROVEN, _S.QUARANTINED):
+            return
+        if record.state is _S.UNEXPOSED:
+            self._conflict(record, f"{type(message).__name__} before exposure", now_s)
+            return
+        match message:
+            case BounceWanted():
+                self._wanted(record, message, now_s)
+            case WriterResult():
+                if record.state not in (_S.GRANTED, _S.LANDED) or record.reported:
+                    if record.state not in (_S.IN_DOUBT, _S.CONFLICTED):
+                        self._conflict(record, "a report without a grant, or a second one", now_s)
+                    return
+                record.reported = True
+                self._effects.append(CheckReport(message.operation, message))
+            case Sealed(reason=reason):
+                if record.landed or not record.machine.allows(_T.SEALED):
+                    self._conflict(record, "sealed as never posted, after a part of it was done", now_s)
+                    return
+                record.machine.fire(_T.SEALED, reason)
+                self._proven(record, ProofKind.SEALED_NEVER_POSTED)
+                self._end(Outcome.FAILED, reason, now_s)
+            case Drained(posted=posted, completed=completed, reason=reason):
+                if posted != completed or not record.machine.allows(_T.DRAINED):
+                    self._conflict(record, f"drained with {completed} of {posted} completed", now_s)
+                    return
+                record.machine.fire(_T.DRAINED, reason)
+                self._proven(record, ProofKind.DRAINED)
+                self._end(Outcome.FAILED, reason, now_s)
+            case Doubt(reason=reason):
+                self._doubt(record, reason, now_s)
+
+    def _wanted(self, record: _Record, message: BounceWanted, now_s: float) -> None:
+        request = record.spec.request
+        if record.wants or record.state is not _S.EXPOSED:
+            if record.state not in (_S.IN_DOUBT, _S.CONFLICTED):
+                self._conflict(record, "asks twice for a region", now_s)
+            return
+        refusal = ""
+        if self.outcome is not Outcome.PENDING:
+            refusal = f"transfer is {self.outcome.value.lower()}"
+        elif not record.spec.bounce_offered:
+            refusal = "disabled"
+        elif message.byte_count != request.byte_count or message.plan_digest != request.plan_digest:
+            # The two sides derived different plans: nothing this writer would write can be trusted to be ours.
+            self._end(Outcome.FAILED, "the writer derived another plan", now_s)
+            return
+        elif self._region == "refused":
+            refusal = "no_space"
+        record.wants = True
+        if refusal:
+            record.refused = True
+            self._effects.append(SendRefusal(record.spec.peer, BounceRefused(message.operation, refusal)))
+            return
+        if self._region == "none":
+            self._region = "asked"
+            parts = tuple(
+                (each.spec.operation.operation, each.spec.request.byte_count)
+                for each in self._records.values()
+                if each.spec.bounce_offered
+            )
+            self._effects.append(ReserveRegion(parts))
+        elif self._region in ("reserved", "bound"):
+            self._grant(record)
+
+    def _grant(self, record: _Record) -> None:
+        self._region = "bound"
+        record.machine.fire(_T.GRANT)
+        self._effects.append(BindAndGrant(record.spec.operation, record.spec.peer))
+
+    def _region_reserved(self) -> None:
+        if self._region != "asked":
+            raise LocalProtocolError(f"{self.identity}: a region arrived in state {self._region!r}")
+        self._region = "reserved"
+        if self.outcome is not Outcome.PENDING:
+            return
+        for record in self._records.values():
+            if record.wants and not record.refused and record.state is _S.EXPOSED:
+                self._grant(record)
+
+    def _region_refused(self, reason: str) -> None:
+        if self._region != "asked":
+            return
+        self._region = "refused"
+        for record in self._records.values():
+            if record.wants and not record.refused and record.state is _S.EXPOSED:
+                record.refused = True
+                self._effects.append(SendRefusal(record.spec.peer, BounceRefused(record.spec.operation, reason)))
+
+    def _report_checked(self, event: ReportChecked, now_s: float) -> None:
+        record = self._records[event.operation]
+        if record.state in (_S.PROVEN, _S.QUARANTINED, _S.CONFLICTED):
+            return
+        if not event.valid:
+            self._conflict(record, f"report refused: {event.reason}", now_s)
+            return
+        record.report_valid = True
+
+    def _scatter_ended(self, event: ScatterEnded, now_s: float) -> None:
+        if self._scatter != "running":
+            raise LocalProtocolError(f"{self.identity}: a scatter ended that was not running")
+        if event.succeeded:
+            self._scatter = "done"
+            return
+        self._scatter = "done" if event.idle_proven else "broken"
+        self._end(Outcome.FAILED, f"scatter failed: {event.reason}", now_s)
+
+    def _peer_in_doubt(self, peer: PeerId, reason: str, now_s: float) -> None:
+        for record in self._records.values():
+            if record.spec.peer == peer:
+                self._doubt(record, reason, now_s)
+
+    def _peer_evidenced(self, peer: PeerId, evidence: Evidence) -> None:
+        for record in self._records.values():
+            if record.spec.peer == peer:
+                record.evidence.add(evidence)
+
+    # -- consequences
+
+    def _doubt(self, record: _Record, reason: str, now_s: float) -> None:
+        if record.state is _S.UNEXPOSED:
+            return  # that peer knows no address; the outcome below withdraws it
+        if record.machine.allows(_T.DOUBT):
+            was = record.state
+            record.machine.fire(_T.DOUBT, reason)
+            if was is _S.LANDED:
+                self._proven(record, ProofKind.DONE)
+        if record.state is not _S.PROVEN or not record.succeeded:
+            self._end(Outcome.FAILED, reason, now_s)
+
+    def _conflict(self, record: _Record, reason: str, now_s: float) -> None:
+        if not record.machine.allows(_T.CONFLICT):
+            return
+        record.machine.fire(_T.CONFLICT, reason)
+        self._effects.append(NoteConflict(record.spec.operation, reason))
+        self._end(Outcome.FAILED, f"protocol conflict: {reason}", now_s)
+
+    def _end(self, outcome: Outcome, reason: str, now_s: float) -> None:
+        """Freeze the outcome if it is open, and start the drain clock."""
+        if self.outcome is not Outcome.PENDING:
+            return
+        self.outcome = outcome
+        self.reason = reason
+        self._effects.append(EndOutcome(outcome, reason))
+        if outcome is Outcome.SUCCEEDED:
+            return
+        self.drain_until_s = now_s + self._drain_deadline_s
+        for record in self._records.values():
+            if record.state is _S.UNEXPOSED:
+                record.machine.fire(_T.WITHDRAW)
+                self._proven(record, ProofKind.NEVER_EXPOSED)
+            elif record.state not in (_S.PROVEN, _S.QUARANTINED) and not record.cancel_sent:
+                record.cancel_sent = True
+                self._effects.append(SendCancel(record.spec.peer, Cancel(record.spec.operation, reason[:500])))
+
+    def _proven(self, record: _Record, kind: ProofKind) -> None:
+        evidence = record.evidence if kind is ProofKind.CLASS else ()
+        record.proof = _prove(kind, record.spec.operation, evidence)
+
+    def _advance(self, now_s: float) -> None:
+        """What follows from the records as they are now."""
+        for record in self._records.values():
+            if record.state is _S.LANDED and record.report_valid:
+                record.machine.fire(_T.REPORT_VALID)
+                record.succeeded = True
+                self._proven(record, ProofKind.DONE)
+            if record.state in (_S.IN_DOUBT, _S.CONFLICTED) and self._required <= record.evidence:
+                record.machine.fire(_T.CLASS_PROOF, ", ".join(sorted(e.value for e in record.evidence)))
+                self._proven(record, ProofKind.CLASS)
+        if self.outcome is Outcome.PENDING and all(record.succeeded for record in self._records.values()):
+            bounced = tuple(op for op, record in self._records.items() if record.report_valid)
+            if not bounced or self._scatter == "done":
+                self._end(Outcome.SUCCEEDED, "", now_s)
+            elif self._scatter == "none":
+                self._scatter = "running"
+                self._effects.append(Scatter(bounced))
+        if self.outcome is not Outcome.PENDING and self._region in ("asked", "reserved"):
+            self._region = "none"
+            self._effects.append(WithdrawRegion())
+        if self.drain_until_s is not None and now_s >= self.drain_until_s:
+            self._deadline()
+        self._settle()
+
+    def _deadline(self) -> None:
+        for record in self._records.values():
+            if record.state is _S.LANDED:
+                record.machine.fire(_T.DEADLINE)
+                self._proven(record, ProofKind.DONE)
+            elif record.machine.allows(_T.DEADLINE):
+                record.machine.fire(_T.DEADLINE)
+
+    def _settle(self) -> None:
+        if self.outcome is Outcome.PENDING or self._scatter == "running":
+            return
+        if not all(record.machine.terminal for record in self._records.values()):
+            return
+        doubtful = tuple(op for op, record in self._records.items() if record.state is _S.QUARANTINED)
+        self.settled = True
+        if self._scatter == "broken":
+            self._effects.append(Quarantine("scatter in doubt", tuple(self._records)))
+        elif doubtful:
+            self._effects.append(Quarantine("no proof at the end of the drain clock", doubtful))
+        else:
+            proofs = tuple(record.proof for record in self._records.values() if record.proof is not None)
+            self._effects.append(Release(proofs))

@@ -1,0 +1,544 @@
+"""The receiving session: one per rank process. It owns queues and performs effects; every decision is the core's.
+
+One lock orders publication against cancellation; it is never held across I/O, validation or copies. Everything is bounded
+per poll, in frames and in time; what a poll did not reach, the next one continues.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kv_bounce_planner._errors import (
+    CapacityExceeded,
+    DuplicateTransfer,
+    KVTransferError,
+    LocalProtocolError,
+    StaleIdentity,
+    TransfersOutstanding,
+)
+from kv_bounce_planner.copies.gather import CopyHandle, PreparedCopy
+from kv_bounce_planner.layout.model import read_only
+from kv_bounce_planner.sessions import receive_core as rc
+from kv_bounce_planner.sessions.arena import AdvertisedReservation, BoundRegion, Reservation
+from kv_bounce_planner.sessions.config import ExpectedOperation, SessionConfig, SessionResources
+from kv_bounce_planner.sessions.events import (
+    DrainReport,
+    MemoryQuarantined,
+    MemoryReleased,
+    SessionEvent,
+    TransferCancelled,
+    TransferFailed,
+    TransferSucceeded,
+)
+from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, TransferIdentity
+from kv_bounce_planner.sessions.ledgers import ExposureLedger
+from kv_bounce_planner.sessions.messages import (
+    BounceGrant,
+    BounceWanted,
+    Doubt,
+    Drained,
+    Message,
+    ReceiveRequest,
+    Sealed,
+    WriterResult,
+)
+from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
+from kv_bounce_planner.sessions.shell import OVER_MAX, Shell, bound
+from kv_bounce_planner.sessions.states import Outcome
+from kv_bounce_planner.transports.interface import ArrivedMark
+
+#: Notifications kept while the writer's Hello is still under way (count).
+UNMATCHED_MARKS_MAX: Final = 4096
+
+
+class _Receive:
+    """Shell state of one transfer."""
+
+    __slots__ = (
+        "advertised",
+        "claim",
+        "core",
+        "expected",
+        "exposed",
+        "owned",
+        "prepared",
+        "published",
+        "regions",
+        "reservation",
+        "wait_until_s",
+    )
+
+    def __init__(
+        self,
+        core: rc.ReceiveTransfer,
+        expected: dict[OperationIdentity, ExpectedOperation],
+        claim: Any,
+        exposed: Sequence[object],
+    ) -> None:
+        self.core = core
+        self.expected = expected
+        self.claim = claim
+        self.exposed = exposed
+        self.owned: OwnedMemory[Any] = OwnedMemory(claim, expected, sum(each.byte_count for each in expected.values()))
+        self.published = False
+        self.reservation: Reservation | None = None
+        self.advertised: AdvertisedReservation | None = None
+        self.regions: dict[OperationIdentity, BoundRegion] = {}
+        self.prepared: dict[OperationIdentity, PreparedCopy] = {}
+        self.wait_until_s: float | None = None
+
+
+class Receiver(Shell):
+    """Receives KV at one rank.
+
+    Args:
+        self_id: This process.
+        resources: What it works with.
+        config: Bounds.
+        ledger: Share one among the generations of a process.
+        on_memory: Called with each MemoryReleased and MemoryQuarantined before ``poll`` returns it; if it raises it is called
+            again at later polls until it returns, and the memory never goes twice.
+
+    One thread polls; ``cancel`` may come from another. Errors leave the object usable unless they say otherwise.
+    """
+
+    def __init__(
+        self,
+        self_id: PeerId,
+        resources: SessionResources,
+        config: SessionConfig | None = None,
+        *,
+        ledger: ExposureLedger | None = None,
+        on_memory: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(self_id, resources, config, on_memory)
+        self._ledger = ledger if ledger is not None else ExposureLedger()
+        self._transfers: dict[TransferIdentity, _Receive] = {}
+        self._of_operation: dict[OperationIdentity, _Receive] = {}
+        self._incarnations: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._over: OrderedDict[TransferIdentity, None] = OrderedDict()
+        self._next_operation = 0
+        self._unmatched: deque[ArrivedMark] = deque(maxlen=UNMATCHED_MARKS_MAX)
+        self._checks: deque[tuple[_Receive, rc.CheckReport]] = deque()
+        self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
+        self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
+        self._copying: list[tuple[_Receive, list[CopyHandle]]] = []
+        # An idle poll looks at none of the open transfers but these: thousands may wait for their prefill.
+        self._unpublished: deque[_Receive] = deque()
+        self._draining: dict[TransferIdentity, _Receive] = {}
+        self._waiting: dict[TransferIdentity, _Receive] = {}
+
+    # -- the host's calls
+
+    def open(
+        self,
+        identity: TransferIdentity,
+        operations: Sequence[ExpectedOperation],
+        claim: Any = None,
+        *,
+        blocks: Sequence[object] = (),
+    ) -> tuple[OperationIdentity, ...]:
+        """Own a destination and ask its writers to fill it.
+
+        Args:
+            identity: Names the transfer: this receiver's generation and rank.
+            operations: One per writer and role, at least one.
+            claim: Names the blocks for the host; returned untouched by the physical end.
+            blocks: Hashable names of the blocks, for the exposure ledger.
+
+        Returns:
+            The operations' identities, in the order given. The requests leave at the next poll.
+
+        Raises:
+            DuplicateTransfer, StaleIdentity, CapacityExceeded, AddressStillExposed, TransportError: Nothing was taken over.
+        """
+        if self._closed or self._fatal:
+            raise LocalProtocolError(f"the receiver admits nothing: {self._fatal or 'closed'}")
+        if identity.endpoint_generation != self.self_id.generation or identity.rank != self.self_id.rank:
+            raise StaleIdentity(f"{identity} is not of {self.self_id}")
+        if identity in self._transfers or identity in self._over:
+            raise DuplicateTransfer(f"{identity} was opened before")
+        if not 1 <= len(operations) <= self.config.operations_max:
+            raise CapacityExceeded(f"{len(operations)} operations are outside 1..{self.config.operations_max}")
+        if len(self._transfers) >= self.config.transfers_max:
+            raise CapacityExceeded(f"{len(self._transfers)} transfers are open")
+        newest = self._incarnations.get((identity.request_id, identity.slice_index), -1)
+        if identity.incarnation < newest:
+            raise StaleIdentity(f"{identity}: incarnation {newest} is known")
+        for peer in dict.fromkeys(each.peer for each in operations):
+            self._introduce(peer, is_reply=False)
+        with self._lock:
+            specs: list[rc.OperationSpec] = []
+            expected: dict[OperationIdentity, ExpectedOperation] = {}
+            for each in operations:
+                operation = OperationIdentity(identity, each.peer.rank, self._next_operation + len(specs))
+                request = ReceiveRequest(
+                    operation,
+                    each.peer.generation,
+                    each.byte_count,
+                    each.plan.digest if each.plan is not None else b"",
+                    each.tier == "bounce" and self._arena is not None,
+                    each.role,
+                    self._memory_kind,
+                    self._device_id,
+                    each.payload,
+                )
+                specs.append(rc.OperationSpec(operation, each.peer, request))
+                expected[operation] = each
+            core = rc.ReceiveTransfer(
+                identity,
+                specs,
+                required=self._transport.transport_class.required,
+                drain_deadline_s=self.config.drain_deadline_s,
+            )
+            self._ledger.enter(identity, blocks)
+            self._next_operation += len(specs)
+            record = _Receive(core, expected, claim, blocks)
+            self._transfers[identity] = record
+            self._unpublished.append(record)
+            self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
+            bound(self._incarnations, OVER_MAX)
+            for operation in expected:
+                self._of_operation[operation] = record
+            self._counters["opened"] += 1
+        return tuple(expected)
+
+    def cancel(self, identity: TransferIdentity, reason: str = "cancelled") -> bool:
+        """End a transfer logically; its memory follows by proof only. Any thread.
+
+        Returns:
+            False if it is unknown or had already ended logically.
+        """
+        with self._lock:
+            record = self._transfers.get(identity)
+            if record is None or record.core.outcome is not Outcome.PENDING:
+                return False
+            self._step(record, rc.CancelAsked(reason))
+            return True
+
+    def poll(self) -> tuple[SessionEvent, ...]:
+        """Progress everything, within bounds. Call it in every turn of the loop."""
+        self._publish()
+        self._receive()
+        self._flush()  # requests and grants leave before any copy runs
+        self._progress()
+        self._copies()
+        self._tick()
+        self._flush()
+        self._prepare()
+        with self._lock:
+            self._deliver()
+            events, self._events = tuple(self._events), []
+        return events
+
+    def drain(self) -> DrainReport:
+        """What is still owned. Quiescent when nothing is open and every physical end was delivered."""
+        with self._lock:
+            doubtful = tuple(
+                spec.operation
+                for record in self._transfers.values()
+                for spec in record.core.operations
+                if record.core.state_of(spec.operation).value in ("IN_DOUBT", "CONFLICTED")
+            )
+            still = (*self._transfers, *(getattr(event, "identity", None) for event in self._undelivered))
+            return DrainReport(still, doubtful, self._quarantine.byte_count)
+
+    def close(self) -> None:
+        """Admit nothing more and leave the channel.
+
+        Raises:
+            TransfersOutstanding: Memory is still owned; admission stays closed, everything else goes on; retry.
+        """
+        self._closed = True
+        report = self.drain()
+        if report.open:
+            raise TransfersOutstanding(f"{len(report.open)} transfers own memory", report.open)
+        self._channel.close()
+
+    def state_of(self, operation: OperationIdentity) -> str:
+        """The physical state of an open operation, for health pages and tests; ENDED when no longer kept."""
+        record = self._of_operation.get(operation)
+        return record.core.state_of(operation).value if record is not None else "ENDED"
+
+    # -- turning events into steps
+
+    def _publish(self) -> None:
+        """Under the lock each record turns EXPOSED and its request is queued: a cancel comes wholly before or after."""
+        while self._unpublished:
+            with self._lock:
+                record = self._unpublished.popleft()
+                record.published = True
+                self._step(record, rc.Published())
+
+    def _take(self, peer: PeerId, message: Message) -> None:
+        if not isinstance(message, BounceWanted | WriterResult | Sealed | Drained | Doubt):
+            self._counters["unexpected"] += 1
+            return
+        with self._lock:
+            record = self._of_operation.get(message.operation)
+            if record is None:
+                stale = message.operation.transfer.endpoint_generation != self.self_id.generation
+                self._counters["stale" if stale else "late"] += 1
+                return
+            if record.expected[message.operation].peer != peer:
+                # Another peer speaks about an operation that is not its own: it changes nothing of it.
+                self._counters["foreign"] += 1
+                return
+            self._step(record, rc.MessageArrived(message))
+
+    def _progress(self) -> None:
+        progress = self._transport.poll()
+        self._counters["malformed"] += progress.malformed
+        waiting = [self._unmatched.popleft() for _ in range(len(self._unmatched))]
+        for arrived in (*waiting, *progress.marks):
+            self._mark(arrived)
+        for peer in progress.lost:
+            self._peer_in_doubt(peer, "transport lost the peer")
+
+    def _mark(self, arrived: ArrivedMark) -> None:
+        operation = arrived.mark.operation
+        with self._lock:
+            record = self._of_operation.get(operation)
+            if record is None:
+                self._counters["late"] += 1
+                return
+            agent = self._agents.get(record.expected[operation].peer)
+            if agent is None:
+                self._unmatched.append(arrived)  # its Hello is still under way
+            elif agent != arrived.agent_name:
+                self._counters["foreign"] += 1
+            else:
+                self._step(
+                    record, rc.MarkArrived(operation, arrived.mark.index, arrived.mark.count, arrived.mark.extent)
+                )
+
+    def _copies(self) -> None:
+        """Checks and scatters, outside the lock."""
+        for _ in range(len(self._checks)):
+            record, check = self._checks.popleft()
+            plan, region = record.expected[check.operation].plan, record.regions.get(check.operation)
+            reason = ""
+            if plan is None or region is None or check.message.base_address != region.address:
+                reason = "the report names another base than the bound one"
+            else:
+                try:
+                    self._reports.check(plan, check.message.report, check.operation, region.address)
+                except KVTransferError as error:
+                    reason = str(error)
+            if reason:
+                self._counters["reports_refused"] += 1
+            with self._lock:
+                self._step(record, rc.ReportChecked(check.operation, not reason, reason))
+        for _ in range(min(len(self._scatters), self.config.copies_per_poll_max)):
+            record, scatter = self._scatters.popleft()
+            self._scatter(record, scatter)
+        still: list[tuple[_Receive, list[CopyHandle]]] = []
+        for record, handles in self._copying:
+            try:
+                done = all(handle.done() for handle in handles)
+            except KVTransferError as error:
+                self._scattered(record, str(error))
+                continue
+            if done:
+                self._scattered(record, "")
+            else:
+                still.append((record, handles))
+        self._copying = still
+
+    def _prepare(self) -> None:
+        """Make the copy lists of granted regions while their writers gather and write."""
+        for _ in range(min(len(self._granted), self.config.copies_per_poll_max)):
+            record, operation = self._granted.popleft()
+            if operation not in record.prepared and not record.core.settled:
+                try:
+                    record.prepared[operation] = self._scatter_list(record, operation)
+                except Exception:  # noqa: BLE001 - the scatter itself tries again, and its failure is told there
+                    self._counters["prepare_failed"] += 1
+
+    def _scatter_list(self, record: _Receive, operation: OperationIdentity) -> PreparedCopy:
+        plan, region = record.expected[operation].plan, record.regions[operation]
+        if plan is None:
+            raise LocalProtocolError(f"{operation} has no plan to scatter by")
+        sources = read_only(plan.staging_offsets + region.address)
+        return self._copier.prepare(sources, plan.target_addresses, plan.sizes)
+
+    def _scatter(self, record: _Receive, scatter: rc.Scatter) -> None:
+        handles: list[CopyHandle] = []
+        try:
+            for operation in scatter.operations:
+                prepared = record.prepared.get(operation)
+                if prepared is None:
+                    prepared = self._scatter_list(record, operation)
+                handles.append(self._copier.submit(prepared))
+        except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory is in doubt and stays owned
+            self._scattered(record, f"{type(error).__name__}: {error}")
+            return
+        self._copying.append((record, handles))
+
+    def _scattered(self, record: _Receive, reason: str) -> None:
+        self._counters["scatters" if not reason else "scatters_failed"] += 1
+        with self._lock:
+            self._step(record, rc.ScatterEnded(not reason, self._errors_prove_idle or not reason, reason))
+
+    def _tick(self) -> None:
+        now_s = self._clock()
+        with self._lock:
+            if self._arena is not None:
+                for reservation in self._arena.pump():
+                    self._reserved(reservation)
+            for identity, record in list(self._waiting.items()):
+                if record.wait_until_s is None:
+                    del self._waiting[identity]
+                elif now_s >= record.wait_until_s:
+                    del self._waiting[identity]
+                    record.wait_until_s = None
+                    if self._arena is not None and self._arena.withdraw(identity):
+                        self._counters["bounce_no_space"] += 1
+                        self._step(record, rc.RegionRefused("no_space"))
+            for record in list(self._draining.values()):
+                if record.core.drain_until_s is not None and now_s >= record.core.drain_until_s:
+                    self._step(record, rc.Ticked())
+
+    def _reserved(self, reservation: Reservation) -> None:
+        record = self._transfers.get(reservation.key)  # type: ignore[call-overload]
+        if record is None:
+            reservation.abandon()
+            return
+        record.reservation = reservation
+        record.wait_until_s = None
+        self._step(record, rc.RegionReserved())
+
+    def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
+        with self._lock:
+            self._counters["peers_in_doubt"] += 1
+            for record in list(self._transfers.values()):
+                self._step(record, rc.PeerInDoubt(peer, reason))
+
+    def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
+        with self._lock:
+            for record in list(self._transfers.values()):
+                self._step(record, rc.PeerEvidenced(peer, evidence))
+
+    def _peers(self) -> set[PeerId]:
+        with self._lock:
+            return self._introduced | {
+                spec.peer for record in self._transfers.values() for spec in record.core.operations
+            }
+
+    # -- performing effects (under the lock)
+
+    def _step(self, record: _Receive, event: rc.ReceiveEvent) -> None:
+        for effect in record.core.step(event, self._clock()):
+            self._perform(record, effect)
+
+    def _perform(self, record: _Receive, effect: rc.ReceiveEffect) -> None:
+        identity = record.core.identity
+        match effect:
+            case rc.SendRequest(peer, request):
+                self._queue(peer, request)
+            case rc.SendCancel(peer, message):
+                self._queue(peer, message)
+            case rc.SendRefusal(peer, refusal):
+                self._counters["bounce_refused"] += 1
+                self._queue(peer, refusal)
+            case rc.ReserveRegion(parts):
+                self._reserve(record, dict(parts))
+            case rc.BindAndGrant(operation, peer):
+                self._bind(record, operation, peer)
+            case rc.WithdrawRegion():
+                record.wait_until_s = None
+                if record.reservation is not None:
+                    record.reservation.abandon()
+                    record.reservation = None
+                elif self._arena is not None:
+                    self._arena.withdraw(identity)
+            case rc.CheckReport():
+                self._checks.append((record, effect))
+            case rc.Scatter():
+                self._scatters.append((record, effect))
+            case rc.EndOutcome(outcome, reason):
+                self._ended(record, outcome, reason)
+            case rc.Release(proofs):
+                if record.advertised is not None:
+                    record.advertised.release(proofs)
+                proven = record.owned.prove(proofs)
+                self._ledger.leave(identity, record.exposed)
+                self._forget(record)
+                self._counters["released"] += 1
+                self._settle(MemoryReleased(identity, record.claim, proven))
+            case rc.Quarantine(reason, operations):
+                byte_count = record.owned.byte_count
+                if record.advertised is not None:
+                    byte_count += record.advertised.quarantine()
+                record.owned.quarantine(reason)
+                story = tuple(line for operation in operations for line in record.core.story_of(operation))
+                self._forget(record)
+                self._counters["quarantined"] += 1
+                self._settle(MemoryQuarantined(identity, record.claim, reason))
+                self._charge(byte_count, story)
+            case rc.NoteConflict():
+                self._counters["conflicts"] += 1
+
+    def _reserve(self, record: _Receive, parts: dict[int, int]) -> None:
+        if self._arena is None:
+            self._step(record, rc.RegionRefused("disabled"))
+            return
+        refusal = self._arena.enqueue(record.core.identity, parts)
+        if refusal is not None:
+            self._step(record, rc.RegionRefused(refusal.reason.value))
+            return
+        record.wait_until_s = self._clock() + self.config.bounce_wait_s
+        self._waiting[record.core.identity] = record
+        for reservation in self._arena.pump():
+            self._reserved(reservation)
+
+    def _bind(self, record: _Receive, operation: OperationIdentity, peer: PeerId) -> None:
+        if record.reservation is not None:
+            record.advertised = record.reservation.advertise()
+            record.reservation = None
+        if record.advertised is None:
+            raise LocalProtocolError(f"{operation}: granted without a reservation")
+        region = record.advertised.bind_writer(operation, operation.operation)
+        record.regions[operation] = region
+        self._granted.append((record, operation))
+        self._counters["bounce_granted"] += 1
+        self._queue(
+            peer, BounceGrant(operation, region.address, region.byte_count, region.memory_kind, region.device_id)
+        )
+
+    def _ended(self, record: _Receive, outcome: Outcome, reason: str) -> None:
+        identity = record.core.identity
+        if outcome is not Outcome.SUCCEEDED:
+            self._draining[identity] = record
+        if outcome is Outcome.SUCCEEDED:
+            self._counters["succeeded"] += 1
+            tiers = tuple(
+                (
+                    operation,
+                    "bounce" if record.core.bounced(operation) else "direct",
+                    "no_space" if record.core.refused(operation) else "ok",
+                )
+                for operation in record.expected
+            )
+            self._counters["operations_bounced"] += sum(tier == "bounce" for _, tier, _ in tiers)
+            self._counters["operations_direct"] += sum(tier == "direct" for _, tier, _ in tiers)
+            self._events.append(
+                TransferSucceeded(identity, tiers, sum(each.byte_count for each in record.expected.values()))  # type: ignore[arg-type]
+            )
+        elif outcome is Outcome.CANCELLED:
+            self._counters["cancelled"] += 1
+            self._events.append(TransferCancelled(identity, reason))
+        else:
+            self._counters["failed"] += 1
+            self._events.append(TransferFailed(identity, reason))
+
+    def _forget(self, record: _Receive) -> None:
+        del self._transfers[record.core.identity]
+        self._draining.pop(record.core.identity, None)
+        self._waiting.pop(record.core.identity, None)
+        for operation in record.expected:
+            del self._of_operation[operation]
+        self._over[record.core.identity] = None
+        bound(self._over, OVER_MAX)

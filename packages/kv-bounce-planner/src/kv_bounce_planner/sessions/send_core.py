@@ -1,0 +1,689 @@
+"""The sender's side of one request, pure: events and the time in, effects out.
+
+Theory. A request has one record per receive request (one operation). Its source memory is owned from ``SourceReady`` until
+the request is sealed *and* every record ended with a proof: a later receive request could still need the source, and a
+write in progress still reads it (K3). Sealing comes before the terminal snapshot, and what is not yet posted then is
+never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
+
+Order against exhaustion: a sender waits for a bounce slot only after the receiver granted its region, and whoever holds a
+slot then waits for nothing but its own copy and write. A slot that is free may be used before, to gather while the region is
+asked for; it is given back as soon as a granted operation waits for one. So regions wait for slots, and slots never wait
+for regions: no cycle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions.identity import Mark, OperationIdentity, PeerId, RequestKey, encode_mark
+from kv_bounce_planner.sessions.messages import BounceWanted, Doubt, Drained, ReceiveRequest, Sealed
+from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind, _prove
+from kv_bounce_planner.sessions.states import SEND_TRANSITIONS, Machine, SendState, SendTrigger
+from kv_bounce_planner.transports.interface import WriteProgress
+
+_S, _T = SendState, SendTrigger
+Disposition = Literal["done", "drained", "sealed", "resolved", "quarantined"]
+TerminalOutcome = Literal["COMPLETED", "FAILED", "CANCELLED"]
+
+
+@dataclass(frozen=True)
+class TerminalSnapshot:
+    """What is for ever true of a sealed request: an immutable vote's content.
+
+    ``digest`` is over request, outcome and every operation's disposition; equal digests are equal snapshots.
+    """
+
+    request: RequestKey
+    outcome: TerminalOutcome
+    reason: str
+    operations: tuple[tuple[OperationIdentity, Disposition], ...]
+    quarantined: bool
+    digest: bytes
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RequestArrived:
+    peer: PeerId
+    request: ReceiveRequest
+
+
+@dataclass(frozen=True)
+class SourceReady:
+    """Prefill is over and its step has retired: the source may be read."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The planner's answer: fragments are known (``reason`` empty), or this operation cannot be served."""
+
+    operation: OperationIdentity
+    wants_bounce: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GrantArrived:
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class RefusalArrived:
+    operation: OperationIdentity
+    reason: str
+
+
+@dataclass(frozen=True)
+class SlotReserved:
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class SlotOffered:
+    """A slot was free and is this operation's, though its region is not granted yet."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class SlotAsked:
+    """A granted operation waits for a slot: whoever only gathered ahead gives its own back."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class GatherEnded:
+    operation: OperationIdentity
+    succeeded: bool
+    idle_proven: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class WriteProgressed:
+    progress: WriteProgress
+
+
+@dataclass(frozen=True)
+class CancelArrived:
+    operation: OperationIdentity
+    reason: str
+
+
+@dataclass(frozen=True)
+class FailAsked:
+    reason: str
+
+
+@dataclass(frozen=True)
+class SealAsked:
+    pass
+
+
+@dataclass(frozen=True)
+class PeerInDoubt:
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class PeerEvidenced:
+    peer: PeerId
+    evidence: Evidence
+
+
+@dataclass(frozen=True)
+class Ticked:
+    pass
+
+
+SendEvent = (
+    RequestArrived
+    | SourceReady
+    | Resolved
+    | GrantArrived
+    | RefusalArrived
+    | SlotReserved
+    | SlotOffered
+    | SlotAsked
+    | GatherEnded
+    | WriteProgressed
+    | CancelArrived
+    | FailAsked
+    | SealAsked
+    | PeerInDoubt
+    | PeerEvidenced
+    | Ticked
+)
+
+# --- effects, to be performed in order ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """Ask the planner for this operation's fragments; answer Resolved."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class SendMessage:
+    peer: PeerId
+    message: BounceWanted | Sealed | Drained | Doubt
+
+
+@dataclass(frozen=True)
+class ReserveSlot:
+    """Wait for a send slot of this operation's size; answer SlotReserved."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class DropSlot:
+    """The slot (or the place in the queue for one) is not needed any more; nothing can read it."""
+
+    operation: OperationIdentity
+    proof: Proof
+
+
+@dataclass(frozen=True)
+class QuarantineSlot:
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class Gather:
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class Post:
+    """Start the write: in place, or from the slot to the granted region (then the report follows at once)."""
+
+    operation: OperationIdentity
+    bounce: bool
+
+
+@dataclass(frozen=True)
+class StopPosting:
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class OperationEnded:
+    operation: OperationIdentity
+    disposition: Disposition
+    bounced: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReleaseSource:
+    proofs: tuple[Proof, ...]
+
+
+@dataclass(frozen=True)
+class QuarantineSource:
+    reason: str
+    operations: tuple[OperationIdentity, ...]
+
+
+@dataclass(frozen=True)
+class NoteConflict:
+    operation: OperationIdentity
+    reason: str
+
+
+SendEffect = (
+    Resolve
+    | SendMessage
+    | ReserveSlot
+    | DropSlot
+    | QuarantineSlot
+    | Gather
+    | Post
+    | StopPosting
+    | OperationEnded
+    | ReleaseSource
+    | QuarantineSource
+    | NoteConflict
+)
+
+_DISPOSITIONS: dict[SendState, Disposition] = {
+    _S.DONE: "done",
+    _S.SEALED: "sealed",
+    _S.DRAINED: "drained",
+    _S.RESOLVED: "resolved",
+    _S.QUARANTINED: "quarantined",
+}
+
+
+_BEFORE_POSTING = (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED, _S.GATHERING)
+
+
+class _Record:
+    __slots__ = (
+        "bounced",
+        "cancelled",
+        "completed",
+        "drain_until_s",
+        "ended",
+        "evidence",
+        "machine",
+        "peer",
+        "posted",
+        "proof",
+        "reason",
+        "refused",
+        "request",
+        "resolving",
+        "slot",
+    )
+
+    def __init__(self, peer: PeerId, request: ReceiveRequest) -> None:
+        self.peer = peer
+        self.request = request
+        self.machine: Machine[SendState, SendTrigger] = Machine(request.operation, SendState.HELD, SEND_TRANSITIONS)
+        self.resolving = False
+        self.bounced = False
+        self.cancelled = False
+        self.refused = False
+        self.slot = False
+        self.posted = 0
+        self.completed = 0
+        self.reason = ""
+        self.ended = False
+        self.drain_until_s: float | None = None
+        self.evidence: set[Evidence] = set()
+        self.proof: Proof | None = None
+
+    @property
+    def state(self) -> SendState:
+        return self.machine.state
+
+
+class SendTransfer:
+    """One request at one of its senders.
+
+    Args:
+        request: The request.
+        drain_deadline_s: Seconds between seal, cancel or error and quarantine of what is not proven by then.
+    """
+
+    def __init__(self, request: RequestKey, *, drain_deadline_s: float) -> None:
+        self.request = request
+        self.ready = False
+        self.sealed = False
+        self.settled = False
+        self.failure = ""
+        self.expected: int | None = None
+        self._drain_deadline_s = drain_deadline_s
+        self._records: dict[OperationIdentity, _Record] = {}
+        self._effects: list[SendEffect] = []
+        self._snapshot: TerminalSnapshot | None = None
+
+    # -- reading
+
+    @property
+    def operations(self) -> tuple[OperationIdentity, ...]:
+        return tuple(self._records)
+
+    def request_of(self, operation: OperationIdentity) -> ReceiveRequest:
+        return self._records[operation].request
+
+    def peer_of(self, operation: OperationIdentity) -> PeerId:
+        return self._records[operation].peer
+
+    def state_of(self, operation: OperationIdentity) -> SendState:
+        return self._records[operation].state
+
+    def story_of(self, operation: OperationIdentity) -> tuple[str, ...]:
+        return self._records[operation].machine.story
+
+    def knows(self, operation: OperationIdentity) -> bool:
+        return operation in self._records
+
+    @property
+    def outstanding(self) -> tuple[OperationIdentity, ...]:
+        return tuple(op for op, record in self._records.items() if not record.machine.terminal)
+
+    @property
+    def clock_runs(self) -> bool:
+        """Whether some operation will be quarantined unless a proof comes: then time matters."""
+        return any(
+            record.drain_until_s is not None and not record.machine.terminal for record in self._records.values()
+        )
+
+    @property
+    def served(self) -> bool:
+        """Whether the expected number of operations has ended."""
+        return self.expected is not None and len(self._records) >= self.expected and not self.outstanding
+
+    def reads_source(self) -> bool:
+        """Whether anything may still read the source."""
+        idle = (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED, _S.DONE, _S.SEALED, _S.DRAINED, _S.RESOLVED)
+        return any(record.state not in idle for record in self._records.values())
+
+    def snapshot(self) -> TerminalSnapshot | None:
+        """The terminal snapshot, or None while unsealed or outstanding: then nothing was frozen by asking."""
+        if self._snapshot is None and self.sealed and not self.outstanding:
+            operations = tuple(sorted((op, _DISPOSITIONS[record.state]) for op, record in self._records.items()))
+            quarantined = any(disposition == "quarantined" for _, disposition in operations)
+            done = all(disposition == "done" for _, disposition in operations)
+            enough = len(operations) >= (1 if self.expected is None else self.expected)
+            outcome: TerminalOutcome
+            if self.failure or quarantined:
+                outcome = "FAILED"
+            elif done and enough:
+                outcome = "COMPLETED"
+            elif not operations or any(record.cancelled for record in self._records.values()):
+                outcome = "CANCELLED"
+            else:
+                outcome = "FAILED"
+            reason = self.failure or next((record.reason for record in self._records.values() if record.reason), "")
+            text = hashlib.blake2b(digest_size=16, person=b"kv-terminal")
+            text.update(f"{self.request.request_id} {self.request.incarnation} {outcome}".encode())
+            for operation, disposition in operations:
+                text.update(encode_mark(Mark(operation, 0, 1)) + disposition.encode())
+            self._snapshot = TerminalSnapshot(self.request, outcome, reason, operations, quarantined, text.digest())
+        return self._snapshot
+
+    # -- stepping
+
+    def step(self, event: SendEvent, now_s: float) -> tuple[SendEffect, ...]:
+        """Take one event in; effects are to be performed in order.
+
+        Raises:
+            IllegalTransition: A bug of ours, with the record's story. State is unchanged.
+        """
+        self._effects = []
+        match event:
+            case RequestArrived(peer, request):
+                self._arrived(peer, request, now_s)
+            case SourceReady():
+                if self.ready:
+                    raise LocalProtocolError(f"{self.request} was ready before")
+                self.ready = True
+            case Resolved():
+                self._resolved(event, now_s)
+            case GrantArrived(operation):
+                self._granted(operation)
+            case RefusalArrived(operation, reason):
+                self._refused(operation, reason)
+            case SlotReserved(operation):
+                record = self._records[operation]
+                record.machine.fire(_T.GATHER)
+                self._effects.append(Gather(operation))
+            case SlotOffered(operation):
+                record = self._records[operation]
+                record.machine.fire(_T.GATHER, "ahead")
+                record.slot = True
+                self._effects.append(Gather(operation))
+            case SlotAsked(operation):
+                record = self._records[operation]
+                if record.state is _S.STAGED:
+                    self._yield(record)
+            case GatherEnded():
+                self._gathered(event, now_s)
+            case WriteProgressed(progress):
+                self._progressed(progress, now_s)
+            case CancelArrived(operation, reason):
+                self._cancelled(operation, reason, now_s)
+            case FailAsked(reason):
+                self._fail(reason, now_s)
+            case SealAsked():
+                self._seal(now_s)
+            case PeerInDoubt(peer, reason):
+                for record in self._records.values():
+                    if record.peer == peer and record.state in _BEFORE_POSTING:
+                        self._seal_record(record, reason, now_s)
+            case PeerEvidenced(peer, evidence):
+                for record in self._records.values():
+                    if record.peer == peer:
+                        record.evidence.add(evidence)
+            case Ticked():
+                pass
+        self._advance(now_s)
+        effects, self._effects = tuple(self._effects), []
+        return effects
+
+    # -- one event each
+
+    def _arrived(self, peer: PeerId, request: ReceiveRequest, now_s: float) -> None:
+        if request.operation in self._records:
+            raise LocalProtocolError(f"{request.operation} arrived before")
+        record = _Record(peer, request)
+        self._records[request.operation] = record
+        if self.sealed:
+            self._seal_record(record, self.failure or "the request is sealed", now_s)
+
+    def _resolved(self, event: Resolved, now_s: float) -> None:
+        record = self._records[event.operation]
+        record.resolving = False
+        if record.state is not _S.HELD:
+            return
+        if event.reason:
+            self._seal_record(record, event.reason, now_s)
+        elif event.wants_bounce and record.request.bounce_offered:
+            record.machine.fire(_T.WANT)
+            self._effects.append(
+                SendMessage(
+                    record.peer,
+                    BounceWanted(event.operation, record.request.byte_count, record.request.plan_digest),
+                )
+            )
+        else:
+            self._post(record, bounce=False)
+
+    def _granted(self, operation: OperationIdentity) -> None:
+        record = self._records[operation]
+        if record.state is _S.WANTED:
+            record.machine.fire(_T.GRANT)
+            record.slot = True
+            self._effects.append(ReserveSlot(operation))
+        elif record.state is _S.AHEAD and not record.refused:
+            record.machine.fire(_T.GRANT)
+        elif record.state is _S.STAGED:
+            self._post(record, bounce=True)
+        elif not record.machine.terminal and record.state is not _S.SEALING:
+            self._effects.append(NoteConflict(operation, f"a grant in {record.state.value}"))
+
+    def _refused(self, operation: OperationIdentity, reason: str) -> None:
+        record = self._records[operation]
+        if record.state is _S.WANTED:
+            record.reason = ""
+            self._post(record, bounce=False)
+        elif record.state is _S.AHEAD and not record.refused:
+            record.refused = True  # the gather ends first: it still writes the slot
+        elif record.state is _S.STAGED:
+            self._yield(record)
+            self._post(record, bounce=False)
+        elif not record.machine.terminal and record.state is not _S.SEALING:
+            self._effects.append(NoteConflict(operation, f"a refusal in {record.state.value}: {reason}"))
+
+    def _post(self, record: _Record, *, bounce: bool) -> None:
+        record.machine.fire(_T.POST, "bounce" if bounce else "direct")
+        record.bounced = bounce
+        self._effects.append(Post(record.request.operation, bounce))
+
+    def _yield(self, record: _Record) -> None:
+        """Give a slot back that was used ahead: nothing of it was posted."""
+        operation = record.request.operation
+        record.machine.fire(_T.YIELD)
+        record.slot = False
+        self._effects.append(DropSlot(operation, _prove(ProofKind.NEVER_POSTED, operation)))
+
+    def _gathered(self, event: GatherEnded, now_s: float) -> None:
+        record = self._records[event.operation]
+        if record.machine.terminal:
+            return  # it came after the drain clock: what was quarantined stays so
+        if not event.succeeded and not event.idle_proven:
+            # The copy may go on reading the source and writing the slot: both stay owned until quarantine.
+            record.machine.fire(_T.GATHER_BROKEN, event.reason)
+            record.reason = record.reason or event.reason
+            self._clock(record, now_s)
+            self._answer(record)
+            return
+        if record.state is _S.AHEAD:
+            # Nothing is lost yet by a gather that failed: the region is not granted, and another one may succeed.
+            if event.succeeded:
+                record.machine.fire(_T.GATHERED)
+            if not event.succeeded or record.refused:
+                self._yield(record)
+            if record.refused:
+                self._post(record, bounce=False)
+        elif record.state is _S.SEALING:
+            record.machine.fire(_T.GATHERED)
+            self._ended(record, ProofKind.NEVER_POSTED)
+            self._answer(record)
+        elif not event.succeeded:
+            record.machine.fire(_T.SEAL, event.reason)
+            record.machine.fire(_T.GATHERED)
+            record.reason = event.reason
+            self._ended(record, ProofKind.NEVER_POSTED)
+            self._answer(record)
+        else:
+            self._post(record, bounce=True)
+
+    def _progressed(self, progress: WriteProgress, now_s: float) -> None:
+        record = self._records[progress.operation]
+        if record.machine.terminal or record.state is _S.IN_DOUBT:
+            return
+        record.posted, record.completed = progress.posted, progress.completed
+        if progress.state == "error":
+            record.reason = progress.detail or "write error"
+            if progress.posted == 0:
+                # Refused before anything was handed to the library: the same as never posted.
+                if record.state is _S.POSTING:
+                    record.machine.fire(_T.SEAL)
+                record.machine.fire(_T.COMPLETED, "nothing was posted")
+                self._ended(record, ProofKind.NEVER_POSTED)
+            else:
+                record.machine.fire(_T.ERROR, record.reason)
+                self._clock(record, now_s)
+            self._answer(record)
+            return
+        if progress.state in ("posted", "done") and record.state is _S.POSTING:
+            record.machine.fire(_T.POSTED_ALL)
+        if progress.state in ("done", "stopped") and record.state in (_S.IN_FLIGHT, _S.STOPPING):
+            after = record.machine.fire(_T.COMPLETED)
+            self._ended(record, ProofKind.COMPLETED if progress.posted else ProofKind.NEVER_POSTED)
+            if record.cancelled or after is _S.DRAINED:
+                self._answer(record)
+
+    def _cancelled(self, operation: OperationIdentity, reason: str, now_s: float) -> None:
+        record = self._records[operation]
+        record.cancelled = True
+        if record.machine.terminal or record.state in (_S.IN_DOUBT, _S.SOURCE_IN_DOUBT):
+            self._answer(record)
+            return
+        self._seal_record(record, reason, now_s)
+
+    def _fail(self, reason: str, now_s: float) -> None:
+        self.failure = self.failure or reason or "failed"
+        self.sealed = True
+        for record in self._records.values():
+            if not record.machine.terminal:
+                self._seal_record(record, self.failure, now_s)
+
+    def _seal(self, now_s: float) -> None:
+        """Nothing begins any more; what holds a slot or was posted runs to its end."""
+        self.sealed = True
+        for record in self._records.values():
+            if record.state in (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED):
+                self._seal_record(record, "the request is sealed", now_s)
+            elif not record.machine.terminal:
+                self._clock(record, now_s)
+
+    # -- consequences
+
+    def _seal_record(self, record: _Record, reason: str, now_s: float) -> None:
+        """Stop one record as early as physics allows; the answer follows when it is true."""
+        self._clock(record, now_s)
+        record.reason = record.reason or reason
+        if record.state in (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED):
+            record.machine.fire(_T.SEAL, reason)
+            self._ended(record, ProofKind.NEVER_POSTED)
+            self._answer(record)
+        elif record.state in (_S.AHEAD, _S.GATHERING):
+            record.machine.fire(_T.SEAL, reason)
+        elif record.state is _S.POSTING:
+            record.machine.fire(_T.SEAL, reason)
+            self._effects.append(StopPosting(record.request.operation))
+
+    def _clock(self, record: _Record, now_s: float) -> None:
+        if record.drain_until_s is None:
+            record.drain_until_s = now_s + self._drain_deadline_s
+
+    def _ended(self, record: _Record, kind: ProofKind) -> None:
+        evidence = record.evidence if kind in (ProofKind.OWN_AGENT_DESTROYED, ProofKind.PEER_DEAD_REGISTERED) else ()
+        record.proof = _prove(kind, record.request.operation, evidence)
+
+    def _answer(self, record: _Record) -> None:
+        """Tell the receiver what is physically true of its destination."""
+        operation, reason = record.request.operation, record.reason[:500]
+        message: Sealed | Drained | Doubt
+        if record.state is _S.SEALED or record.state is _S.SOURCE_IN_DOUBT or record.posted == 0:
+            message = Sealed(operation, reason)
+        elif record.state in (_S.DONE, _S.DRAINED):
+            message = Drained(operation, record.posted, record.completed, reason)
+        else:
+            message = Doubt(operation, reason)
+        self._effects.append(SendMessage(record.peer, message))
+
+    def _advance(self, now_s: float) -> None:
+        for operation, record in self._records.items():
+            if self.ready and not self.sealed and record.state is _S.HELD and not record.resolving:
+                record.resolving = True
+                self._effects.append(Resolve(operation))
+            if record.state is _S.IN_DOUBT:
+                # K3: the error is seen, so a dead receiver (with the source still registered) or our own agent's end is proof.
+                if Evidence.AGENT_DESTROYED in record.evidence:
+                    record.machine.fire(_T.CLASS_PROOF, "own agent destroyed")
+                    self._ended(record, ProofKind.OWN_AGENT_DESTROYED)
+                elif Evidence.PEER_REAPED in record.evidence:
+                    record.machine.fire(_T.CLASS_PROOF, "receiver reaped, source registered")
+                    self._ended(record, ProofKind.PEER_DEAD_REGISTERED)
+            if record.drain_until_s is not None and now_s >= record.drain_until_s:
+                if record.machine.allows(_T.DEADLINE):
+                    record.machine.fire(_T.DEADLINE)
+                    if not record.reason:
+                        record.reason = "no proof at the end of the drain clock"
+                    if record.posted:
+                        self._answer(record)
+                elif record.state in (_S.POSTING, _S.GATHERING):
+                    self._seal_record(record, "drain deadline", now_s)
+            if record.machine.terminal and not record.ended:
+                record.ended = True
+                self._end_record(record)
+        self._settle()
+
+    def _end_record(self, record: _Record) -> None:
+        operation = record.request.operation
+        if record.slot:
+            if record.proof is not None:
+                self._effects.append(DropSlot(operation, record.proof))
+            else:
+                self._effects.append(QuarantineSlot(operation))
+            record.slot = False
+        self._effects.append(OperationEnded(operation, _DISPOSITIONS[record.state], record.bounced, record.reason))
+
+    def _settle(self) -> None:
+        if self.settled or not self.sealed or self.outstanding:
+            return
+        self.settled = True
+        if not self.ready:
+            return
+        doubtful = tuple(op for op, record in self._records.items() if record.state is _S.QUARANTINED)
+        if doubtful:
+            self._effects.append(QuarantineSource("no proof at the end of the drain clock", doubtful))
+        else:
+            proofs = tuple(record.proof for record in self._records.values() if record.proof is not None)
+            self._effects.append(ReleaseSource(proofs))

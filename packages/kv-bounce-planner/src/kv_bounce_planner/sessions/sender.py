@@ -1,0 +1,654 @@
+"""The sending session: one per rank process. It owns queues and performs effects; every decision is the core's."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+
+from kv_bounce_planner._errors import (
+    CapacityExceeded,
+    KVTransferError,
+    LocalProtocolError,
+    TransfersOutstanding,
+    TransportError,
+)
+from kv_bounce_planner.copies.gather import CopyHandle, PacksFragments, PreparedCopy
+from kv_bounce_planner.layout.model import read_only
+from kv_bounce_planner.sessions import send_core as sc
+from kv_bounce_planner.sessions.arena import AdvertisedReservation, Reservation
+from kv_bounce_planner.sessions.config import SessionConfig, SessionResources
+from kv_bounce_planner.sessions.events import (
+    CancelReceived,
+    DrainReport,
+    OperationDone,
+    OperationFailed,
+    ReceiveRequested,
+    RequestServed,
+    SessionEvent,
+    SourceQuarantined,
+    SourceReleased,
+)
+from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, RequestKey
+from kv_bounce_planner.sessions.messages import (
+    BounceGrant,
+    BounceRefused,
+    BounceWanted,
+    Cancel,
+    Doubt,
+    Drained,
+    Message,
+    ReceiveRequest,
+    Sealed,
+    WriterResult,
+)
+from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
+from kv_bounce_planner.sessions.send_core import TerminalSnapshot
+from kv_bounce_planner.sessions.shell import OVER_MAX, Shell, bound
+from kv_bounce_planner.sessions.states import SendState
+from kv_bounce_planner.transports.interface import Int64Array, WriteJob, WriteProgress
+
+if TYPE_CHECKING:
+    from kv_bounce_planner.planning.plan import WriterTransfer
+
+#: Answers kept for repeated cancels (count).
+RECEIPTS_MAX: Final = 262_144
+
+
+class _Send:
+    """Shell state of one request."""
+
+    __slots__ = ("claim", "core", "grants", "prepared", "resolve", "served", "slots", "transfers")
+
+    def __init__(self, core: sc.SendTransfer) -> None:
+        self.core = core
+        self.resolve: Callable[[ReceiveRequest], WriterTransfer] | None = None
+        self.claim: Any = None
+        self.transfers: dict[OperationIdentity, WriterTransfer] = {}
+        self.grants: dict[OperationIdentity, BounceGrant] = {}
+        self.slots: dict[OperationIdentity, AdvertisedReservation] = {}
+        self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
+        self.served = False
+
+
+class Sender(Shell):
+    """Serves receive requests from one rank's memory.
+
+    Args:
+        self_id, resources, config, on_memory: As of ``Receiver``; ``on_memory`` gets SourceReleased and SourceQuarantined.
+        prefers_bounce: Decides per request whether to ask for an offered region; the default asks whenever one was offered,
+            the slot arena could hold it, and there is more than one fragment.
+    """
+
+    def __init__(
+        self,
+        self_id: PeerId,
+        resources: SessionResources,
+        config: SessionConfig | None = None,
+        *,
+        prefers_bounce: Callable[[ReceiveRequest, WriterTransfer], bool] | None = None,
+        on_memory: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(self_id, resources, config, on_memory)
+        self._prefers_bounce = prefers_bounce
+        self._requests: dict[RequestKey, _Send] = {}
+        self._newest: OrderedDict[int, int] = OrderedDict()
+        self._over: OrderedDict[RequestKey, None] = OrderedDict()
+        self._high_water: dict[PeerId, int] = {}
+        self._receipts: OrderedDict[OperationIdentity, Sealed | Drained | Doubt] = OrderedDict()
+        self._resolves: deque[tuple[_Send, OperationIdentity]] = deque()
+        self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
+        self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
+        self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        self._packs: tuple[Any, bool] = (None, False)  # the copier, and whether it prepares a gather by its sources
+        self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
+        # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
+        self._clocked: dict[RequestKey, _Send] = {}
+        self._stepped: dict[RequestKey, _Send] = {}
+
+    # -- the host's calls
+
+    def pending(self) -> tuple[ReceiveRequest, ...]:
+        """Receive requests whose prefill is not over."""
+        with self._lock:
+            return tuple(
+                record.core.request_of(operation)
+                for record in self._requests.values()
+                if not record.core.ready and not record.core.sealed
+                for operation in record.core.operations
+            )
+
+    def expect(self, request: RequestKey, operation_count: int | None = None) -> None:
+        """Say how many operations this rank will serve for ``request``; RequestServed follows when they ended."""
+        if operation_count is not None and operation_count < 0:
+            raise ValueError(f"operation_count wants >= 0, got {operation_count}")
+        with self._lock:
+            record = self._record(request)
+            record.core.expected = operation_count
+            self._stepped[request] = record
+
+    def ready(
+        self, request: RequestKey, resolve: Callable[[ReceiveRequest], WriterTransfer], claim: Any = None
+    ) -> None:
+        """Prefill is over and its compute step has retired: the source belongs to the transfer from here on.
+
+        Args:
+            request: The request.
+            resolve: The planner: from a receive request to fragments. Called once per request, inside ``poll``. Raising
+                ends that operation unposted.
+            claim: Names the source blocks for the host.
+
+        Raises:
+            LocalProtocolError: It was ready before, or is over.
+            CapacityExceeded: Too many requests are open.
+        """
+        with self._lock:
+            record = self._record(request)
+            if record.core.ready:
+                raise LocalProtocolError(f"{request} was ready before")
+            record.resolve = resolve
+            record.claim = claim
+            self._step(record, sc.SourceReady())
+
+    def fail(self, request: RequestKey, reason: str) -> None:
+        """Prefill failed or was aborted: what was not posted never will be, and every receiver learns it."""
+        with self._lock:
+            self._step(self._record(request), sc.FailAsked(reason))
+
+    def seal(self, request: RequestKey) -> None:
+        """Nothing begins any more for this request. Idempotent."""
+        with self._lock:
+            self._step(self._record(request), sc.SealAsked())
+
+    def snapshot(self, request: RequestKey) -> TerminalSnapshot | None:
+        """The immutable terminal snapshot; None while unsealed or outstanding, and then nothing was frozen."""
+        with self._lock:
+            record = self._requests.get(request)
+            if record is None:
+                raise LocalProtocolError(f"{request} is not known here")
+            return record.core.snapshot()
+
+    def forget(self, request: RequestKey) -> None:
+        """Drop the records of a settled request; late messages about it are still answered.
+
+        Raises:
+            LocalProtocolError: Not sealed, or outstanding.
+        """
+        with self._lock:
+            record = self._requests.get(request)
+            if record is None:
+                return
+            if not record.core.settled:
+                raise LocalProtocolError(f"{request} still owns memory: {record.core.outstanding}")
+            del self._requests[request]
+            self._over[request] = None
+            bound(self._over, OVER_MAX)
+
+    def poll(self) -> tuple[SessionEvent, ...]:
+        """Progress everything, within bounds. Call it in every turn of the loop."""
+        self._receive()
+        self._resolve()
+        self._slots()
+        self._copies()
+        self._flush()  # a report travels while its write is posted: the notifications are the proof, not the report
+        self._progress()
+        self._tick()
+        self._flush()
+        if self._prepare():
+            self._copies()  # ahead of the grant, so now: the grant is under way
+        with self._lock:
+            self._deliver()
+            events, self._events = tuple(self._events), []
+        return events
+
+    def drain(self) -> DrainReport:
+        """What is still owned."""
+        with self._lock:
+            doubtful = tuple(
+                operation
+                for record in self._requests.values()
+                for operation in record.core.operations
+                if record.core.state_of(operation).value in ("IN_DOUBT", "SOURCE_IN_DOUBT")
+            )
+            still = (
+                *(key for key, record in self._requests.items() if not record.core.settled),
+                *(getattr(event, "request", None) for event in self._undelivered),
+            )
+            return DrainReport(still, doubtful, self._quarantine.byte_count)
+
+    def close(self) -> None:
+        """Refuse new requests and leave the channel.
+
+        Raises:
+            TransfersOutstanding: Sources are still owned; retry.
+        """
+        self._closed = True
+        report = self.drain()
+        if report.open:
+            raise TransfersOutstanding(f"{len(report.open)} requests own memory", report.open)
+        self._channel.close()
+
+    def state_of(self, operation: OperationIdentity) -> str:
+        record = self._requests.get(operation.request)
+        return record.core.state_of(operation).value if record and record.core.knows(operation) else "ENDED"
+
+    # -- turning events into steps
+
+    def _record(self, request: RequestKey) -> _Send:
+        record = self._requests.get(request)
+        if record is None:
+            if request in self._over:
+                raise LocalProtocolError(f"{request} is over")
+            if len(self._requests) >= self.config.transfers_max:
+                raise CapacityExceeded(f"{len(self._requests)} requests are open")
+            record = _Send(sc.SendTransfer(request, drain_deadline_s=self.config.drain_deadline_s))
+            self._requests[request] = record
+            self._newest[request.request_id] = max(request.incarnation, self._newest.get(request.request_id, 0))
+            bound(self._newest, OVER_MAX)
+        return record
+
+    def _take(self, peer: PeerId, message: Message) -> None:
+        with self._lock:
+            match message:
+                case ReceiveRequest():
+                    self._requested(peer, message)
+                case Cancel():
+                    self._cancel(peer, message)
+                case BounceGrant() | BounceRefused():
+                    self._answered(peer, message)
+                case _:
+                    self._counters["unexpected"] += 1
+
+    def _requested(self, peer: PeerId, request: ReceiveRequest) -> None:
+        operation = request.operation
+        transfer = operation.transfer
+        if transfer.endpoint_generation != peer.generation or transfer.rank != peer.rank:
+            self._counters["foreign"] += 1
+            return
+        if operation.operation <= self._high_water.get(peer, -1):
+            self._counters["replayed"] += 1  # a stale copy of a request that was already taken, or cancelled before
+            return
+        self._high_water[peer] = operation.operation
+        refusal = ""
+        if self._closed or self._fatal:
+            refusal = "the sender admits nothing"
+        elif request.sender_generation != self.self_id.generation:
+            refusal = "meant for another generation of this sender"
+        elif operation.writer_rank != self.self_id.rank:
+            refusal = f"meant for writer {operation.writer_rank}"
+        elif peer in self._incompatible:
+            refusal = self._incompatible[peer]
+        elif peer not in self._agents:
+            refusal = "no introduction came before it"
+        elif operation.request in self._over:
+            refusal = "the request is over"
+        elif transfer.incarnation < self._newest.get(transfer.request_id, 0):
+            refusal = "a newer incarnation is known"
+        elif (
+            operation.request in self._requests
+            and len(self._requests[operation.request].core.operations) >= self.config.operations_max
+        ) or (operation.request not in self._requests and len(self._requests) >= self.config.transfers_max):
+            refusal = "capacity"
+        if refusal:
+            self._counters["requests_refused"] += 1
+            self._reply(peer, Sealed(operation, refusal[:500]))
+            return
+        self._counters["requests"] += 1
+        record = self._record(operation.request)
+        self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
+        self._step(record, sc.RequestArrived(peer, request))
+
+    def _cancel(self, peer: PeerId, message: Cancel) -> None:
+        operation = message.operation
+        record = self._requests.get(operation.request)
+        if record is not None and record.core.knows(operation):
+            if record.core.peer_of(operation) != peer:
+                self._counters["foreign"] += 1
+                return
+            self._events.append(CancelReceived(operation.request, operation, message.reason))
+            self._step(record, sc.CancelArrived(operation, message.reason))
+            return
+        if operation.transfer.endpoint_generation != peer.generation or operation.transfer.rank != peer.rank:
+            self._counters["foreign"] += 1
+            return
+        receipt = self._receipts.get(operation)
+        if receipt is not None:
+            self._reply(peer, receipt)
+        elif operation.operation > self._high_water.get(peer, -1):
+            # The cancel came first: from here on its request is recognised as stale and never served (K5).
+            self._high_water[peer] = operation.operation
+            self._reply(peer, Sealed(operation, "cancelled before it was requested"))
+        else:
+            self._counters["late"] += 1  # its receipt is gone: say nothing rather than something untrue
+
+    def _answered(self, peer: PeerId, message: BounceGrant | BounceRefused) -> None:
+        record = self._requests.get(message.operation.request)
+        if record is None or not record.core.knows(message.operation):
+            self._counters["late"] += 1
+            return
+        if record.core.peer_of(message.operation) != peer:
+            self._counters["foreign"] += 1
+            return
+        if isinstance(message, BounceGrant):
+            if message.byte_count < record.core.request_of(message.operation).byte_count:
+                self._step(record, sc.CancelArrived(message.operation, "the granted region is too small"))
+                return
+            record.grants.setdefault(message.operation, message)
+            self._ahead.pop(message.operation, None)
+            self._step(record, sc.GrantArrived(message.operation))
+        else:
+            self._step(record, sc.RefusalArrived(message.operation, message.reason))
+
+    def _reply(self, peer: PeerId, message: Sealed | Drained | Doubt) -> None:
+        self._receipts[message.operation] = message
+        bound(self._receipts, RECEIPTS_MAX)
+        self._queue(peer, message)
+
+    def _resolve(self) -> None:
+        for _ in range(len(self._resolves)):
+            record, operation = self._resolves.popleft()
+            request = record.core.request_of(operation)
+            reason, wants = "", False
+            try:
+                if record.resolve is None:
+                    raise LocalProtocolError(f"{operation.request} has no resolver")
+                transfer = record.resolve(request)
+                reason = _mismatch(request, transfer)
+                if not reason:
+                    record.transfers[operation] = transfer
+                    wants = self._wants_bounce(request, transfer)
+            except Exception as error:  # noqa: BLE001 - a planner's failure of any kind ends this operation, unposted
+                reason = f"{type(error).__name__}: {error}"
+                self._counters["resolve_failed"] += 1
+            with self._lock:
+                self._step(record, sc.Resolved(operation, wants, reason))
+
+    def _wants_bounce(self, request: ReceiveRequest, transfer: WriterTransfer) -> bool:
+        if self._arena is None or not request.bounce_offered:
+            return False
+        if transfer.total_bytes > self._arena.largest_region_bytes():
+            self._counters["bounce_oversize"] += 1
+            return False
+        if self._prefers_bounce is not None:
+            return self._prefers_bounce(request, transfer)
+        return len(transfer.sizes) > 1
+
+    def _slots(self) -> None:
+        if self._arena is None:
+            return
+        with self._lock:
+            for reservation in self._arena.pump():
+                operation = reservation.key
+                record = self._requests.get(operation.request)  # type: ignore[attr-defined]
+                if record is None:
+                    reservation.abandon()
+                    continue
+                slot = reservation.advertise()  # a copy is about to write into it
+                slot.bind_writer(operation, 0)  # type: ignore[arg-type]
+                record.slots[operation] = slot  # type: ignore[index]
+                self._step(record, sc.SlotReserved(operation))  # type: ignore[arg-type]
+            if self._ahead and self._arena.waiting_count:
+                for operation, record in list(self._ahead.items()):
+                    self._step(record, sc.SlotAsked(operation))
+
+    def _gather_ahead(self, record: _Send, operation: OperationIdentity, transfer: WriterTransfer) -> bool:
+        """Use a slot that nobody waits for while the region is still asked for. Returns whether there was one."""
+        if self._arena is None or len(self._ahead) >= self.config.gathers_ahead_max:
+            return False
+        with self._lock:
+            if record.core.state_of(operation) is not SendState.WANTED:
+                return False
+            reservation = self._arena.reserve(operation, {0: transfer.total_bytes})
+            if not isinstance(reservation, Reservation):
+                return False
+            slot = reservation.advertise()
+            slot.bind_writer(operation, 0)
+            record.slots[operation] = slot
+            self._ahead[operation] = record
+            self._counters["gathers_ahead"] += 1
+            self._step(record, sc.SlotOffered(operation))
+        return True
+
+    def _prepare(self) -> bool:
+        """While a region is asked for, gather into a slot that is free, or make the list for one that will probably be.
+
+        Returns whether a gather is to begin.
+        """
+        ahead = False
+        for _ in range(min(len(self._asking), self.config.copies_per_poll_max)):
+            record, operation = self._asking.popleft()
+            transfer = record.transfers.get(operation)
+            if transfer is None or self._arena is None:
+                continue
+            if self._gather_ahead(record, operation, transfer):
+                ahead = True
+                continue
+            address = self._arena.peek(transfer.total_bytes)
+            if address is not None:
+                try:
+                    record.prepared[operation] = (address, self._gather_list(transfer, address))
+                except Exception:  # noqa: BLE001 - the gather itself tries again, and its failure is told there
+                    self._counters["prepare_failed"] += 1
+        return ahead
+
+    def _gather_list(self, transfer: WriterTransfer, address: int) -> PreparedCopy:
+        copier, packs = self._packs
+        if copier is not self._copier:  # asked once: the check walks the protocol's members
+            self._packs = copier, packs = self._copier, isinstance(self._copier, PacksFragments)
+        if packs:
+            return cast(PacksFragments, copier).prepare_gather(transfer.source_addresses, transfer.sizes, address)
+        targets = read_only(transfer.staging_offsets + address)
+        return self._copier.prepare(transfer.source_addresses, targets, transfer.sizes)
+
+    def _copies(self) -> None:
+        for _ in range(min(len(self._gathers), self.config.copies_per_poll_max)):
+            record, operation = self._gathers.popleft()
+            transfer, slot = record.transfers[operation], record.slots[operation].bound[0]
+            try:
+                address, prepared = record.prepared.pop(operation, (0, None))
+                if prepared is None or address != slot.address:
+                    prepared = self._gather_list(transfer, slot.address)
+                self._gathering.append((record, operation, self._copier.submit(prepared)))
+            except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory stays owned
+                self._gathered(record, operation, f"{type(error).__name__}: {error}")
+        still: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        for record, operation, handle in self._gathering:
+            try:
+                done = handle.done()
+            except KVTransferError as error:
+                self._gathered(record, operation, str(error))
+                continue
+            if done:
+                self._gathered(record, operation, "")
+            else:
+                still.append((record, operation, handle))
+        self._gathering = still
+
+    def _gathered(self, record: _Send, operation: OperationIdentity, reason: str) -> None:
+        self._counters["gathers" if not reason else "gathers_failed"] += 1
+        with self._lock:
+            self._step(record, sc.GatherEnded(operation, not reason, self._errors_prove_idle or not reason, reason))
+
+    def _progress(self) -> None:
+        progress = self._transport.poll()
+        self._counters["malformed"] += progress.malformed
+        with self._lock:
+            for write in progress.writes:
+                record = self._requests.get(write.operation.request)
+                if record is not None and record.core.knows(write.operation):
+                    self._step(record, sc.WriteProgressed(write))
+        for peer in progress.lost:
+            self._peer_in_doubt(peer, "transport lost the peer")
+
+    def _tick(self) -> None:
+        with self._lock:
+            for key, record in list(self._clocked.items()):
+                self._step(record, sc.Ticked())
+                if not record.core.clock_runs:
+                    del self._clocked[key]
+            stepped, self._stepped = self._stepped, {}
+            for record in stepped.values():
+                if record.core.clock_runs:
+                    self._clocked[record.core.request] = record
+                if record.core.served and not record.served:
+                    record.served = True
+                    self._events.append(RequestServed(record.core.request))
+
+    def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
+        with self._lock:
+            self._counters["peers_in_doubt"] += 1
+            for record in list(self._requests.values()):
+                self._step(record, sc.PeerInDoubt(peer, reason))
+
+    def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
+        self._progress()  # an error that the agent's end caused comes before the proof that it is over
+        with self._lock:
+            for record in list(self._requests.values()):
+                self._step(record, sc.PeerEvidenced(peer, evidence))
+
+    def _peers(self) -> set[PeerId]:
+        with self._lock:
+            return self._introduced | {
+                record.core.peer_of(operation)
+                for record in self._requests.values()
+                for operation in record.core.operations
+            }
+
+    # -- performing effects (under the lock)
+
+    def _step(self, record: _Send, event: sc.SendEvent) -> None:
+        self._stepped[record.core.request] = record
+        for effect in record.core.step(event, self._clock()):
+            self._perform(record, effect)
+
+    def _perform(self, record: _Send, effect: sc.SendEffect) -> None:
+        request = record.core.request
+        match effect:
+            case sc.Resolve(operation):
+                self._resolves.append((record, operation))
+            case sc.SendMessage(peer, message):
+                if isinstance(message, BounceWanted):
+                    self._queue(peer, message)
+                    self._asking.append((record, message.operation))
+                else:
+                    self._reply(peer, message)
+            case sc.ReserveSlot(operation):
+                self._reserve(record, operation)
+            case sc.DropSlot(operation, proof):
+                self._ahead.pop(operation, None)
+                slot = record.slots.pop(operation, None)
+                if slot is not None:
+                    slot.release((proof,))
+                elif self._arena is not None:
+                    self._arena.withdraw(operation)
+            case sc.QuarantineSlot(operation):
+                self._ahead.pop(operation, None)
+                slot = record.slots.pop(operation, None)
+                if slot is not None:
+                    self._charge(slot.quarantine(), record.core.story_of(operation))
+            case sc.Gather(operation):
+                self._gathers.append((record, operation))
+            case sc.Post(operation, bounce):
+                self._post(record, operation, bounce)
+            case sc.StopPosting(operation):
+                self._transport.stop_write(operation)
+            case sc.OperationEnded(operation, disposition, bounced, reason):
+                self._operation_ended(record, operation, disposition, bounced, reason)
+            case sc.ReleaseSource(proofs):
+                owned: OwnedMemory[Any] = OwnedMemory(record.claim, record.core.operations)
+                self._counters["released"] += 1
+                self._settle(SourceReleased(request, record.claim, owned.prove(proofs)))
+            case sc.QuarantineSource(reason, operations):
+                self._counters["quarantined"] += 1
+                self._settle(SourceQuarantined(request, record.claim, reason))
+                byte_count = max(
+                    (record.core.request_of(operation).byte_count for operation in record.core.operations), default=0
+                )
+                self._charge(byte_count, tuple(line for op in operations for line in record.core.story_of(op)))
+            case sc.NoteConflict():
+                self._counters["conflicts"] += 1
+
+    def _reserve(self, record: _Send, operation: OperationIdentity) -> None:
+        refusal = (
+            self._arena.enqueue(operation, {0: record.transfers[operation].total_bytes})
+            if self._arena is not None
+            else "no arena"
+        )
+        if refusal is not None:
+            # The region was granted, so falling back is over: the operation fails, unposted.
+            self._step(record, sc.CancelArrived(operation, f"no send slot: {refusal}"))
+
+    def _post(self, record: _Send, operation: OperationIdentity, bounce: bool) -> None:
+        transfer, request = record.transfers[operation], record.core.request_of(operation)
+        peer = record.core.peer_of(operation)
+        if bounce:
+            slot, grant = record.slots[operation].bound[0], record.grants[operation]
+            job = WriteJob(
+                operation,
+                peer,
+                _one(slot.address),
+                _one(grant.base_address),
+                _one(transfer.total_bytes),
+                slot.memory_kind,
+                slot.device_id,
+                grant.memory_kind,  # type: ignore[arg-type]
+                grant.device_id,
+            )
+            report = self._reports.encode(transfer, operation, grant.base_address)
+            self._queue(peer, WriterResult(operation, grant.base_address, report))
+        else:
+            job = WriteJob(
+                operation,
+                peer,
+                transfer.source_addresses,
+                transfer.target_addresses,
+                transfer.sizes,
+                self._memory_kind,
+                self._device_id,
+                request.memory_kind,  # type: ignore[arg-type]
+                request.device_id,
+            )
+        try:
+            self._transport.start_write(job)
+        except TransportError as error:
+            self._step(record, sc.CancelArrived(operation, str(error)))
+            self._step(record, sc.WriteProgressed(_never_posted(operation, str(error))))
+
+    def _operation_ended(
+        self, record: _Send, operation: OperationIdentity, disposition: sc.Disposition, bounced: bool, reason: str
+    ) -> None:
+        record.grants.pop(operation, None)
+        record.transfers.pop(operation, None)
+        record.prepared.pop(operation, None)
+        if disposition in ("done", "drained"):
+            self._transport.forget_write(operation)
+        byte_count = record.core.request_of(operation).byte_count
+        if disposition == "done":
+            self._counters["operations_done"] += 1
+            self._counters["operations_bounced" if bounced else "operations_direct"] += 1
+            self._events.append(
+                OperationDone(record.core.request, operation, "bounce" if bounced else "direct", byte_count)
+            )
+        else:
+            self._counters["operations_failed"] += 1
+            self._events.append(OperationFailed(record.core.request, operation, disposition, reason))
+
+
+def _one(value: int) -> Int64Array:
+    return np.array([value], np.int64)
+
+
+def _never_posted(operation: OperationIdentity, detail: str) -> Any:
+
+    return WriteProgress(operation, 0, 0, 1, "stopped", detail)
+
+
+def _mismatch(request: ReceiveRequest, transfer: WriterTransfer) -> str:
+    """Why this plan is not the one the receiver asked for, or nothing. After publication a doubt fails, never adapts."""
+    if transfer.total_bytes != request.byte_count:
+        return f"the plan moves {transfer.total_bytes} bytes, the receiver expects {request.byte_count}"
+    if request.plan_digest and transfer.writer.digest != request.plan_digest:
+        return "the two sides derived different plans"
+    return ""

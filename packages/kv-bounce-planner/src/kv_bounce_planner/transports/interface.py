@@ -1,0 +1,192 @@
+"""What a session needs of a transport, and what it may conclude from it. No library is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_bounce_planner.sessions.identity import Mark, OperationIdentity, PeerId
+from kv_bounce_planner.sessions.proof import TransportClass
+
+Int64Array = npt.NDArray[np.int64]
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True)
+class MemoryRegion:
+    """Memory to register: address and size in bytes, where it lies."""
+
+    address: int
+    byte_count: int
+    memory_kind: MemoryKind = "DRAM"
+    device_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.address <= 0 or self.byte_count <= 0:
+            raise ValueError(f"a region wants a positive address and size, got {self.address}, {self.byte_count}")
+
+
+@dataclass(frozen=True)
+class AgentInfo:
+    """The agent that we keep for one peer instance: its name and its own serialised metadata (no pickle)."""
+
+    name: str
+    metadata: bytes
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """All writes of one operation.
+
+    Args:
+        operation: Names the write; its marks carry it.
+        peer: The receiver.
+        source_addresses: int64, shape (fragments,), bytes.
+        target_addresses: int64, shape (fragments,).
+        sizes: int64, shape (fragments,), > 0.
+    """
+
+    operation: OperationIdentity
+    peer: PeerId
+    source_addresses: Int64Array
+    target_addresses: Int64Array
+    sizes: Int64Array
+    source_kind: MemoryKind = "DRAM"
+    source_device: int = 0
+    target_kind: MemoryKind = "DRAM"
+    target_device: int = 0
+
+    def __post_init__(self) -> None:
+        shapes = {self.source_addresses.shape, self.target_addresses.shape, self.sizes.shape}
+        if len(shapes) != 1 or self.sizes.ndim != 1 or not self.sizes.size:
+            raise ValueError(f"a write wants three equal one-dimensional arrays, got shapes {shapes}")
+        if int(self.sizes.min()) <= 0:
+            raise ValueError("a write wants sizes > 0")
+
+
+WriteState = Literal["posting", "posted", "done", "stopped", "error"]
+
+
+@dataclass(frozen=True)
+class WriteProgress:
+    """What is physically true of one job after a poll.
+
+    ``posted`` grains of ``total`` were handed to the library, ``completed`` of them ended well. ``done``: all of them.
+    ``stopped``: after ``stop_write``, everything that was posted completed. ``error``: at least one handle ended in an
+    error, or died with its agent: parts of the write may still be going on.
+    """
+
+    operation: OperationIdentity
+    posted: int
+    completed: int
+    total: int
+    state: WriteState
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ArrivedMark:
+    """A notification that came in, with the name of the agent that wrote it."""
+
+    agent_name: str
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class TransportProgress:
+    """One poll's news."""
+
+    writes: tuple[WriteProgress, ...] = ()
+    marks: tuple[ArrivedMark, ...] = ()
+    #: Notifications that are no mark of ours; counted, never believed.
+    malformed: int = 0
+    #: Peers whose connection broke. It proves nothing about memory.
+    lost: tuple[PeerId, ...] = ()
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves bytes by one-sided writes. One agent per peer instance and generation (K4)."""
+
+    @property
+    def transport_class(self) -> TransportClass: ...
+
+    def agent_info(self, peer: PeerId) -> AgentInfo:
+        """The agent kept for this peer's instance, made now if need be."""
+        ...
+
+    def connect(self, peer: PeerId, info: AgentInfo) -> None:
+        """Learn the peer's agent.
+
+        Raises:
+            TransportError: The metadata was refused. The peer cannot be written to.
+        """
+        ...
+
+    def register(self, regions: Sequence[MemoryRegion]) -> object: ...
+
+    def deregister(self, registration: Any) -> None: ...
+
+    def start_write(self, job: WriteJob) -> None:
+        """Queue a job; posts happen in ``poll``, bounded."""
+        ...
+
+    def stop_write(self, operation: OperationIdentity) -> None:
+        """Post nothing more of this job; what is posted goes on and is still reported."""
+        ...
+
+    def forget_write(self, operation: OperationIdentity) -> None:
+        """Release the job's handles. Only for jobs that are done or stopped."""
+        ...
+
+    def poll(self) -> TransportProgress: ...
+
+    def destroy_agent(self, instance: tuple[str, str]) -> None:
+        """Destroy the agent kept for one peer instance; its jobs end in error. When this returns, the agent is gone.
+
+        Raises:
+            TransportError: It could not be destroyed: nothing is proven.
+        """
+        ...
+
+
+@runtime_checkable
+class ControlChannel(Protocol):
+    """Frames between peers: first in, first out per peer, authenticated by the implementation."""
+
+    def send(self, peer: PeerId, frame: bytes) -> None:
+        """Take one frame for ``peer``.
+
+        Raises:
+            WouldBlock: Nothing was taken.
+            ChannelError: It may or may not have left, or the peer is not known.
+        """
+        ...
+
+    def poll(self, frames_max: int) -> Sequence[tuple[PeerId, bytes]]:
+        """Frames that came in, at most ``frames_max``, with their authenticated sender. Never blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class TransportCounters:
+    """Running totals of an adapter; copied out by its ``statistics()``."""
+
+    agents_created: int = 0
+    agents_destroyed: int = 0
+    jobs: int = 0
+    posts: int = 0
+    descriptors: int = 0
+    bytes_posted: int = 0
+    errors: int = 0
+    marks: int = 0
+    malformed: int = 0
+    post_longest_s: float = 0.0
+    poll_longest_s: float = 0.0
+    lost: dict[str, int] = field(default_factory=dict)

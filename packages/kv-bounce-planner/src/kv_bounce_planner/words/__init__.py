@@ -1,0 +1,1 @@
+"""Plans and choices in words and pictures."""
