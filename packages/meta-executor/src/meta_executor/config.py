@@ -127,6 +127,9 @@ class SyntheticConfig(_Section, frozen=True, kw_only=True):
     #: Time of one step (ms), spent without the GIL, plus so much per token in it.
     step_ms: NonNegativeFloat = 0.0
     step_ms_per_token: NonNegativeFloat = 0.0
+    #: How much of the KV memory a step reads back to choose its token: ``full`` every byte (host time in proportion to the
+    #: length), ``sampled`` a few words, ``off`` none (nothing is written either). For figures of the host: sampled or off.
+    kv_check: Literal["full", "sampled", "off"] = "full"
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):

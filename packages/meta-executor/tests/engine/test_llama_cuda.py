@@ -59,7 +59,7 @@ def run(engines: list[LlamaEngine], tokens: int = 6) -> tuple[list[list[int]], l
         )
         hidden = None
         for one in engines:
-            output = one.launch(StepInput(count, steps, hidden, want_logits=True)).result()
+            output = one.launch(StepInput.of(count, steps, hidden, want_logits=True)).result()
             hidden = output.hidden
         logits.append(output.logits)
         for place in range(4):
@@ -103,7 +103,9 @@ def test_deterministic_rows_on_the_device() -> None:
     one = engine("cuda", deterministic_rows=True)
     one.allocate_kv(8, 16)
     prompt = np.asarray(PROMPTS[3], np.int32)
-    output = one.launch(StepInput(0, (SequenceStep(0, prompt, 0, np.arange(8), SamplingParams(1)),), want_logits=True))
+    output = one.launch(
+        StepInput.of(0, (SequenceStep(0, prompt, 0, np.arange(8), SamplingParams(1)),), want_logits=True)
+    )
     assert output.result().logits[0].tobytes() == together[0][3].tobytes()
     one.close()
 
@@ -114,7 +116,7 @@ def test_launch_does_not_wait_for_the_device() -> None:
     one.allocate_kv(128, 16)
     prompt = np.asarray([i % 300 for i in range(2000)], np.int32)
     steps = [
-        one.launch(StepInput(i, (SequenceStep(0, prompt, 0, np.arange(128), SamplingParams(1)),))) for i in range(8)
+        one.launch(StepInput.of(i, (SequenceStep(0, prompt, 0, np.arange(128), SamplingParams(1)),))) for i in range(8)
     ]
     assert not steps[-1].done()
     assert steps[-1].result().step_id == 7

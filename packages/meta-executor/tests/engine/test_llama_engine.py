@@ -223,7 +223,7 @@ def test_a_broken_step_is_refused_and_the_engine_goes_on(
     second = make_llama(StageSpec.split(30, 2)[1])
     second.allocate_kv(4, 16)
     with pytest.raises(StepError, match="hidden must be float32"):
-        second.launch(StepInput(0, (good,))).result()
+        second.launch(StepInput.of(0, (good,))).result()
     second.close()
 
 
@@ -234,8 +234,8 @@ def test_launch_returns_before_the_step_has_ended(
     engine = make_llama()
     engine.allocate_kv(40, 16)
     step = SequenceStep(0, np.asarray(prompts[18][:120], np.int32), 0, np.arange(40), SamplingParams(1))
-    first = engine.launch(StepInput(1, (step,)))
-    second = engine.launch(StepInput(2, (step,)))
+    first = engine.launch(StepInput.of(1, (step,)))
+    second = engine.launch(StepInput.of(2, (step,)))
     assert not second.done()
     assert second.result().step_id == 2
     assert first.done()

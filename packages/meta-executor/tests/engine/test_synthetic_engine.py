@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -121,11 +122,11 @@ def test_one_wrong_byte_of_kv_changes_the_next_token() -> None:
     kv = memory.owner
     blocks = np.asarray([2, 0, 3])
     prompt = SequenceStep(0, np.arange(10, 19, dtype=np.int32), 0, blocks, None)
-    engine.launch(StepInput(0, (prompt,))).result()
+    engine.launch(StepInput.of(0, (prompt,))).result()
     decode = SequenceStep(0, np.asarray([50], np.int32), 9, blocks, SamplingParams(1))
 
     def next_token() -> int:
-        return int(engine.launch(StepInput(1, (decode,))).result().token_ids[0])
+        return int(engine.launch(StepInput.of(1, (decode,))).result().token_ids[0])
 
     want = next_token()
     raw = kv.view(np.uint8)
@@ -143,7 +144,7 @@ def test_one_wrong_byte_of_kv_changes_the_next_token() -> None:
         )
         raw[index] ^= 1 << int(rng.integers(8))
         changed += next_token() != want
-        engine.launch(StepInput(2, (prompt,))).result()  # writes the right bytes again
+        engine.launch(StepInput.of(2, (prompt,))).result()  # writes the right bytes again
         assert next_token() == want
     # A token is one of 997: about one corruption in a thousand gives the same one by chance.
     assert changed >= 197
@@ -201,7 +202,7 @@ def test_step_time_is_waited_for_in_the_engines_thread() -> None:
     engine = SyntheticEngine(config, WHOLE, clock=lambda: now_s[0], sleep=sleep)
     engine.allocate_kv(4, 16)
     step = SequenceStep(0, np.arange(3, 11, dtype=np.int32), 0, np.asarray([0]), SamplingParams(1))
-    engine.launch(StepInput(0, (step,))).result()
+    engine.launch(StepInput.of(0, (step,))).result()
     assert slept == [(pytest.approx(0.014), "synthetic-0")]
     engine.close()
 
@@ -212,7 +213,7 @@ def test_waiting_does_not_hold_the_gil() -> None:
     engine = SyntheticEngine(config, StageSpec(0, 1, 0, 1))
     engine.allocate_kv(1, 16)
     handle = engine.launch(
-        StepInput(0, (SequenceStep(0, np.asarray([5], np.int32), 0, np.asarray([0]), SamplingParams(1)),))
+        StepInput.of(0, (SequenceStep(0, np.asarray([5], np.int32), 0, np.asarray([0]), SamplingParams(1)),))
     )
     count = 0
     while not handle.done():
@@ -227,13 +228,13 @@ def test_contract_breaks_are_refused() -> None:
     assert engine.model == model_info(EngineConfig(kind="synthetic", synthetic=CONFIG))
     step = SequenceStep(0, np.asarray([5], np.int32), 0, np.asarray([0]), SamplingParams(1))
     with pytest.raises(StepError, match="before allocate_kv"):
-        engine.launch(StepInput(0, (step,))).result()
+        engine.launch(StepInput.of(0, (step,))).result()
     engine.allocate_kv(2, 4)
     with pytest.raises(StepError, match="allocated already"):
         engine.allocate_kv(2, 4)
     with pytest.raises(StepError, match="no sequence"):
-        engine.launch(StepInput(0, ())).result()
-    assert engine.launch(StepInput(0, (step,))).result().token_ids[0] >= 3
+        engine.launch(StepInput.of(0, ())).result()
+    assert engine.launch(StepInput.of(0, (step,))).result().token_ids[0] >= 3
     engine.close()
     engine.close()
     with pytest.raises(ValueError, match="exceed layer_count"):
@@ -278,3 +279,50 @@ def test_finish_reason() -> None:
     assert finish_reason(7, 5, SamplingParams(5), (2,)) == "length"
     assert finish_reason(2, 5, SamplingParams(5), (2,)) == "stop"
     assert finish_reason(7, 4, SamplingParams(5), (2,)) is None
+
+
+# -- how much of the KV memory is read ----------------------------------------------------------------------------------
+
+
+def checked(kv_check: str, stages: tuple[StageSpec, ...] = (WHOLE,), **options: int) -> SequenceRunner:
+    config = msgspec.structs.replace(CONFIG, kv_check=kv_check)
+    engines = [SyntheticEngine(config, stage) for stage in stages]
+    return SequenceRunner(engines, block_count=32, block_tokens=4, **options)
+
+
+@pytest.mark.parametrize("kv_check", ["sampled", "off"])
+def test_cheap_checks_give_the_same_tokens_for_any_split_and_chunk(kv_check: str) -> None:
+    """What full reading promises holds for the cheap ways, too; they are answers of their own."""
+    whole = checked(kv_check)
+    prompt = [int(token) for token in np.random.default_rng(2).integers(3, 1000, 50)]
+    want = tokens_of(whole, prompt)
+    assert len(set(want)) > 3
+    for chunk_tokens in (1, 7, 64):
+        split = checked(kv_check, StageSpec.split(6, 3), chunk_tokens=chunk_tokens)
+        assert tokens_of(split, prompt) == want
+        split.close()
+    full = runner_of()
+    assert tokens_of(full, prompt) != want
+    for runner in (whole, full):
+        runner.close()
+
+
+def test_sampling_sees_lost_kv_within_a_few_steps() -> None:
+    """A prompt whose KV is zeroed behind the engine's back changes the answer; with ``off`` it does not."""
+    prompt = list(range(3, 43))
+    for kv_check, changes in (("sampled", True), ("off", False)):
+        runner = checked(kv_check)
+        sampling = SamplingParams(20)
+        answers = []
+        for request_id, spoil in ((1, False), (2, True)):
+            token, _ = runner.prefill(request_id, prompt, sampling)
+            if spoil:
+                runner.memories[0].owner[:, list(runner.pool.table(request_id))[:10]] = 0.0
+            made = [token]
+            for position in range(len(prompt), len(prompt) + 10):
+                made.append(runner.decode(request_id, made[-1], position, sampling)[0])
+            answers.append(made)
+            runner.pool.release(request_id)
+        assert (answers[0] != answers[1]) is changes, kv_check
+        assert answers[0][0] == answers[1][0]
+        runner.close()

@@ -187,7 +187,7 @@ def engine_logits(model: Path, cache: Path, ids: list[int] = IDS) -> np.ndarray:
     rows = []
     for position, token in enumerate(ids):
         step = SequenceStep(0, np.asarray([token], np.int32), position, np.arange(4), SamplingParams(1))
-        rows.append(engine.launch(StepInput(0, (step,), want_logits=True)).result().logits[0])
+        rows.append(engine.launch(StepInput.of(0, (step,), want_logits=True)).result().logits[0])
     engine.close()
     return np.stack(rows)
 

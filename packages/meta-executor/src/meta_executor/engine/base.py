@@ -10,7 +10,9 @@ Source: docs/design.md of this package, section "Engine".
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -163,24 +165,85 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step of one stage.
+    """One step of one stage, in columns: one entry per sequence, in the order of activations and results.
 
     Attributes:
         step_id: The caller's name of the step; handed through.
-        sequences: Parts in order; activations and results keep this order.
+        request_ids: Whose sequences these are, int64, shape (sequences,); the engine only names them in errors.
+        token_ids: Tokens that are added, sequence after sequence, int32, shape (tokens,).
+        counts: Tokens that each sequence adds, int64, shape (sequences,), >= 1.
+        starts: Position of each sequence's first added token, int64, shape (sequences,).
+        block_tables: KV blocks of each sequence in order, int64, shape (sequences, width). A row's entries behind the last
+            position that the step adds are not looked at.
+        sampling: How to choose each sequence's next token; None: no token is wanted (a prompt's chunk that is not its last).
         hidden: Activations of the previous stage, float32, shape (tokens, hidden); None on the first stage.
         want_logits: Also return the logits of each sequence's last position (for tests; costs a copy).
     """
 
     step_id: int
-    sequences: tuple[SequenceStep, ...]
+    request_ids: Int64Array
+    token_ids: Int32Array
+    counts: Int64Array
+    starts: Int64Array
+    block_tables: Int64Array
+    sampling: tuple[SamplingParams | None, ...]
     hidden: Float32Array | None = None
     want_logits: bool = False
+
+    @staticmethod
+    def of(
+        step_id: int,
+        sequences: Iterable[SequenceStep],
+        hidden: Float32Array | None = None,
+        want_logits: bool = False,
+    ) -> StepInput:
+        """The columns of sequences that were described one by one."""
+        rows = tuple(sequences)
+        width = max((len(row.block_ids) for row in rows), default=0)
+        tables = np.full((len(rows), width), -1, np.int64)
+        for table, row in zip(tables, rows):
+            table[: len(row.block_ids)] = row.block_ids
+        return StepInput(
+            step_id=step_id,
+            request_ids=np.array([row.request_id for row in rows], np.int64),
+            token_ids=np.concatenate([row.token_ids for row in rows]) if rows else np.empty(0, np.int32),
+            counts=np.array([len(row.token_ids) for row in rows], np.int64),
+            starts=np.array([row.start_position for row in rows], np.int64),
+            block_tables=tables,
+            sampling=tuple(row.sampling for row in rows),
+            hidden=hidden,
+            want_logits=want_logits,
+        )
+
+    @property
+    def sequence_count(self) -> int:
+        """Sequences of the step."""
+        return len(self.counts)
 
     @property
     def token_count(self) -> int:
         """Tokens of all sequences."""
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return len(self.token_ids)
+
+    @cached_property
+    def ends(self) -> Int64Array:
+        """Position after each sequence's last added token: that of the token which the step chooses, shape (sequences,)."""
+        return self.starts + self.counts
+
+    @cached_property
+    def row_ends(self) -> Int64Array:
+        """Row of the step after each sequence's last one, shape (sequences,)."""
+        return np.cumsum(self.counts)
+
+    @cached_property
+    def positions(self) -> Int64Array:
+        """Position of each added token in its own sequence, shape (tokens,)."""
+        return np.arange(self.token_count) + np.repeat(self.ends - self.row_ends, self.counts)
+
+    @cached_property
+    def owners(self) -> Int64Array:
+        """Index of the sequence that each added token belongs to, shape (tokens,)."""
+        return np.repeat(np.arange(self.sequence_count), self.counts)
 
 
 @dataclass(frozen=True)
@@ -323,26 +386,40 @@ def check_step(step: StepInput, stage: StageSpec, model: ModelInfo, block_count:
     Raises:
         StepError: Names the request and the field.
     """
-    if not step.sequences:
+    count = step.sequence_count
+    if count == 0:
         raise StepError(f"step {step.step_id}: no sequence")
-    for sequence in step.sequences:
-        where = f"step {step.step_id}, request {sequence.request_id}"
-        tokens = sequence.token_ids
-        if tokens.ndim != 1 or len(tokens) == 0:
-            raise StepError(f"{where}: token_ids must have shape (tokens,) with tokens >= 1, got {tokens.shape}")
-        if stage.is_first and (int(tokens.min()) < 0 or int(tokens.max()) >= model.vocab_size):
-            raise StepError(f"{where}: token_ids outside 0..{model.vocab_size - 1}")
-        if sequence.start_position < 0:
-            raise StepError(f"{where}: start_position {sequence.start_position} is negative")
-        if sequence.end_position > model.context_tokens_max:
-            raise StepError(f"{where}: position {sequence.end_position} beyond the model's {model.context_tokens_max}")
-        blocks = sequence.block_ids
-        if len(blocks) * block_tokens < sequence.end_position:
-            raise StepError(
-                f"{where}: {len(blocks)} blocks of {block_tokens} do not hold {sequence.end_position} tokens"
-            )
-        if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= block_count):
-            raise StepError(f"{where}: block_ids outside 0..{block_count - 1}")
+    _check_shapes(step)
+
+    def refuse(bad: npt.NDArray[np.bool_], say: Callable[[int], str]) -> None:
+        if bad.any():
+            index = int(np.argmax(bad))
+            raise StepError(f"step {step.step_id}, request {step.request_ids[index]}: {say(index)}")
+
+    refuse(step.counts < 1, lambda i: f"token_ids must have shape (tokens,) with tokens >= 1, got {step.counts[i]}")
+    if int(step.counts.sum()) != step.token_count:
+        raise StepError(f"step {step.step_id}: counts sum to {int(step.counts.sum())}, token_ids {step.token_count}")
+    if stage.is_first:
+        outside = (step.token_ids < 0) | (step.token_ids >= model.vocab_size)
+        if outside.any():
+            request_id = step.request_ids[step.owners[int(np.argmax(outside))]]
+            raise StepError(f"step {step.step_id}, request {request_id}: token_ids outside 0..{model.vocab_size - 1}")
+    refuse(step.starts < 0, lambda i: f"start_position {step.starts[i]} is negative")
+    refuse(
+        step.ends > model.context_tokens_max,
+        lambda i: f"position {step.ends[i]} beyond the model's {model.context_tokens_max}",
+    )
+    needed = -(-step.ends // block_tokens)
+    held = (step.block_tables >= 0).sum(axis=1)
+    refuse(
+        held < needed,
+        lambda i: f"{held[i]} blocks of {block_tokens} do not hold {step.ends[i]} tokens",
+    )
+    used = np.arange(step.block_tables.shape[1]) < needed[:, None]
+    refuse(
+        (used & ((step.block_tables < 0) | (step.block_tables >= block_count))).any(axis=1),
+        lambda i: f"block_ids outside 0..{block_count - 1}",
+    )
     if stage.is_first:
         if step.hidden is not None:
             raise StepError(f"step {step.step_id}: the first stage takes no activations")
@@ -351,3 +428,18 @@ def check_step(step: StepInput, stage: StageSpec, model: ModelInfo, block_count:
         if step.hidden is None or step.hidden.shape != want or step.hidden.dtype != np.float32:
             got = None if step.hidden is None else (step.hidden.shape, str(step.hidden.dtype))
             raise StepError(f"step {step.step_id}: hidden must be float32 {want}, got {got}")
+
+
+def _check_shapes(step: StepInput) -> None:
+    count = step.sequence_count
+    if step.token_ids.ndim != 1:
+        raise StepError(f"step {step.step_id}: token_ids must have shape (tokens,), got {step.token_ids.shape}")
+    for name in ("request_ids", "counts", "starts"):
+        if getattr(step, name).shape != (count,):
+            raise StepError(f"step {step.step_id}: {name} must have shape ({count},), got {getattr(step, name).shape}")
+    if step.block_tables.ndim != 2 or len(step.block_tables) != count:
+        raise StepError(
+            f"step {step.step_id}: block_tables must have shape ({count}, width), got {step.block_tables.shape}"
+        )
+    if len(step.sampling) != count:
+        raise StepError(f"step {step.step_id}: sampling must have {count} entries, got {len(step.sampling)}")

@@ -72,7 +72,7 @@ class SequenceRunner:
         hidden = None
         output = StepOutput(self._steps)
         for engine in self._engines:
-            output = engine.launch(StepInput(self._steps, tuple(sequences), hidden, want_logits)).result()
+            output = engine.launch(StepInput.of(self._steps, sequences, hidden, want_logits)).result()
             hidden = output.hidden
         self._steps += 1
         return output

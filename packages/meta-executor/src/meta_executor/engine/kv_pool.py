@@ -134,6 +134,8 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._counts = dict.fromkeys(BlockState, 0)
         self._counts[BlockState.FREE] = block_count
+        #: FREE blocks with a hash (count): kept, so that nobody has to walk the pool to know it.
+        self._cached_free = 0
         self._owned_high_water = 0
         self._allocated_total = 0
         self._reclaimed_total = 0
@@ -147,6 +149,11 @@ class BlockPool:
     def free_count(self) -> int:
         """Blocks that can be allocated now."""
         return len(self._free)
+
+    @property
+    def quarantined_count(self) -> int:
+        """Blocks that are never handed out again."""
+        return self._counts[BlockState.QUARANTINED]
 
     @property
     def token_capacity(self) -> int:
@@ -338,6 +345,8 @@ class BlockPool:
             self._reclaimed_total += 1
             if self._hash_of[block] is None:
                 self._free.move_to_end(block, last=False)
+            else:
+                self._cached_free += 1
 
     def release(self, holder: Hashable) -> int:
         """A holder leaves, with proof, and what has no other holder is free at once. Idempotent.
@@ -393,6 +402,7 @@ class BlockPool:
         for block in list(self._by_hash.values()):
             self._hash_of[block] = None
         self._by_hash.clear()
+        self._cached_free = 0
 
     # -- account ------------------------------------------------------------------------------------------------------
 
@@ -409,7 +419,7 @@ class BlockPool:
             owned=self._counts[BlockState.OWNED],
             proven=self._counts[BlockState.PROVEN],
             quarantined=self._counts[BlockState.QUARANTINED],
-            cached_free=sum(self._hash_of[block] is not None for block in self._free),
+            cached_free=self._cached_free,
             owned_high_water=self._owned_high_water,
             allocated_total=self._allocated_total,
             reclaimed_total=self._reclaimed_total,
@@ -445,12 +455,16 @@ class BlockPool:
                 raise OwnershipError(f"block {block}: {broken}", block, self.story(block))
         if counts != self._counts:
             raise OwnershipError(f"counts {self._counts} are {counts}", 0, self.story(0))
+        cached_free = sum(self._hash_of[block] is not None for block in self._free)
+        if cached_free != self._cached_free:
+            raise OwnershipError(f"{self._cached_free} free blocks with a hash are {cached_free}", 0, self.story(0))
 
     # -- within -------------------------------------------------------------------------------------------------------
 
     def _take_shared(self, holder: Hashable, block: int) -> None:
         if self._state[block] is BlockState.FREE:
             del self._free[block]
+            self._cached_free -= 1
             self._move(block, BlockState.OWNED, "owned again by", holder)
             self._owned_high_water = max(self._owned_high_water, self._counts[BlockState.OWNED])
         elif self._state[block] is not BlockState.OWNED:
@@ -477,6 +491,7 @@ class BlockPool:
             self._hash_of[block] = None
             del self._by_hash[key]
             self._prefix_evicted += 1
+            self._cached_free -= self._state[block] is BlockState.FREE
 
     def _hashes(self, token_ids: Sequence[int], block_count: int, salt: bytes) -> Iterable[bytes]:
         tokens = np.asarray(token_ids[: block_count * self.block_tokens], dtype="<i4")

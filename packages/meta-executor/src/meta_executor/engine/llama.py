@@ -21,15 +21,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from meta_executor.config import EngineConfig
 from meta_executor.engine.base import (
     Float32Array,
+    Int64Array,
     KVMemory,
     ModelInfo,
-    SequenceStep,
     StageSpec,
     StepInput,
     StepOutput,
@@ -322,8 +323,7 @@ class LlamaEngine:
         if self.stage.is_first:
             if self._embedding is None:
                 raise EngineError("the first stage has no embedding")
-            ids = np.concatenate([sequence.token_ids for sequence in step.sequences]).astype(np.int64)
-            return F.embedding(torch.from_numpy(ids).to(self._device), self._embedding)
+            return F.embedding(self._index(step.token_ids.astype(np.int64)), self._embedding)
         if step.hidden is None:
             raise StepError(f"step {step.step_id}: no activations")
         # A copy: the caller may reuse its receive buffer, and arrays from a wire may be read-only.
@@ -475,110 +475,88 @@ class LlamaEngine:
 
     def _plan(self, step: StepInput, kv: torch.Tensor) -> _Plan:
         block_tokens = kv.shape[3]
-        positions, key_slots = [], []
-        together: list[tuple[int, SequenceStep]] = []
-        alone: list[tuple[slice, SequenceStep]] = []
-        row = 0
-        for sequence in step.sequences:
-            count = len(sequence.token_ids)
-            where = np.arange(sequence.start_position, sequence.end_position, dtype=np.int64)
-            positions.append(where)
-            blocks = np.asarray(sequence.block_ids, dtype=np.int64)
-            key_slots.append(blocks[where // block_tokens] * (2 * block_tokens) + where % block_tokens)
-            if count == 1 and not self._deterministic:
-                together.append((row, sequence))
-            else:
-                alone.append((slice(row, row + count), sequence))
-            row += count
-        slots = torch.from_numpy(np.concatenate(key_slots)).to(self._device)
-        where = torch.from_numpy(np.concatenate(positions)).to(self._device)
-        key_blocks, mask = self._decode_table([sequence for _, sequence in together], block_tokens)
-        decode_rows = None
-        if alone and together:
-            decode_rows = torch.tensor([index for index, _ in together], dtype=torch.int64, device=self._device)
+        positions = step.positions
+        blocks = step.block_tables[step.owners, positions // block_tokens]
+        slots = self._index(blocks * (2 * block_tokens) + positions % block_tokens)
+        decoding = step.counts == 1 if not self._deterministic else np.zeros(step.sequence_count, np.bool_)
+        together, alone = np.flatnonzero(decoding), np.flatnonzero(~decoding)
+        key_blocks, mask = self._decode_table(step, together, block_tokens)
+        first_rows = step.row_ends - step.counts
         return _Plan(
-            rotation=self._rotations.index_select(0, where),
+            rotation=self._rotations.index_select(0, self._index(positions)),
             key_slots=slots,
             value_slots=slots + block_tokens,
-            decode_rows=decode_rows,
+            decode_rows=self._index(first_rows[together]) if len(alone) and len(together) else None,
             decode_count=len(together),
             decode_key_blocks=key_blocks,
             decode_value_blocks=key_blocks + 1,
             decode_mask=mask,
-            chunks=tuple(self._chunk(rows, sequence, block_tokens) for rows, sequence in alone),
+            chunks=tuple(self._chunk(step, int(index), block_tokens) for index in alone),
         )
 
-    def _decode_table(self, sequences: list[SequenceStep], block_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat key-half indices of every sequence, padded to the longest, and the mask that hides the padding."""
-        width = max((-(-sequence.end_position // block_tokens) for sequence in sequences), default=0)
-        table = np.zeros((len(sequences), width), dtype=np.int64)
-        ends = np.zeros(len(sequences), dtype=np.int64)
-        for index, sequence in enumerate(sequences):
-            blocks = sequence.block_ids[: -(-sequence.end_position // block_tokens)]
-            # Padding repeats a block of the sequence itself: nobody else's bytes are ever read.
-            table[index] = blocks[0]
-            table[index, : len(blocks)] = blocks
-            ends[index] = sequence.end_position
+    def _index(self, values: Int64Array) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
+        mask = np.where(hidden, np.float32(-np.inf), np.float32(0.0))
+        return torch.from_numpy(mask).to(device=self._device, dtype=self._dtype)
+
+    def _decode_table(
+        self, step: StepInput, together: Int64Array, block_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat key-half indices of every decoding sequence, padded to the longest, and the mask that hides the padding."""
+        ends = step.ends[together]
+        needed = -(-ends // block_tokens)
+        width = int(needed.max(initial=0))
+        table = step.block_tables[together, :width]
+        # Padding repeats a block of the sequence itself: nobody else's bytes are ever read.
+        table = np.where(np.arange(width) < needed[:, None], table, table[:, :1])
         hidden = np.arange(width * block_tokens)[None, :] >= ends[:, None]
-        mask = np.where(hidden, -np.inf, 0.0).astype(np.float32)[:, None, None, :]
-        return (
-            torch.from_numpy(table.reshape(-1) * 2).to(self._device),
-            torch.from_numpy(mask).to(device=self._device, dtype=self._dtype),
-        )
+        return self._index(table.reshape(-1) * 2), self._mask(hidden[:, None, None, :])
 
-    def _chunk(self, rows: slice, sequence: SequenceStep, block_tokens: int) -> _Chunk:
-        count = -(-sequence.end_position // block_tokens)
-        blocks = np.asarray(sequence.block_ids[:count], dtype=np.int64)
+    def _chunk(self, step: StepInput, index: int, block_tokens: int) -> _Chunk:
+        start, end, row_end = int(step.starts[index]), int(step.ends[index]), int(step.row_ends[index])
+        blocks = step.block_tables[index, : -(-end // block_tokens)]
         if self._deterministic:
             granularity = _DETERMINISTIC_KEYS // math.gcd(_DETERMINISTIC_KEYS, block_tokens)
-            padding = -count % granularity
-            blocks = np.concatenate([blocks, np.full(padding, blocks[0])])
+            blocks = np.concatenate([blocks, np.full(-len(blocks) % granularity, blocks[0])])
         keys = np.arange(len(blocks) * block_tokens)
-        queries = np.repeat(np.arange(sequence.start_position, sequence.end_position), self._group)
-        mask = np.where(keys[None, :] > queries[:, None], -np.inf, 0.0).astype(np.float32)[None, None]
-        key_blocks = torch.from_numpy(blocks * 2).to(self._device)
-        return _Chunk(
-            rows,
-            key_blocks,
-            key_blocks + 1,
-            torch.from_numpy(mask).to(device=self._device, dtype=self._dtype),
-        )
+        queries = np.repeat(np.arange(start, end), self._group)
+        key_blocks = self._index(blocks * 2)
+        mask = self._mask((keys[None, :] > queries[:, None])[None, None])
+        return _Chunk(slice(row_end - (end - start), row_end), key_blocks, key_blocks + 1, mask)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _choose_tokens(self, step: StepInput, x: torch.Tensor) -> StepOutput:
-        count = len(step.sequences)
+        count = step.sequence_count
         token_ids = np.full(count, -1, np.int32)
         margins = np.zeros(count, np.float32)
-        ends = np.cumsum([len(sequence.token_ids) for sequence in step.sequences]) - 1
-        wanted = [
-            index for index, sequence in enumerate(step.sequences) if sequence.sampling is not None or step.want_logits
-        ]
-        if not wanted:
+        sampling = step.sampling
+        rows = np.flatnonzero([step.want_logits or one is not None for one in sampling])
+        if not len(rows):
             return StepOutput(step.step_id, token_ids=token_ids, margins=margins)
         if self._final_norm is None or self._head is None:
             raise EngineError("the last stage has no vocabulary projection")
-        last = x.index_select(0, torch.from_numpy(ends[wanted]).to(self._device))
+        last = x.index_select(0, self._index(step.row_ends[rows] - 1))
         last = F.rms_norm(last, (self.model.hidden_size,), self._final_norm, self._geometry.norm_epsilon)
         logits = self._linear(last, self._head).to(torch.float32)
         full = logits.cpu().numpy().copy() if step.want_logits else None
         best = logits.max(dim=-1)
-        sampled = {
-            place: logits[place].cpu().numpy().copy()
-            for place, index in enumerate(wanted)
-            if (sampling := step.sequences[index].sampling) is not None and sampling.temperature > 0.0
+        drawn = {
+            index: logits[place].cpu().numpy().copy()
+            for place, index in enumerate(rows)
+            if (one := sampling[index]) is not None and one.temperature > 0.0
         }
         # The second largest is the largest of the rest: two passes are ten times faster than a top-k of a vocabulary.
         logits.scatter_(1, best.indices.unsqueeze(1), -torch.inf)
-        gaps = (best.values - logits.amax(dim=-1)).cpu().numpy()
-        greedy = best.indices.cpu().numpy()
-        for place, index in enumerate(wanted):
-            sequence = step.sequences[index]
-            if sequence.sampling is None:
-                continue
-            margins[index] = gaps[place]
-            if place in sampled:
-                token_ids[index] = choose(sampled[place], sequence.sampling, sequence.end_position)
-            else:
-                token_ids[index] = greedy[place]
+        margins[rows] = (best.values - logits.amax(dim=-1)).cpu().numpy()
+        token_ids[rows] = best.indices.cpu().numpy()
+        for index, own in drawn.items():
+            one = sampling[index]
+            if one is not None:
+                token_ids[index] = choose(own, one, int(step.ends[index]))
+        if step.want_logits:
+            unwanted = [one is None for one in sampling]
+            token_ids[unwanted], margins[unwanted] = -1, 0.0
         return StepOutput(step.step_id, token_ids=token_ids, margins=margins, logits=full)

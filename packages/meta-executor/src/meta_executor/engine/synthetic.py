@@ -1,9 +1,14 @@
 """The engine without a model: tokens by hash, step time as configured, KV memory that matters.
 
-Every KV element is a pattern of (token, position, layer, place). A step reads back *all* KV bytes of each sequence
-through its block table and the token that it chooses is a hash of them, so one wrong byte of a KV transfer, or one wrong
-block in a table, changes the output. The digest is a sum over layers modulo 2**64, carried between stages in the
-activations, so any split into stages gives the same tokens.
+Every KV element is a pattern of (token, position, layer, place). A step reads KV bytes of each sequence back through its
+block table, and the token that it chooses is a hash of them: a wrong byte of a KV transfer, or a wrong block in a table,
+changes the output. The digest is a sum over layers modulo 2**64, carried between stages in the activations, so any split
+into stages gives the same tokens.
+
+``kv_check`` says how much is read: ``full``, every byte of every position, in each step; ``sampled``, a few words of a few
+positions that a hash of the step's position chooses; ``off``, nothing is written or read and the answer depends on the
+tokens alone. ``full`` costs host time in proportion to the length of the sequences, which a measurement of the host must not
+contain; with the other two a step costs a handful of array operations, whatever the lengths.
 
 Step time is spent in the engine's own thread, in a wait that does not hold the GIL. Needs numpy only.
 """
@@ -12,14 +17,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
 from meta_executor.config import SyntheticConfig
-from meta_executor.engine.base import KVMemory, ModelInfo, SequenceStep, StageSpec, StepInput, StepOutput, check_step
+from meta_executor.engine.base import Int64Array, KVMemory, ModelInfo, StageSpec, StepInput, StepOutput, check_step
 from meta_executor.engine.errors import StepError
 
 #: Activations carry the digest as 16-bit limbs, which float32 holds exactly; the rest of the row is padding.
@@ -29,8 +34,13 @@ _HIDDEN = 8
 _RESERVED = 3
 #: KV bytes that are read at once: few enough to stay in a cache.
 _READ_BYTES = 4 << 20
+#: Positions that a sequence's step reads with ``kv_check: sampled``, the newest among them (count).
+_SAMPLED_POSITIONS = 4
+#: Patterns of a token with ``kv_check: sampled`` (count): a wrong token is seen with a probability of 1 - 1/patterns.
+_PATTERNS = 1024
 
 _U64 = np.uint64
+_LIMB_SHIFTS = np.arange(_LIMBS, dtype=_U64) * _U64(16)
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
 _MIX1 = _U64(0xBF58476D1CE4E5B9)
 _MIX2 = _U64(0x94D049BB133111EB)
@@ -43,6 +53,12 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         values = (values ^ (values >> _U64(30))) * _MIX1
         values = (values ^ (values >> _U64(27))) * _MIX2
         return values ^ (values >> _U64(31))
+
+
+def _keys(tokens: Int64Array, positions: Int64Array) -> npt.NDArray[np.uint64]:
+    """What a token's pattern is made from: the token and its position."""
+    with np.errstate(over="ignore"):
+        return _mix(tokens.astype(_U64) * _U64(0x1_0000_0001) + positions.astype(_U64) * _U64(0xFFFF_FFFB))
 
 
 def synthetic_model_info(config: SyntheticConfig) -> ModelInfo:
@@ -131,7 +147,7 @@ class StepWorker:
 
 
 class SyntheticEngine:
-    """One stage of the model that is none.
+    """One stage of a synthetic model without weights.
 
     Args:
         config: Shape and step time.
@@ -166,6 +182,8 @@ class SyntheticEngine:
             self._salt = _mix(layers[:, None] * _U64(1 << 20) + places[None, :])
             #: Odd multipliers per (layer, key or value, word), so that every bit counts and swapping two words shows.
             self._weights = _mix(self._salt.reshape(stage.layer_count, 2, elements)[:, :, :words]) | _U64(1)
+        if config.kv_check == "sampled":
+            self._table = self._patterns_of(_mix(np.arange(_PATTERNS, dtype=_U64)))
         self._worker = StepWorker(f"synthetic-{stage.stage_index}")
 
     def allocate_kv(self, block_count: int, block_tokens: int) -> KVMemory:
@@ -207,96 +225,119 @@ class SyntheticEngine:
             raise StepError("launch before allocate_kv")
         kv = self._kv
         check_step(step, self.stage, self.model, kv.shape[1], kv.shape[3])
-        count = len(step.sequences)
-        sequences = step.sequences
-        lengths = np.array([len(sequence.token_ids) for sequence in sequences])
-        ends = np.cumsum(lengths)
-        if self.stage.is_first:
-            tokens = np.concatenate([sequence.token_ids for sequence in sequences]).astype(np.int64)
-            before = np.zeros(count, _U64)
-        elif step.hidden is not None:
-            # The token itself rides along, so that later stages write the same pattern as a whole model would.
-            tokens = step.hidden[:, _LIMBS].astype(np.int64)
-            limbs = step.hidden[ends - 1, :_LIMBS].astype(_U64)
-            before = (limbs << (np.arange(_LIMBS, dtype=_U64) * _U64(16))).sum(axis=1, dtype=_U64)
-        else:
-            raise StepError(f"step {step.step_id}: no activations")
-        positions = np.concatenate([np.arange(s.start_position, s.end_position) for s in sequences])
-        self._write(kv, tokens, positions, np.concatenate([self._blocks_of_tokens(s, kv.shape[3]) for s in sequences]))
-        digests = before + self._read(kv, sequences)
-        token_ids = np.full(count, -1, np.int32)
-        margins = np.zeros(count, np.float32)
-        hidden = np.zeros((len(tokens), _HIDDEN), np.float32)
-        if self.stage.is_last:
-            seeds = [
-                0 if s.sampling is None or s.sampling.temperature == 0 else s.sampling.seed * 0x9E3779B97F4A7C15 % 2**64
-                for s in sequences
-            ]
-            chosen = _RESERVED + _mix(digests ^ np.array(seeds, _U64)) % _U64(self.model.vocab_size - _RESERVED)
-            wanted = np.array([sequence.sampling is not None for sequence in sequences])
-            token_ids[wanted] = chosen[wanted].astype(np.int32)
-            margins[wanted] = 1.0
-        else:
-            hidden[:, _LIMBS] = tokens
-            parts = (digests[:, None] >> (np.arange(_LIMBS, dtype=_U64) * _U64(16))) & _U64(0xFFFF)
-            hidden[ends - 1, :_LIMBS] = parts
+        tokens, before = self._tokens_and_digests(step)
+        digests = before + self._own_digests(kv, step, tokens)
+        output = self._chosen(step, digests) if self.stage.is_last else self._handed_on(step, tokens, digests)
         cost_s = (self._config.step_ms + self._config.step_ms_per_token * step.token_count) / 1000.0
         remaining_s = started_s + cost_s - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
-        if not self.stage.is_last:
-            return StepOutput(step.step_id, hidden=hidden)
-        return StepOutput(step.step_id, token_ids=token_ids, margins=margins)
+        return output
+
+    # -- digests, between stages and to tokens ------------------------------------------------------------------------
+
+    def _tokens_and_digests(self, step: StepInput) -> tuple[Int64Array, npt.NDArray[np.uint64]]:
+        """The step's tokens, and each sequence's digest over the stages before."""
+        if self.stage.is_first:
+            return step.token_ids.astype(np.int64), np.zeros(step.sequence_count, _U64)
+        if step.hidden is None:
+            raise StepError(f"step {step.step_id}: no activations")
+        # The token itself rides along, so that later stages write the same pattern as a whole model would.
+        limbs = step.hidden[step.row_ends - 1, :_LIMBS].astype(_U64)
+        return step.hidden[:, _LIMBS].astype(np.int64), (limbs << _LIMB_SHIFTS).sum(axis=1, dtype=_U64)
 
     @staticmethod
-    def _blocks_of_tokens(sequence: SequenceStep, block_tokens: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(sequence.start_position, sequence.end_position)
-        return np.asarray(sequence.block_ids)[positions // block_tokens]
+    def _handed_on(step: StepInput, tokens: Int64Array, digests: npt.NDArray[np.uint64]) -> StepOutput:
+        hidden = np.zeros((len(tokens), _HIDDEN), np.float32)
+        hidden[:, _LIMBS] = tokens
+        hidden[step.row_ends - 1, :_LIMBS] = (digests[:, None] >> _LIMB_SHIFTS) & _U64(0xFFFF)
+        return StepOutput(step.step_id, hidden=hidden)
 
-    def _write(
-        self,
-        kv: npt.NDArray[np.float32],
-        tokens: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        blocks: npt.NDArray[np.int64],
-    ) -> None:
-        """Write the pattern of every token of the step, in every layer."""
-        with np.errstate(over="ignore"):
-            keys = _mix(tokens.astype(_U64) * _U64(0x1_0000_0001) + positions.astype(_U64) * _U64(0xFFFF_FFFB))
-            pattern = _mix(keys[:, None, None] ^ self._salt[None])
+    def _chosen(self, step: StepInput, digests: npt.NDArray[np.uint64]) -> StepOutput:
+        wanted = np.array([sampling is not None for sampling in step.sampling])
+        seeds = np.array(
+            [
+                0 if one is None or one.temperature == 0 else one.seed * 0x9E3779B97F4A7C15 % 2**64
+                for one in step.sampling
+            ],
+            _U64,
+        )
+        chosen = _RESERVED + _mix(digests ^ seeds) % _U64(self.model.vocab_size - _RESERVED)
+        return StepOutput(
+            step.step_id,
+            token_ids=np.where(wanted, chosen.astype(np.int32), np.int32(-1)),
+            margins=wanted.astype(np.float32),
+        )
+
+    def _own_digests(self, kv: npt.NDArray[np.float32], step: StepInput, tokens: Int64Array) -> npt.NDArray[np.uint64]:
+        """Write what the step adds; each sequence's digest over this stage's layers."""
+        if self._config.kv_check == "off":
+            if not self.stage.is_first:
+                return np.zeros(step.sequence_count, _U64)
+            last = step.row_ends - 1
+            return _keys(tokens[last], step.ends - 1)
+        blocks = step.block_tables[step.owners, step.positions // kv.shape[3]]
+        if self._config.kv_check == "full":
+            values = self._patterns_of(_keys(tokens, step.positions))
+        else:
+            values = self._table[(_keys(tokens, step.positions) % _U64(_PATTERNS)).astype(np.int64)]
+        kv[:, blocks, :, step.positions % kv.shape[3]] = values
+        return self._read(kv, step) if self._config.kv_check == "full" else self._sample(kv, step)
+
+    # -- KV memory ----------------------------------------------------------------------------------------------------
+
+    def _patterns_of(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+        """The pattern of each key in every layer: (keys, layer, key or value, head, element)."""
+        pattern = _mix(keys[:, None, None] ^ self._salt[None])
         # 24 bits in [0, 1): finite and exact, whatever copies or converts it on the way.
         values = ((pattern >> _U64(40)).astype(np.float64) * 2.0**-24).astype(np.float32)
-        shape = (len(tokens), self.stage.layer_count, 2, self.model.kv_head_count, self.model.head_dim)
-        kv[:, blocks, :, positions % kv.shape[3]] = values.reshape(shape)
+        return values.reshape(len(keys), self.stage.layer_count, 2, self.model.kv_head_count, self.model.head_dim)
 
-    def _read(self, kv: npt.NDArray[np.float32], sequences: Sequence[SequenceStep]) -> npt.NDArray[np.uint64]:
+    def _sample(self, kv: npt.NDArray[np.float32], step: StepInput) -> npt.NDArray[np.uint64]:
+        """Each sequence's digest over a few words of this stage's layers."""
+        block_tokens = kv.shape[3]
+        draws = _mix(step.ends.astype(_U64)[:, None] ^ (np.arange(_SAMPLED_POSITIONS, dtype=_U64) << _U64(40)))
+        positions = (draws % step.ends.astype(_U64)[:, None]).astype(np.int64)
+        positions[:, 0] = step.ends - 1
+        blocks = np.take_along_axis(step.block_tables, positions // block_tokens, axis=1)
+        words = kv.view(self._word).reshape(*kv.shape[:4], -1)
+        # One word of the keys and one of the values, of every layer, at every position drawn.
+        places = ((draws >> _U64(32)) % _U64(words.shape[4])).astype(np.int64)
+        read = words[:, blocks, :, positions % block_tokens, places].astype(_U64)
+        with np.errstate(over="ignore"):
+            weighted = read * self._weights[:, :, 0]
+            return (weighted.sum(axis=(2, 3), dtype=_U64) * (_mix(positions.astype(_U64)) | _U64(1))).sum(
+                axis=1, dtype=_U64
+            )
+
+    def _read(self, kv: npt.NDArray[np.float32], step: StepInput) -> npt.NDArray[np.uint64]:
         """Each sequence's digest over this stage's layers: every byte of every position, by its block table.
 
         A handful of array operations per megabyte, whatever the number of sequences: the time that the interpreter is held
         for does not grow with the batch.
         """
-        block_tokens = kv.shape[3]
-        counts = np.array([-(-sequence.end_position // block_tokens) for sequence in sequences])
-        digests = np.empty(len(sequences), _U64)
+        counts = -(-step.ends // kv.shape[3])
+        digests = np.empty(step.sequence_count, _U64)
         bytes_per_block = kv[:, 0].nbytes
         begin = 0
-        while begin < len(sequences):
+        while begin < step.sequence_count:
             end = begin + 1
-            while end < len(sequences) and counts[begin : end + 1].sum() * bytes_per_block <= _READ_BYTES:
+            while end < step.sequence_count and counts[begin : end + 1].sum() * bytes_per_block <= _READ_BYTES:
                 end += 1
-            digests[begin:end] = self._read_group(kv, sequences[begin:end], counts[begin:end])
+            digests[begin:end] = self._read_group(kv, step, slice(begin, end), counts[begin:end])
             begin = end
         return digests
 
     def _read_group(
-        self, kv: npt.NDArray[np.float32], sequences: Sequence[SequenceStep], counts: npt.NDArray[np.int64]
+        self, kv: npt.NDArray[np.float32], step: StepInput, group: slice, counts: Int64Array
     ) -> npt.NDArray[np.uint64]:
         block_tokens = kv.shape[3]
-        blocks = np.concatenate([np.asarray(s.block_ids)[:count] for s, count in zip(sequences, counts)])
+        tables = step.block_tables[group]
+        blocks = tables[np.arange(tables.shape[1]) < counts[:, None]]
         first = np.cumsum(counts) - counts
         # Position of every token slot in its own sequence; slots behind the sequence's end weigh nothing.
         slots = (np.arange(len(blocks)) - np.repeat(first, counts))[:, None] * block_tokens + np.arange(block_tokens)
-        ends = np.repeat([sequence.end_position for sequence in sequences], counts)
+        ends = np.repeat(step.ends[group], counts)
         position_weights = np.where(slots < ends[:, None], _mix(slots.astype(_U64)) | _U64(1), _U64(0))
         words = np.take(kv, blocks, axis=1).view(self._word)
         words = words.reshape(self.stage.layer_count, len(blocks), 2, block_tokens, -1)

@@ -82,7 +82,7 @@ class PlannedBlocks:
     @property
     def quarantined_count(self) -> int:
         """Quarantined blocks (count)."""
-        return self.pool.statistics().quarantined
+        return self.pool.quarantined_count
 
 
 @dataclass(slots=True)
@@ -101,6 +101,7 @@ class FollowedBlocks:
         self._tables: dict[int, tuple[int, ...]] = {}
         self._owned = 0
         self._quarantined = 0
+        self._free = block_count
 
     def can_take(self, block_ids: Items[int], shared_count: int) -> bool:
         """Whether nobody on this rank holds the fresh ones any more."""
@@ -122,7 +123,9 @@ class FollowedBlocks:
                 raise OwnershipError(f"block {block} is {state}: request {request_id} cannot own it", block, ())
         for block in block_ids:
             held = self._blocks[block]
-            self._owned += held.holders == 0
+            if held.holders == 0:
+                self._owned += 1
+                self._free -= 1
             held.holders += 1
         self._tables[request_id] = tuple(block_ids)
         sequence.block_ids = list(block_ids)
@@ -134,7 +137,9 @@ class FollowedBlocks:
         for block in self._tables.pop(sequence.request_id, ()):
             held = self._blocks[block]
             held.holders -= 1
-            self._owned -= held.holders == 0
+            if held.holders == 0:
+                self._owned -= 1
+                self._free += not held.quarantined
 
     def quarantine(self, sequence: Sequence, reason: str) -> None:
         """Never again."""
@@ -147,7 +152,7 @@ class FollowedBlocks:
     @property
     def free_count(self) -> int:
         """Blocks that nobody holds and that may be used (count)."""
-        return sum(not held.holders and not held.quarantined for held in self._blocks)
+        return self._free
 
     @property
     def quarantined_count(self) -> int:

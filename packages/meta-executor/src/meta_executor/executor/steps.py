@@ -80,7 +80,7 @@ def step_input(step: Step, registry: Registry) -> StepInput:
                 sampling=sampling_of(sequence.request) if part.wants_token else None,
             )
         )
-    return StepInput(step.schedule.step_id, tuple(sequences), step.activations)
+    return StepInput.of(step.schedule.step_id, sequences, step.activations)
 
 
 def tokens_of(sequence: Sequence, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

@@ -51,7 +51,7 @@ class PromptEngine:
     def launch(self, step: StepInput) -> StepHandle:
         """Run the step now."""
         if step.step_id in self.fail:
-            step = StepInput(step.step_id, (), step.hidden)
+            step = StepInput.of(step.step_id, (), step.hidden)
         handle = self._engine.launch(step)
         try:
             handle.result()
@@ -450,7 +450,7 @@ def reference_tokens(engine: Engine, prompt: list[int], max_tokens: int, block_t
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     pending, start, made = np.asarray(prompt, np.int32), 0, []
     for step_id in range(max_tokens):
-        step = StepInput(step_id, (SequenceStep(1, pending, start, blocks, sampling),))
+        step = StepInput.of(step_id, (SequenceStep(1, pending, start, blocks, sampling),))
         output = engine.launch(step).result()
         if output.token_ids is None:
             raise ValueError("the engine is not a whole model")
