@@ -1,18 +1,24 @@
-"""Many clients of one front: who asked what, when the first and the last token came, and how each request ended."""
+"""Many clients of one front: who asked what, when each piece came, and how each request ended.
+
+The clients run in a process of their own (:mod:`meta_executor.bench.client`), so that they share no interpreter with
+anybody who is measured, and that process says how busy it was: figures of a run whose load generator had no time left are
+figures of the load generator.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import time
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import httpx
+import msgspec
+
+#: Share of a core above which the load generator had no time left to be on time (0–1).
+LIMIT_SHARE = 0.85
 
 
-@dataclass(frozen=True)
-class LoadConfig:
+class LoadConfig(msgspec.Struct, frozen=True):
     """A load.
 
     Attributes:
@@ -21,6 +27,7 @@ class LoadConfig:
         prompt_tokens: Length of each prompt (tokens).
         answer_tokens: Length of each answer (tokens).
         rate_per_s: Requests begin at this rate (1/s); 0: as fast as concurrency lets them.
+        request_timeout_s: A request without its end after so long has failed (s).
     """
 
     requests: int = 256
@@ -28,28 +35,32 @@ class LoadConfig:
     prompt_tokens: int = 64
     answer_tokens: int = 16
     rate_per_s: float = 0.0
+    request_timeout_s: float = 3600.0
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """One request, as its client saw it.
 
     Attributes:
         status: HTTP status; 0: no answer at all.
         error: What went wrong, or None.
+        late_s: How long after its time it was sent (s); 0 without a rate.
         first_s: Time to the first piece (s).
         total_s: Time to the end (s).
         tokens: Tokens of the answer (count).
         token_ids: The tokens themselves.
+        pieces_s: When each piece came, since the request was sent (s).
     """
 
     number: int
     status: int
     error: str | None
+    late_s: float
     first_s: float
     total_s: float
     tokens: int
     token_ids: tuple[int, ...]
+    pieces_s: tuple[float, ...]
     finish_reason: str | None
 
     @property
@@ -58,53 +69,77 @@ class Outcome:
         return self.status == 200 and self.error is None and self.finish_reason in ("stop", "length")
 
 
+class LoadResult(msgspec.Struct, frozen=True):
+    """A load that was sent.
+
+    Attributes:
+        outcomes: In order of number.
+        seconds: First request sent to last end (s).
+        cpu_s: CPU time of the load generator in between (s).
+        longest_pause_s: Longest time between two looks of the load generator at its connections while it was not waiting (s).
+        reconnects: Connections that the server closed while they were idle, found when they were used again (count).
+    """
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    cpu_s: float
+    longest_pause_s: float
+    reconnects: int
+
+    @property
+    def share(self) -> float:
+        """Part of one core that the load generator used (0–1)."""
+        return self.cpu_s / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def was_limit(self) -> bool:
+        """The load generator itself had no time left."""
+        return self.share >= LIMIT_SHARE
+
+
+class LoadSpec(msgspec.Struct, frozen=True):
+    """What the load generator's process is told."""
+
+    url: str
+    model: str
+    vocab_size: int
+    load: LoadConfig
+
+
+class LoadFailed(RuntimeError):
+    """The load generator's process ended without a result."""
+
+
 def prompt_of(number: int, length: int, vocab_size: int) -> list[int]:
     """A prompt that differs from all others from its first token on (token ids, all above the control tokens' range)."""
     room = max(vocab_size - 64, 1)
     return [32 + (number * 7919 + place * 104_729 + 13) % room for place in range(length)]
 
 
-async def run_load(url: str, model: str, vocab_size: int, load: LoadConfig) -> tuple[Outcome, ...]:
-    """Send the load; outcomes in order of number. Never raises for a request that failed."""
-    gate = asyncio.Semaphore(load.concurrency or load.requests)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    start = time.monotonic()
-    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(3600.0, connect=60.0), limits=limits) as client:
+def run_load(url: str, model: str, vocab_size: int, load: LoadConfig, *, cpus: Sequence[int] = ()) -> LoadResult:
+    """Send the load from a process of its own.
 
-        async def one(number: int) -> Outcome:
-            if load.rate_per_s:
-                await asyncio.sleep(max(0.0, start + number / load.rate_per_s - time.monotonic()))
-            async with gate:
-                return await _ask(client, model, number, prompt_of(number, load.prompt_tokens, vocab_size), load)
+    Args:
+        url: ``http://HOST:PORT`` of a front.
+        model: Name that the requests give.
+        vocab_size: Prompts hold ids below it.
+        load: What to ask.
+        cpus: Cores that the load generator may use; empty: any.
 
-        return tuple(await asyncio.gather(*(one(number) for number in range(load.requests))))
+    Raises:
+        LoadFailed: The process ended without a result. A request that failed is an outcome, never an exception.
+    """
 
+    def settle() -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)
 
-async def _ask(client: httpx.AsyncClient, model: str, number: int, prompt: Sequence[int], load: LoadConfig) -> Outcome:
-    body = {
-        "model": model, "prompt": list(prompt), "max_tokens": load.answer_tokens, "temperature": 0.0, "stream": True,
-        "ignore_eos": True, "return_token_ids": True,
-    }  # fmt: skip
-    begin = time.monotonic()
-    first, status, error, reason = 0.0, 0, None, None
-    ids: list[int] = []
-    try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            status = response.status_code
-            if status != 200:
-                error = (await response.aread()).decode(errors="replace")[:500]
-            else:
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: ") or line == "data: [DONE]":
-                        continue
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        error = str(event["error"].get("message", event["error"]))[:500]
-                        continue
-                    for choice in event["choices"]:
-                        first = first or time.monotonic() - begin
-                        ids += choice.get("token_ids") or ()
-                        reason = choice["finish_reason"] or reason
-    except httpx.HTTPError as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    return Outcome(number, status, error, first, time.monotonic() - begin, len(ids), tuple(ids), reason)
+    done = subprocess.run(
+        [sys.executable, "-m", "meta_executor.bench.client"],
+        input=msgspec.json.encode(LoadSpec(url, model, vocab_size, load)),
+        stdout=subprocess.PIPE,
+        preexec_fn=settle if cpus else None,
+    )
+    if done.returncode != 0:
+        raise LoadFailed(f"the load generator ended with exit {done.returncode}")
+    return msgspec.msgpack.decode(done.stdout, type=LoadResult)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,11 +50,9 @@ def run_trial(service: ServiceConfig, load: LoadConfig, evidence: Path, say: Cal
             for one in launcher.urls().values()
         )
         say(f"{load.requests} requests of {load.prompt_tokens} + {load.answer_tokens} tokens to {url}")
-        start = time.monotonic()
-        outcomes = asyncio.run(run_load(url, model, vocab_size, load))
-        seconds = time.monotonic() - start
+        result = run_load(url, model, vocab_size, load)
         counted = {}
         for owner, one in launcher.urls().items():
             answer = httpx.get(f"{one}/internal/statistics", headers=launcher.key_header, timeout=60.0)
             counted[owner] = msgspec.json.decode(answer.raise_for_status().content, type=InstanceStatistics)
-    return Trial(make_report(outcomes, seconds, counted, verify_folder(evidence)), outcomes)
+    return Trial(make_report(result, counted, verify_folder(evidence)), result.outcomes)

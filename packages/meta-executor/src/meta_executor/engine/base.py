@@ -417,7 +417,7 @@ def check_step(step: StepInput, stage: StageSpec, model: ModelInfo, block_count:
     )
     used = np.arange(step.block_tables.shape[1]) < needed[:, None]
     refuse(
-        (used & ((step.block_tables < 0) | (step.block_tables >= block_count))).any(axis=1),
+        np.any(used & ((step.block_tables < 0) | (step.block_tables >= block_count)), axis=1),
         lambda i: f"block_ids outside 0..{block_count - 1}",
     )
     if stage.is_first:

@@ -294,21 +294,25 @@ class SyntheticEngine:
         return values.reshape(len(keys), self.stage.layer_count, 2, self.model.kv_head_count, self.model.head_dim)
 
     def _sample(self, kv: npt.NDArray[np.float32], step: StepInput) -> npt.NDArray[np.uint64]:
-        """Each sequence's digest over a few words of this stage's layers."""
+        """Each sequence's digest over a few words: at each position drawn one word of the keys and one of the values of one
+        layer, which is read by the stage that has it."""
         block_tokens = kv.shape[3]
-        draws = _mix(step.ends.astype(_U64)[:, None] ^ (np.arange(_SAMPLED_POSITIONS, dtype=_U64) << _U64(40)))
-        positions = (draws % step.ends.astype(_U64)[:, None]).astype(np.int64)
+        ends = step.ends.astype(_U64)[:, None]
+        draws = _mix(ends ^ (np.arange(_SAMPLED_POSITIONS, dtype=_U64) << _U64(40)))
+        positions = (draws % ends).astype(np.int64)
         positions[:, 0] = step.ends - 1
-        blocks = np.take_along_axis(step.block_tables, positions // block_tokens, axis=1)
+        layers = ((draws >> _U64(20)) % _U64(self.model.layer_count)).astype(np.int64) - self.stage.first_layer
+        rows, columns = np.nonzero((layers >= 0) & (layers < self.stage.layer_count))
+        layers, positions, draws = layers[rows, columns], positions[rows, columns], draws[rows, columns]
         words = kv.view(self._word).reshape(*kv.shape[:4], -1)
-        # One word of the keys and one of the values, of every layer, at every position drawn.
         places = ((draws >> _U64(32)) % _U64(words.shape[4])).astype(np.int64)
-        read = words[:, blocks, :, positions % block_tokens, places].astype(_U64)
+        blocks = step.block_tables[rows, positions // block_tokens]
+        read = words[layers, blocks, :, positions % block_tokens, places].astype(_U64)
+        digests = np.zeros(step.sequence_count, _U64)
         with np.errstate(over="ignore"):
-            weighted = read * self._weights[:, :, 0]
-            return (weighted.sum(axis=(2, 3), dtype=_U64) * (_mix(positions.astype(_U64)) | _U64(1))).sum(
-                axis=1, dtype=_U64
-            )
+            weighted = (read * self._weights[layers, :, 0]).sum(axis=1, dtype=_U64)
+            np.add.at(digests, rows, _mix(weighted ^ _mix(positions.astype(_U64))))
+        return digests
 
     def _read(self, kv: npt.NDArray[np.float32], step: StepInput) -> npt.NDArray[np.uint64]:
         """Each sequence's digest over this stage's layers: every byte of every position, by its block table.
