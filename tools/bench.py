@@ -3,9 +3,12 @@
     nox -s bench -- pp-agreement                  # one package
     nox -s bench -- kv-bounce-planner --json F    # figures also to a file
 
-A benchmark is ``packages/NAME/benchmarks/bench_*.py`` with ``main() -> list[dict]``; each figure has ``name``, ``value``,
-``unit``, ``baseline``, ``ratio``, ``goal`` and ``met`` (null: not measurable here, never counted as met). Each file runs in
-a process of its own. Exit 1 when a file fails, or prints no figure and does not say NO COVERAGE (hardware that is not here); a
+A benchmark is ``packages/NAME/benchmarks/bench_*.py``, which prints what it found and one JSON line per figure: ``name``,
+``value``, ``unit``, ``baseline``, ``ratio``, ``goal`` and ``met`` (true, false, "undecided": the spread does not decide it,
+null: no goal, or not measurable here; never counted as met), and the spread. ``measure.py`` makes such figures and says how a
+goal is stated; it can be imported there. Each file runs in a process of its own.
+
+Exit 1 when a file fails, or prints no figure and does not say NO COVERAGE (hardware that is not here); a
 missed goal is printed, and fails with ``--strict``.
 """
 
@@ -22,6 +25,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from measure import machine, word
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = ("name", "value", "unit", "baseline", "ratio", "goal", "met")
@@ -47,7 +52,11 @@ def figures_of(output: str) -> list[dict[str, Any]]:
 
 def run_file(path: Path, limit_s: float) -> tuple[list[dict[str, Any]], str | None]:
     """Figures of one file, and what went wrong."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tools"), os.environ.get("PYTHONPATH")])),
+    }
     try:
         done = subprocess.run(
             [sys.executable, str(path)], cwd=ROOT, env=environment, timeout=limit_s, stdout=subprocess.PIPE, text=True
@@ -77,6 +86,8 @@ def main() -> int:
     names = options.packages or sorted(p.parent.name for p in (ROOT / "packages").glob("*/benchmarks"))
     figures: list[dict[str, Any]] = []
     problems: list[str] = []
+    facts = machine()
+    print(f"machine: {json.dumps(facts)}", flush=True)
     for name in names:
         files = sorted((ROOT / "packages" / name / "benchmarks").glob("bench_*.py"))
         if not files:
@@ -91,19 +102,17 @@ def main() -> int:
                 problems.append(f"{path.relative_to(ROOT)}: {problem}")
             print(f"== {path.name}: {len(found)} figures, {time.monotonic() - start:.0f} s", flush=True)
     table = Table(title="Figures")
-    for column in ("package", *KEYS):
+    for column in ("package", *KEYS[:-1], "spread", "met"):
         table.add_column(column)
-    words = {True: "yes", False: "MISSED", None: "not measured"}
     for figure in figures:
-        cells = [figure[k] for k in KEYS[:-1]]
-        table.add_row(
-            figure["package"], *(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells), words[figure["met"]]
-        )
+        cells = ["" if figure.get(k) is None else figure[k] for k in (*KEYS[:-1], "spread")]
+        texts = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
+        table.add_row(figure["package"], *texts, word(figure))
     Console(width=200, highlight=False).print(table)
     for problem in problems:
         print(f"FAILED {problem}")
     if options.json:
-        options.json.write_text("".join(json.dumps(f) + "\n" for f in figures))
+        options.json.write_text("".join(json.dumps(f) + "\n" for f in ({"machine": facts}, *figures)))
     for figure in figures:
         print(json.dumps(figure))
     missed = [f for f in figures if f["met"] is False]

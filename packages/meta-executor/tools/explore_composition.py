@@ -8,7 +8,7 @@ needs to be copied. In every state the books are proved and the invariants below
 the end: every client told once, every block back, all ranks alike.
 
     python packages/meta-executor/tools/explore_composition.py                # the scopes below
-    python packages/meta-executor/tools/explore_composition.py --mutants      # planted defects, each must be found
+    python packages/meta-executor/tools/explore_composition.py --walks-only   # random paths alone, until one fails
     python packages/meta-executor/tools/explore_composition.py --states 2000 --walks 100
 """
 
@@ -22,25 +22,18 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
 
 from meta_executor.engine.base import KVMemory, ModelInfo, StageSpec, StepInput, StepOutput
-from meta_executor.executor.admission import ContextAdmission
 from meta_executor.executor.aux_slots import AuxSlots
-from meta_executor.executor.loop import RankLoop
-from meta_executor.executor.memory import FollowedBlocks
-from meta_executor.executor.ownership import Leg, Registry, State
+from meta_executor.executor.ownership import Leg, State
 from meta_executor.executor.testing import Pair, PairConfig
 from meta_executor.executor.transceiver import AUX_BYTES
-from meta_executor.executor.transceiver_context import ContextTransceiver
-from meta_executor.executor.transceiver_generation import GenerationTransceiver
 
 
 class Memory:
@@ -535,160 +528,31 @@ def walk(scope: Scope, seed: int) -> tuple[str, int]:
     return "", len(path)
 
 
-# -- planted defects --------------------------------------------------------------------------------------------------
-
-
-def _mutant_admits_without_metadata() -> AbstractContextManager[Any]:
-    return patch.object(ContextTransceiver, "peer_is_ready", lambda self, request_id: True)
-
-
-def _mutant_votes_with_open_legs() -> AbstractContextManager[Any]:
-    real = ContextTransceiver.vote_terminal
-
-    def vote(self: Any, now_s: float) -> bool:
-        for sequence in list(self._unvoted.values()):
-            sequence.legs.clear()
-        return real(self, now_s)
-
-    return patch.object(ContextTransceiver, "vote_terminal", vote)
-
-
-def _mutant_ignores_schedules_on_their_way() -> AbstractContextManager[Any]:
-    real = RankLoop._stop
-
-    def stop(self: Any, item: Any) -> None:
-        real(self, msgspec.structs.replace(item, last_step_id=-1))
-
-    return patch.object(RankLoop, "_stop", stop)
-
-
-def _mutant_rank_0_does_not_wait_for_results() -> AbstractContextManager[Any]:
-    real = RankLoop._await_results
-
-    def await_results(self: Any, schedule: Any) -> None:
-        real(self, schedule)
-        for part in schedule.parts:
-            self.registry.end_leg(self.registry.require(part.request_id), Leg.SCHEDULE)
-
-    return patch.object(RankLoop, "_await_results", await_results)
-
-
-def _mutant_follower_overwrites_held_blocks() -> AbstractContextManager[Any]:
-    def take(self: Any, sequence: Any, block_ids: Any, shared_count: int) -> None:
-        for block in block_ids:
-            self._blocks[block].holders += 1
-        self._tables[sequence.request_id] = tuple(block_ids)
-        sequence.block_ids = list(block_ids)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(FollowedBlocks, "can_take", lambda self, ids, shared: True))
-    stack.enter_context(patch.object(FollowedBlocks, "take", take))
-    checked = FollowedBlocks.release
-
-    def release(self: Any, sequence: Any) -> None:
-        for block in self._tables.get(sequence.request_id, ()):
-            if self._blocks[block].holders > 1:
-                raise Violation(f"block {block} had {self._blocks[block].holders} owners")
-        checked(self, sequence)
-
-    stack.enter_context(patch.object(FollowedBlocks, "release", release))
-    return stack
-
-
-def _mutant_failed_transfer_is_not_told() -> AbstractContextManager[Any]:
-    real = RankLoop._answer_end
-
-    def answer_end(self: Any, sequence: Any) -> None:
-        if self.role == "context" or sequence.error_code != "TRANSFER_FAILED":
-            real(self, sequence)
-
-    return patch.object(RankLoop, "_answer_end", answer_end)
-
-
-def _mutant_blocks_back_at_logical_end() -> AbstractContextManager[Any]:
-    real = GenerationTransceiver.stop
-
-    def stop(self: Any, sequence: Any) -> None:
-        real(self, sequence)
-        self._blocks.release(sequence)
-        if sequence in self._open.values():
-            raise Violation("blocks went back while a transfer owns them")
-
-    return patch.object(GenerationTransceiver, "stop", stop)
-
-
-def _mutant_window_not_counted() -> AbstractContextManager[Any]:
-    real = ContextAdmission.waits_for
-
-    def waits_for(self: Any, submission: Any) -> str:
-        self._pre_active_max = 99
-        return real(self, submission)
-
-    return patch.object(ContextAdmission, "waits_for", waits_for)
-
-
-def _mutant_abort_while_activated() -> AbstractContextManager[Any]:
-    real = Registry.apply
-
-    def apply(self: Any, sequence: Any, event: Any) -> Any:
-        if event.value == "QUIESCED":
-            sequence.legs.clear()
-        return real(self, sequence, event)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(Registry, "apply", apply))
-    stack.enter_context(_mutant_votes_with_open_legs())
-    return stack
-
-
-def _mutant_revoked_lease_may_be_scheduled() -> AbstractContextManager[Any]:
-    real = ContextTransceiver._decided
-
-    def decided(self: Any, sequence: Any, event: Any) -> None:
-        if type(event).__name__ != "Revoked":
-            real(self, sequence, event)
-
-    return patch.object(ContextTransceiver, "_decided", decided)
-
-
-MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "admission without the peer's metadata": _mutant_admits_without_metadata,
-    "terminal vote with open legs": _mutant_votes_with_open_legs,
-    "a stop that ignores schedules on their way": _mutant_ignores_schedules_on_their_way,
-    "rank 0 does not wait for results": _mutant_rank_0_does_not_wait_for_results,
-    "a follower overwrites blocks that are still held": _mutant_follower_overwrites_held_blocks,
-    "a failed transfer that nobody tells": _mutant_failed_transfer_is_not_told,
-    "blocks back at the logical end of a transfer": _mutant_blocks_back_at_logical_end,
-    "the window is not counted": _mutant_window_not_counted,
-    "quiescence without ending legs": _mutant_abort_while_activated,
-    "a revoked lease may still be scheduled": _mutant_revoked_lease_may_be_scheduled,
-}
+def walk_all(scopes: list[Scope], walks: int) -> int:
+    """Random paths alone, every scope in turn; 1 at the first violation."""
+    for seed in range(walks):
+        for scope in scopes:
+            problem, _ = walk(scope, seed)
+            if problem:
+                print(f"VIOLATION: {scope.name}, walk {seed}: {problem.splitlines()[0][:120]}")
+                return 1
+    print(f"{len(scopes)} scopes, {walks} walks each, 0 violations")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Explore; exit 1 on a violation, or on a mutant that lives."""
+    """Explore; exit 1 on a violation."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--states", type=int, default=3000, help="states per scope, at most")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds per scope, at most")
     parser.add_argument("--walks", type=int, default=40, help="random paths per scope, each to its end")
     parser.add_argument("--scope", default="", help="only scopes whose name contains this")
-    parser.add_argument("--mutants", action="store_true")
+    parser.add_argument("--walks-only", action="store_true", help="no exhaustive exploration")
     options = parser.parse_args(arguments)
     scopes = [scope for scope in SCOPES if options.scope in scope.name]
     failed = False
-    if options.mutants:
-        for name, plant in MUTANTS.items():
-            killed = ""
-            with plant():
-                for scope, seed in ((scope, seed) for seed in range(options.walks) for scope in scopes):
-                    problem, _ = walk(scope, seed)
-                    if problem:
-                        killed = f"{scope.name}, walk {seed}: {problem.splitlines()[0][:90]}"
-                        break
-            print(f"{'killed' if killed else 'ALIVE '}  {name}" + (f"  ({killed})" if killed else ""))
-            failed |= not killed
-        print(f"{len(MUTANTS)} mutants, {'some alive' if failed else 'all killed'}")
-        return int(failed)
+    if options.walks_only:
+        return walk_all(scopes, options.walks)
     total = Outcome()
     for scope in scopes:
         began_s = time.monotonic()
