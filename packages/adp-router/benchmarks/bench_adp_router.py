@@ -7,15 +7,16 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from adp_router import RankState, RouteBatch, Router, RouterConfig, RouteRequest, batch_from
 from adp_router.testing import lower_bound
 
 RANKS = 8
 TOKENS = 8192
-ROUNDS = 31
 
 
 class Engine:
@@ -48,22 +49,11 @@ def ranks() -> list[RankState]:
     return [RankState(r, r * 10, 0, 1000, 10_000_000, 1_000_000_000) for r in range(RANKS)]
 
 
-def median_ms(body: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median of several runs (ms)."""
-    times = []
-    gc.collect()
-    for _ in range(rounds):
-        start = time.perf_counter()
-        body()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
-
-
-def in_turn_ms(bodies: list[Callable[[], object]]) -> list[list[float]]:
+def in_turn_ms(bodies: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
     """Sorted times of several bodies, measured in turn (ms)."""
     times: list[list[float]] = [[] for _ in bodies]
     gc.collect()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for body, column in zip(bodies, times, strict=True):
             start = time.perf_counter()
             body()
@@ -94,48 +84,93 @@ def figure(
     }  # fmt: skip
 
 
-def timings() -> list[dict[str, Any]]:
-    """Calls with length, three capacities and the digest."""
-    found = []
+class Item:
+    """A queue's item around an engine's request."""
+
+    def __init__(self, request: Engine) -> None:
+        self.id = request.request_id
+        self.request = request
+
+
+def input_forms(router: Router, count: int) -> dict[str, Callable[[], object]]:
+    """Every form in which requests may be given: three capacities, a length where tokens would be read, the digest."""
+    rng = random.Random(count)
+    sizes = [TOKENS + rng.randrange(100) for _ in range(count)]
     states = ranks()
-    router = Router()
-    for count, goal_ms in ((1, None), (64, None), (512, 0.5), (4096, 2.5)):
-        rng = random.Random(count)
-        sizes = [TOKENS + rng.randrange(100) for _ in range(count)]
-        batch = RouteBatch(list(range(count)), sizes, kv_block_counts=[256] * count)
-        objects = [Sealed(i, n) for i, n in enumerate(sizes)]
-        requests = [RouteRequest(i, n, kv_block_count=256) for i, n in enumerate(sizes)]
-        base = median_ms(lambda count=count: two_reads([Engine(i, TOKENS) for i in range(count)]), 3)
-        ways: tuple[tuple[str, Callable[[], object]], ...] = (
-            ("columns", lambda batch=batch: router.route(batch, states)),
-            (
-                "engine objects with a length",
-                lambda o=objects: router.route(batch_from(o, length=lambda e: e.count), states),
-            ),
-            (
-                "engine objects with a length, attributes named",
-                lambda o=objects: router.route(
-                    batch_from(o, length=lambda e: e.count, attributes=("child_req_ids",)), states
-                ),
-            ),
-            ("request objects", lambda requests=requests: router.route(requests, states)),
-        )
-        for (way, _), times in zip(ways, in_turn_ms([body for _, body in ways]), strict=True):
-            took = statistics.median(times)
-            met = None if goal_ms is None else took <= goal_ms
-            goal = "" if goal_ms is None else f"<= {goal_ms} ms"
+    columns = RouteBatch(list(range(count)), sizes, kv_block_counts=[256] * count)
+    arrays = RouteBatch(np.arange(count), np.array(sizes), kv_block_counts=np.full(count, 256))
+    objects = [Sealed(i, n) for i, n in enumerate(sizes)]
+    items = [Item(o) for o in objects]
+    requests = [RouteRequest(i, n, kv_block_count=256) for i, n in enumerate(sizes)]
+    named = ("child_req_ids",)
+    return {
+        "columns": lambda: router.route(columns, states),
+        "NumPy columns": lambda: router.route(arrays, states),
+        "request objects": lambda: router.route(requests, states),
+        "engine objects": lambda: router.route(batch_from(objects, length=_count), states),
+        "engine objects, attributes named": lambda: router.route(
+            batch_from(objects, length=_count, attributes=named), states
+        ),
+        "queue items": lambda: router.route(batch_from(items, length=_count), states),
+    }
+
+
+def _count(request: Engine) -> int:
+    return request.count
+
+
+def timings() -> list[dict[str, Any]]:
+    """Calls in each form, and the baseline, in turn."""
+    found = []
+    for count, goal, rounds in ((1, None, 101), (64, None, 31), (512, 200, 9), (4096, 350, 5)):
+        forms = input_forms(Router(), count)
+        engines = [Engine(i, TOKENS) for i in range(count)]
+        bodies = [lambda engines=engines: two_reads(engines), *forms.values()]
+        base, *times = in_turn_ms(bodies, rounds)
+        baseline = statistics.median(base)
+        for form, column in zip(forms, times, strict=True):
+            took = statistics.median(column)
             found.append(
                 figure(
-                    f"{count} requests, {way}",
+                    f"{count} requests, {form}",
                     took,
                     "ms",
-                    f"two reads {base:.2f} ms; quartiles {times[len(times) // 4]:.3f}..{times[3 * len(times) // 4]:.3f}",
-                    base / took,
-                    goal,
-                    met,
+                    f"two reads {baseline:.2f} ms; {column[0]:.3f}..{column[-1]:.3f}",
+                    baseline / took,
+                    "" if goal is None else f"<= 1/{goal}",
+                    None if goal is None else baseline / took >= goal,
                 )
             )
     return found
+
+
+def conversations() -> list[dict[str, Any]]:
+    """One call with one turn, at 100 homes and at 65,536, in turn."""
+    states = ranks()
+    bodies = []
+    for homes in (100, 65_536):
+        router = Router("conversation")
+        for start in range(0, homes, 4096):
+            several = range(start, min(start + 4096, homes))
+            router.route([RouteRequest(i, 1, conversation_id=f"c{i}") for i in several], states)
+        turns = iter(range(homes, 1 << 40))
+        bodies.append(
+            lambda router=router, turns=turns, homes=homes: router.route(
+                [RouteRequest(i := next(turns), 1, conversation_id=f"c{i * 7919 % homes}")], states
+            )
+        )
+    few, many = (statistics.median(times) for times in in_turn_ms(bodies, 301))
+    return [
+        figure(
+            "conversation, a call at 65,536 homes",
+            many,
+            "ms",
+            f"100 homes {few:.3f} ms",
+            many / few,
+            "<= 2",
+            many <= 2 * few,
+        )
+    ]
 
 
 def reads() -> list[dict[str, Any]]:
@@ -184,7 +219,7 @@ def balance() -> list[dict[str, Any]]:
 
 def main() -> list[dict[str, Any]]:
     """All figures."""
-    return timings() + reads() + balance()
+    return timings() + conversations() + reads() + balance()
 
 
 if __name__ == "__main__":

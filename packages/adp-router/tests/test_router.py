@@ -394,13 +394,17 @@ def random_case(rng):
     return requests, ranks
 
 
-def check(requests, ranks, result):
-    """What must hold of every result, whatever the policy."""
+def check(requests, ranks, result, cached=False):
+    """What must hold of every result, whatever the policy; ``cached``: cached tokens need no room."""
+
+    def computed(r, position):
+        return max(r.token_count - r.prefix_matches[position], 0) if cached and r.prefix_matches else r.token_count
+
     placed = [i for ids in result.assignments.values() for i in ids]
     everything = placed + [x.request_id for x in result.leftovers] + [e.request_id for e in result.errors]
     assert sorted(everything) == sorted(r.request_id for r in requests)
     by_id = {r.request_id: r for r in requests}
-    for state in ranks:
+    for position, state in enumerate(ranks):
         mine = [by_id[i] for i in result.assignments[state.rank]]
         if mine:
             assert not state.draining
@@ -409,7 +413,7 @@ def check(requests, ranks, result):
         if state.free_kv_blocks is not None:
             assert sum(r.kv_block_count for r in mine) <= state.free_kv_blocks
         if state.free_tokens is not None:
-            assert sum(r.token_count for r in mine) <= state.free_tokens
+            assert sum(computed(r, position) for r in mine) <= state.free_tokens
     assert len(result.decisions) == len(placed)
     assert all(e.field == "target_rank" for e in result.errors)
 
@@ -422,7 +426,7 @@ def test_random_batches_lose_nothing_and_exceed_nothing(policy):
     for _ in range(400):
         requests, ranks = random_case(rng)
         result = first.route(requests, ranks)
-        check(requests, ranks, result)
+        check(requests, ranks, result, cached=policy == "prefix")
         again = second.route(RouteBatch.of(requests), ranks)
         assert (again.assignments, again.leftovers, again.digest) == (
             result.assignments,
@@ -452,10 +456,14 @@ def dumb_balanced(requests, ranks):
         fullest = max(counts.values())
         most = max(fullest, *(counts[k] + slots[k] for k in among))
         fair = -(-(sum(counts[k] for k in among) + len(rest)) // len(among)) if attempt < len(ranks) else most
-        limit = min(max(fair, fullest), most)
+        share = (
+            -(-(sum(map(len, (found[k] for k in among))) + len(rest)) // len(among)) if attempt < len(ranks) else most
+        )
+        share = max(share, *map(len, found.values()))
+        limits = {s.rank: max(max(fair, fullest), s.request_count + share) for s in ranks}
         again = []
         for r in sorted(rest, key=lambda r: -r.token_count):
-            able = [k for k in order if counts[k] < limit and room(r, k)]
+            able = [k for k in order if counts[k] < limits[k] and room(r, k)]
             if able:
                 best = min(able, key=lambda k: (tokens[k], counts[k], order.index(k)))
                 tokens[best] += r.token_count

@@ -2,13 +2,17 @@
 
 Layout:
 
-- ``_types``: requests, ranks, results, reasons
-- ``_batch``: requests as columns
-- ``_route``: the core: loads and capacities while one batch is placed
+- ``_types``: requests, ranks, reasons and rules: the vocabulary
+- ``_batch``: requests as columns; ``_adapter``: an engine's objects as columns
+- ``_check``: the boundary: everything becomes plain there, or is refused; bytes for the digest
+- ``_route``: the core: loads, capacities and limits while one batch is placed
+- ``_starving``: liveness: seniority, ranks kept free, impossible requests; targets
+- ``_balance``: longest first to the least loaded, the hot loops
 - ``_policies``: balanced, round robin, prefix affinity, conversation affinity
-- ``_router``: checks, order of the phases, digest, statistics
+- ``_memory``: what a router remembers between calls
+- ``_router``: order of the phases, settings, statistics
+- ``_result``: the frozen log, decisions and the rule behind each, in words
 - ``_gate``: waiting for fuller batches, bounded
-- ``_adapter``: engine request objects
 - ``_errors``: the one error tree
 - ``testing``: lower bounds and an exact optimum for small cases
 """
@@ -18,15 +22,16 @@ from adp_router._adapter import ATTRIBUTES, batch_from, requests_from
 from adp_router._batch import RouteBatch
 from adp_router._errors import RankStateError, RouteBatchError, RouterConfigError, RouterError
 from adp_router._gate import DpGate, GateConfig, GateRank, GateStatistics
+from adp_router._result import Decision, PassedOver, RouteLog, RoutingResult, Span
 from adp_router._router import Router, RouterConfig, RouterStatistics
 from adp_router._types import (
-    Decision,
+    Exclusion,
     Leftover,
     LeftoverReason,
     RankState,
     RequestError,
     RouteRequest,
-    RoutingResult,
+    Rule,
     Why,
 )
 
@@ -34,16 +39,19 @@ __all__ = [
     "ATTRIBUTES",
     "Decision",
     "DpGate",
+    "Exclusion",
     "GateConfig",
     "GateRank",
     "GateStatistics",
     "Leftover",
     "LeftoverReason",
+    "PassedOver",
     "RankState",
     "RankStateError",
     "RequestError",
     "RouteBatch",
     "RouteBatchError",
+    "RouteLog",
     "RouteRequest",
     "Router",
     "RouterConfig",
@@ -51,6 +59,8 @@ __all__ = [
     "RouterError",
     "RouterStatistics",
     "RoutingResult",
+    "Rule",
+    "Span",
     "Why",
     "__version__",
     "batch_from",

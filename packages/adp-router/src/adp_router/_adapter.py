@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import repeat
+from operator import countOf
 from typing import Any
 
 from adp_router._batch import RouteBatch
 from adp_router._errors import RouterConfigError
+from adp_router._text import shown
 from adp_router._types import RouteRequest
 
 #: Attributes that an engine's objects may have, or not.
@@ -44,7 +46,7 @@ def batch_from(
     """
     for name in attributes:
         if name not in ATTRIBUTES:
-            raise RouterConfigError(f"attributes: want some of {', '.join(ATTRIBUTES)}, got {name!r}")
+            raise RouterConfigError(f"attributes: want some of {', '.join(ATTRIBUTES)}, got {shown(name)}")
 
     def column(items: list[Any], name: str) -> list[Any] | None:
         return _read(items, name) if name in attributes else None
@@ -57,13 +59,13 @@ def batch_from(
         ids = [item.request_id for item in items]
     except AttributeError:
         ids = [None]
-    if None in ids:
+    if _lacking(ids):
         ids = [_identity(i, r) for i, r in zip(items, inner, strict=True)]
     counts = list(map(length, inner)) if length is not None else [_token_count(r) for r in inner]
     parameters = column(inner, "scheduling_params")
     if parameters is None:
         parameters = column(inner, "py_scheduling_params")
-    elif None in parameters:
+    elif _lacking(parameters):
         other = column(inner, "py_scheduling_params") or repeat(None)
         parameters = [b if a is None else a for a, b in zip(parameters, other, strict=False)]
     targets = strict = None
@@ -112,7 +114,12 @@ def requests_from(
 def _read(items: list[Any], name: str) -> list[Any] | None:
     """An attribute of every object, None where it is missing; None when nothing was said at all."""
     values = list(map(getattr, items, repeat(name), repeat(None)))
-    return None if values.count(None) == len(values) else values
+    return None if _lacking(values) == len(values) else values
+
+
+def _lacking(values: list[Any]) -> int:
+    """How many are None; by type, for a value's equality may cost or fail."""
+    return countOf(map(type, values), type(None))
 
 
 def _identity(item: Any, inner: Any) -> Any:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 from adp_router._errors import RouteBatchError
+from adp_router._text import shown
 from adp_router._types import RouteRequest
 
 #: In a column of targets: this request has none. (A ``RouteRequest`` says None; -1 is no rank there.)
 NO_TARGET = -1
 
+_ZERO = 0
 _NOTHING: tuple[int, ...] = ()
 #: (field, what it is when nothing was said), of the fields that are seldom given, in the order of the columns.
 _SAID: tuple[tuple[str, Any], ...] = (
-    ("target_rank", None), ("strict", False), ("child_count", 0), ("conversation_id", None), ("prefix_matches", ()),
-    ("waited_rounds", 0),
+    ("target_rank", None), ("strict", False), ("child_count", _ZERO), ("conversation_id", None),
+    ("prefix_matches", _NOTHING), ("waited_rounds", _ZERO),
 )  # fmt: skip
 
 
@@ -25,8 +28,8 @@ _SAID: tuple[tuple[str, Any], ...] = (
 class RouteBatch:
     """Requests as columns of equal length, in order of arrival; see :class:`RouteRequest` for each column's meaning.
 
-    Engines that keep arrays build this directly and pay for no object per request. Entries are plain integers; NumPy arrays
-    are turned into lists once per call.
+    Engines that keep arrays build this directly and pay for no object per request. Columns are read once per call: a list, a
+    NumPy array (``tolist``) or another sequence; NumPy's scalars count as the numbers that they are.
 
     Attributes:
         request_ids, token_counts: Always there.
@@ -50,23 +53,36 @@ class RouteBatch:
 
     @staticmethod
     def of(requests: Sequence[RouteRequest]) -> RouteBatch:
-        """Columns of request objects; columns in which nothing was said stay None."""
+        """Columns of request objects; columns in which nothing was said stay None.
 
+        Raises:
+            RouteBatchError: Something in it is not a request; names its place.
+        """
+        requests = listed("requests", requests)
+        try:
+            return RouteBatch._of(requests)
+        except AttributeError:
+            for place, request in enumerate(requests):
+                if not isinstance(request, RouteRequest):
+                    raise RouteBatchError(f"requests[{place}]: not a RouteRequest, got {shown(request)}") from None
+            raise
+
+    @staticmethod
+    def _of(requests: list[RouteRequest]) -> RouteBatch:
         # Column by column: rows would be thousands of short-lived tuples, which set the garbage collector going. Literal names
-        # in comprehensions: twice as fast as attrgetter.
+        # in comprehensions: twice as fast as attrgetter. Identity: a value may have an equality of its own, which costs
+        # or fails; a column that is kept without need is dropped when it is checked.
         ids = [request.request_id for request in requests]
         lengths = [request.token_count for request in requests]
-        needs = [request.kv_block_count for request in requests]
-        blocks = None if needs.count(0) == len(needs) else needs
+        blocks = [request.kv_block_count for request in requests]
         for request in requests:
-            # One look at each, for most batches say no more; identity where equality costs.
             if (
                 request.target_rank is not None
                 or request.strict is not False
-                or request.child_count != 0
+                or request.child_count is not _ZERO
                 or request.conversation_id is not None
                 or request.prefix_matches is not _NOTHING
-                or request.waited_rounds != 0
+                or request.waited_rounds is not _ZERO
             ):
                 break
         else:
@@ -74,7 +90,7 @@ class RouteBatch:
         said: list[Any] = []
         for name, default in _SAID:
             values = list(map(attrgetter(name), requests))
-            said.append(None if values.count(default) == len(values) else values)
+            said.append(values if any(value is not default for value in values) else None)
         targets, strict, children, conversations, matches, waited = said
         return RouteBatch(
             ids,
@@ -90,22 +106,40 @@ class RouteBatch:
         )
 
     def normalised(self) -> RouteBatch:
-        """Arrays as lists.
+        """Columns as lists.
 
         Raises:
-            RouteBatchError: A column is longer or shorter than the ids; names it.
+            RouteBatchError: A column is not a sequence, or is longer or shorter than the ids; names it.
         """
-        count = len(self.request_ids)
-        arrays: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name in _COLUMNS:
             column: Any = getattr(self, name)
-            if column is None:
+            if column is None and name not in ("request_ids", "token_counts"):
                 continue
-            if len(column) != count:
-                raise RouteBatchError(f"{name}: want one entry per request ({count}), got {len(column)}")
-            if hasattr(column, "tolist"):
-                arrays[name] = column.tolist()
-        return replace(self, **arrays) if arrays else self
+            columns[name] = values = listed(name, column)
+            if len(values) != len(columns["request_ids"]):
+                raise RouteBatchError(
+                    f"{name}: want one entry per request ({len(columns['request_ids'])}), got {len(values)}"
+                )
+        return RouteBatch(**columns, minus_one_is_no_target=bool(self.minus_one_is_no_target))
+
+
+def listed(name: str, column: Any) -> list[Any]:
+    """A column as a list: a list as it is, an array's entries as plain numbers, any other sequence copied.
+
+    Raises:
+        RouteBatchError: It is not a sequence, or has no order.
+    """
+    if type(column) is list:
+        return column
+    if not isinstance(column, (Mapping, AbstractSet)):
+        try:
+            values = column.tolist() if hasattr(column, "tolist") else list(column)
+        except Exception as error:
+            raise RouteBatchError(f"{name}: cannot be read as a sequence: {shown(column)}") from error
+        if isinstance(values, list):
+            return values
+    raise RouteBatchError(f"{name}: want a sequence, got {shown(column)}")
 
 
 _COLUMNS = [f.name for f in fields(RouteBatch) if f.name != "minus_one_is_no_target"]

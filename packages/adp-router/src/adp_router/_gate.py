@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adp_router._errors import RouterConfigError
+from adp_router._check import plain_integer
+from adp_router._config import take
+from adp_router._errors import RankStateError
+from adp_router._text import shown
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class GateConfig:
     """Settings.
 
     Attributes:
-        wait_steps_max: Longest wait for ranks without prefill (steps, >= 0; 0: the gate is open always).
+        wait_steps_max: Longest wait for ranks without prefill (steps, >= 0; 0: the gate is always open).
         batching_steps: Longest wait for fuller batches once every rank has prefill (steps, >= 0).
     """
 
@@ -26,8 +29,7 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         for name in ("wait_steps_max", "batching_steps"):
-            if getattr(self, name) < 0:
-                raise RouterConfigError(f"{name} must be at least 0, got {getattr(self, name)!r}")
+            take(self, name, plain_integer, "an integer of at least 0", lambda value: value >= 0)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,17 @@ class DpGate:
         self._released = self._held = self._timed_out = 0
 
     def step(self, ranks: Sequence[GateRank]) -> bool:
-        """True: prefill may run in this step. With no prefill anywhere nothing is held and nothing is counted."""
+        """True: prefill may run in this step. With no prefill anywhere nothing is held and nothing is counted.
+
+        Raises:
+            RankStateError: A count that is not an integer; names position, field and value. Nothing was counted.
+        """
+        for position, rank in enumerate(ranks):
+            for name in ("prefill_count", "decode_count", "decode_room"):
+                if plain_integer(getattr(rank, name, None)) is None:
+                    raise RankStateError(
+                        f"ranks[{position}].{name}: want an integer, got {shown(getattr(rank, name, rank))}"
+                    )
         if not any(rank.prefill_count for rank in ranks):
             return True
         everyone = all(rank.prefill_count > 0 for rank in ranks)

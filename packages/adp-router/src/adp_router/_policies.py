@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from adp_router._balance import place_balanced
+from adp_router._memory import Memory
 from adp_router._route import Placement
 from adp_router._types import Why
 
@@ -13,24 +15,36 @@ from adp_router._types import Why
 class Policy(Protocol):
     """Places the rest of a batch. Equal inputs in equal order give equal results on every rank."""
 
-    def place(self, placement: Placement, indices: list[int]) -> None:
+    #: Whether what a rank has cached of a prompt need not be computed there.
+    cached: bool
+
+    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """Put or leave every request."""
 
-    def observe_target(self, conversation_id: str, rank: int) -> None:
-        """A targeted request of a conversation was placed; a policy with memory may learn from it."""
+    def prefers(self, placement: Placement, index: int) -> int | None:
+        """Position that a request without a target would rather have, when it is placed outside of the policy."""
+
+    def observe(self, placement: Placement, index: int, position: int) -> None:
+        """A request was placed outside of the policy (its target, or starving); one with memory may learn from it."""
 
     def state_digest(self) -> bytes:
-        """Bytes that are equal where the policy's memory is."""
+        """Bytes that are equal where the policy's memory is; at a cost that does not grow with it."""
 
 
 class Balanced:
     """Longest first to the least loaded rank."""
 
-    def place(self, placement: Placement, indices: list[int]) -> None:
-        """See the class."""
-        placement.place_balanced(indices)
+    cached = False
 
-    def observe_target(self, conversation_id: str, rank: int) -> None:
+    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+        """See the class."""
+        place_balanced(placement, indices)
+
+    def prefers(self, placement: Placement, index: int) -> int | None:
+        """None."""
+        return None
+
+    def observe(self, placement: Placement, index: int, position: int) -> None:
         """Remembers nothing."""
 
     def state_digest(self) -> bytes:
@@ -38,136 +52,179 @@ class Balanced:
         return b""
 
 
-class RoundRobin:
+class RoundRobin(Balanced):
     """In the order given, to the next rank in turn that can take it."""
 
     def __init__(self) -> None:
         self._cursor = 0
 
-    def place(self, placement: Placement, indices: list[int]) -> None:
+    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """See the class."""
-        size = placement.size
+        self._cursor %= placement.size
         for index in indices:
-            for step in range(size):
-                position = (self._cursor + step) % size
-                if placement.takes(index, position):
-                    placement.put(index, position, Why.NEXT_IN_TURN)
-                    self._cursor = (position + 1) % size
-                    break
-            else:
+            position = next_in_turn(placement, index, self._cursor)
+            if position is None:
                 placement.leave(index)
-
-    def observe_target(self, conversation_id: str, rank: int) -> None:
-        """Targets do not take a turn."""
+                continue
+            placement.put(index, position, Why.NEXT_IN_TURN)
+            self._cursor = (position + 1) % placement.size
 
     def state_digest(self) -> bytes:
         """The cursor."""
         return self._cursor.to_bytes(8, "little")
 
 
-class PrefixAffinity:
-    """To the rank that has most of the prompt cached, weighed against its load.
+class PrefixAffinity(Balanced):
+    """To the rank where a prompt costs least: what has to be computed, and what waits there already.
+
+    Cost at a rank: uncached tokens + weight x (its load + half of what it was given more than the rank given least). The
+    last term spreads a prefix that everybody shares: once a rank was given twice the prefix more than another, computing the
+    prefix there as well is the cheaper way on. A cached part below the threshold does not attract.
 
     Args:
-        match_fraction_min: A smaller cached part than this does not attract (0–1).
-        load_weight: How much a rank's share of the load counts against what is cached there.
+        match_fraction_min: A smaller cached part than this does not attract (0-1).
+        load_weight: How much a token that waits counts against one that must be computed.
     """
+
+    cached = True
 
     def __init__(self, match_fraction_min: float, load_weight: float) -> None:
         self._fraction = match_fraction_min
         self._weight = load_weight
 
-    def place(self, placement: Placement, indices: list[int]) -> None:
+    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """See the class. Load grows by what has to be computed, not by what is cached."""
-        batch, size = placement.batch, placement.size
-        lengths, all_matches = batch.token_counts, batch.prefix_matches
-        nothing = (0,) * size
+        lengths = placement.batch.token_counts
+        surplus = [memory.surplus(state.rank) for state in placement.ranks]
         for index in sorted(indices, key=lengths.__getitem__, reverse=True):
-            eligible = [p for p in range(size) if placement.takes(index, p)]
+            eligible = [p for p in range(placement.size) if placement.takes(index, p)]
             if not eligible:
                 placement.leave(index)
                 continue
-            length = lengths[index]
-            matches = (all_matches[index] if all_matches is not None else ()) or nothing
-            attract = max(matches[p] for p in eligible) > self._fraction * max(length, 1)
-            total = max(sum(placement.tokens[p] for p in eligible), length, 1)
-            scored = []
-            for p in eligible:
-                load = placement.tokens[p]
-                cost = length - (matches[p] if attract else 0) + self._weight * load / total * length
-                scored.append((cost, load, placement.counts[p], _tie(batch.request_ids[index], p), p))
-            best = min(scored)[-1]
-            why = Why.CACHED_PREFIX if attract and matches[best] else Why.LEAST_LOADED
-            placement.put(index, best, why, max(length - matches[best], 0))
+            matches = placement.matches[index] if placement.matches is not None else ()
+            most = max((matches[p] for p in eligible), default=0) if matches else 0
+            if not most or most <= self._fraction * lengths[index]:
+                best = min(eligible, key=placement.load_key)
+                why = Why.LEAST_LOADED
+            else:
+                best = min(eligible, key=lambda p: (self._cost(placement, index, p, surplus), placement.load_key(p)))
+                why = Why.CACHED_PREFIX
+            before = placement.tokens[best]
+            placement.put(index, best, why)
+            surplus[best] += placement.tokens[best] - before
 
-    def observe_target(self, conversation_id: str, rank: int) -> None:
-        """Remembers nothing."""
+    def _cost(self, placement: Placement, index: int, position: int, surplus: list[int]) -> float:
+        return placement.cost(index, position) + self._weight * (placement.tokens[position] + surplus[position] / 2)
 
-    def state_digest(self) -> bytes:
-        """Empty: there is no state."""
-        return b""
+
+class _Home(NamedTuple):
+    rank: int
+    #: Hash of key, rank and the moment of its last use.
+    mark: int
 
 
 class ConversationAffinity:
     """A conversation stays on the rank of its first turn while that rank has room; an overflow does not move its home.
 
+    A home that drains, or is not among the ranks any more, is given up: the next turn gets a new one.
+
     Args:
         conversations_max: Homes remembered; the least recently used goes first (count).
     """
 
+    cached = False
+
     def __init__(self, conversations_max: int) -> None:
         self._max = conversations_max
-        self._homes: OrderedDict[str, int] = OrderedDict()
+        self._homes: OrderedDict[str, _Home] = OrderedDict()
         self._cursor = 0
+        #: Uses of homes so far, and the sum of all marks: the digest of a table that nobody has to read.
+        self._uses = 0
+        self._sum = 0
 
-    def place(self, placement: Placement, indices: list[int]) -> None:
+    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """See the class. What has no home yet goes to the next rank in turn that can take it."""
-        size = placement.size
         position_of = {state.rank: p for p, state in enumerate(placement.ranks)}
-        keys = placement.batch.conversation_ids
+        self._cursor %= placement.size
         for index in indices:
-            key = None if keys is None else keys[index]
-            home = None
-            if key is not None and key in self._homes:
-                home = position_of.get(self._homes[key])
-                self._homes.move_to_end(key)
-            # A home takes its own beyond the fair share: only its capacities count.
-            if home is not None and home not in placement.reserved and placement.fits(index, home) is None:
-                placement.put(index, home, Why.HOME)
-                continue
-            eligible = [p for p in range(size) if placement.takes(index, p)]
-            if not eligible:
-                placement.leave(index)
-            elif home is not None:
-                position = min(eligible, key=lambda p: (placement.tokens[p], placement.counts[p], p))
-                placement.put(index, position, Why.OVERFLOW)
-            else:
-                position = min(eligible, key=lambda p: (p - self._cursor) % size)
-                placement.put(index, position, Why.NEXT_IN_TURN)
-                self._cursor = (position + 1) % size
-                if key is not None:
-                    self._remember(key, placement.ranks[position].rank)
+            key = self._key(placement, index)
+            known = None if key is None else self._homes.get(key)
+            home = None if known is None else position_of.get(known.rank)
+            moves = known is not None and (home is None or not placement.open[home])
+            if key is not None and home is not None and not moves:
+                self._remember(key, placement.ranks[home].rank)
+                # A home takes its own beyond the fair share: only its capacities count.
+                if home not in placement.held and placement.fits(index, home) is None:
+                    placement.put(index, home, Why.HOME)
+                    continue
+            self._place_away(placement, index, key, overflows=home is not None and not moves, moves=moves)
 
-    def observe_target(self, conversation_id: str, rank: int) -> None:
-        """A target gives a new conversation its home; a home that exists stays."""
-        if conversation_id not in self._homes:
-            self._remember(conversation_id, rank)
+    def _place_away(self, placement: Placement, index: int, key: str | None, *, overflows: bool, moves: bool) -> None:
+        if overflows or moves:
+            eligible = [p for p in range(placement.size) if placement.takes(index, p)]
+            position = min(eligible, key=placement.load_key, default=None)
+        else:
+            position = next_in_turn(placement, index, self._cursor)
+        if position is None:
+            placement.leave(index)
+            return
+        placement.put(index, position, Why.OVERFLOW if overflows else Why.REHOMED if moves else Why.NEXT_IN_TURN)
+        if not overflows and not moves:
+            self._cursor = (position + 1) % placement.size
+        if key is not None and not overflows:
+            self._remember(key, placement.ranks[position].rank)
+
+    def prefers(self, placement: Placement, index: int) -> int | None:
+        """Its home."""
+        key = self._key(placement, index)
+        known = None if key is None else self._homes.get(key)
+        if known is None:
+            return None
+        return next((p for p, state in enumerate(placement.ranks) if state.rank == known.rank), None)
+
+    def observe(self, placement: Placement, index: int, position: int) -> None:
+        """A placement gives a conversation its home where it has none, or one that drains; a home that is open stays."""
+        key = self._key(placement, index)
+        if key is None:
+            return
+        known = self._homes.get(key)
+        stays = known is not None and any(s.rank == known.rank and not s.draining for s in placement.ranks)
+        self._remember(key, known.rank if known is not None and stays else placement.ranks[position].rank)
+
+    @staticmethod
+    def _key(placement: Placement, index: int) -> str | None:
+        keys = placement.batch.conversation_ids
+        return None if keys is None else keys[index]
 
     def _remember(self, key: str, rank: int) -> None:
-        self._homes[key] = rank
+        """A use of a home, now the most recent; the table's digest follows by what came and what went."""
+        before = self._homes.get(key)
+        if before is not None:
+            self._sum -= before.mark
+        self._uses += 1
+        text = b"%d %d " % (rank, self._uses) + key.encode("utf-8", "surrogatepass")
+        mark = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+        self._homes[key] = _Home(rank, mark)
+        self._homes.move_to_end(key)
+        self._sum += mark
         while len(self._homes) > self._max:
-            self._homes.popitem(last=False)
+            _, gone = self._homes.popitem(last=False)
+            self._sum -= gone.mark
 
     def home_of(self, conversation_id: str) -> int | None:
         """The rank that a conversation is at home on."""
-        return self._homes.get(conversation_id)
+        known = self._homes.get(conversation_id)
+        return None if known is None else known.rank
 
     def state_digest(self) -> bytes:
-        """Homes in order of use, and the cursor."""
-        text = "\0".join(f"{key}\1{rank}" for key, rank in self._homes.items())
-        return hashlib.blake2b(f"{self._cursor}\0{text}".encode(), digest_size=16).digest()
+        """Homes with their order of use, and the cursor: kept up to date by each use, read at once."""
+        return b"%d %d %x" % (self._cursor, self._uses, self._sum % (1 << 128))
 
 
-def _tie(request_id: int, position: int) -> bytes:
-    """Spreads ties, the same way in every process."""
-    return hashlib.blake2b(f"{request_id}:{position}".encode(), digest_size=8).digest()
+def next_in_turn(placement: Placement, index: int, cursor: int) -> int | None:
+    """The first position from a cursor on that takes a request."""
+    for step in range(placement.size):
+        position = (cursor + step) % placement.size
+        if placement.takes(index, position):
+            return position
+    return None

@@ -1,13 +1,9 @@
-"""Inputs and results of routing. All frozen; ids and counts are plain integers, so any engine can fill them."""
+"""Inputs, reasons and rules: the vocabulary. All frozen; ids and counts are integers, so any engine can fill them."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from adp_router._route import Placement
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +12,14 @@ class RouteRequest:
 
     Attributes:
         request_id: Unique in a call.
-        token_count: Prompt tokens that its rank has to compute (count, >= 0).
-        target_rank: Rank that it asks for, or None (-1 is no rank).
+        token_count: Length of its prompt (tokens, >= 0), whatever may be cached of it.
+        target_rank: Rank that it asks for, or None (-1 is not a rank).
         strict: Only the target will do; otherwise it is a wish.
         child_count: Further sequences that share the prompt (n > 1); each takes a slot (count).
         kv_block_count: KV blocks that it will need (count); 0 where the engine does not say.
         conversation_id: Turns of one conversation share it.
-        prefix_matches: Tokens of its prompt that each rank has cached, by position in the ranks given (tokens).
+        prefix_matches: Tokens of its prompt that each rank has cached, by position in the ranks given (tokens). Policy
+            ``prefix`` subtracts them: a rank has to compute the rest. Other policies do not read them.
         waited_rounds: Calls in which it was left over before (count).
     """
 
@@ -44,10 +41,13 @@ class RankState:
     Attributes:
         token_count: Tokens that load it (count).
         request_count: Sequences that it holds (count).
-        free_slots: Sequences that it can still take (count).
+        free_slots: Sequences that it can still take (count; negative where a rank is over its limit).
         free_kv_blocks: KV blocks that are free (count).
-        free_tokens: Prompt tokens that it can still take in (count).
+        free_tokens: Prompt tokens that it can still compute (count).
         draining: Takes nothing new.
+        total_slots: Sequences that it can take when it is empty (count). None: not known.
+        total_kv_blocks: KV blocks when it is empty (count). None: not known.
+        total_tokens: Prompt tokens that it can compute when it is empty (count). None: not known.
     """
 
     rank: int
@@ -57,10 +57,16 @@ class RankState:
     free_kv_blocks: int | None = None
     free_tokens: int | None = None
     draining: bool = False
+    total_slots: int | None = None
+    total_kv_blocks: int | None = None
+    total_tokens: int | None = None
 
 
 class LeftoverReason(enum.Enum):
-    """Why a request was not placed in this call. It may be offered again."""
+    """Why a request was not placed in this call. It may be offered again.
+
+    IMPOSSIBLE: it exceeds the totals of every rank that it may go to; offering it again helps only if the ranks change.
+    """
 
     TARGET_FULL = "target_full"
     TARGET_DRAINING = "target_draining"
@@ -70,14 +76,16 @@ class LeftoverReason(enum.Enum):
     NO_FREE_TOKENS = "no_free_tokens"
     COUNT_LIMIT = "count_limit"
     HELD_FOR_STARVING = "held_for_starving"
+    IMPOSSIBLE = "impossible"
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A request that stays in the queue, and why."""
+    """A request that stays in the queue, why, and (where it is impossible) what it needs and what there is."""
 
     request_id: int
     reason: LeftoverReason
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,95 +97,41 @@ class RequestError:
     message: str
 
 
+class Exclusion(enum.Enum):
+    """Why one rank could not take one request at that moment."""
+
+    DRAINING = "draining"
+    NO_FREE_SLOT = "no free slot"
+    NO_FREE_KV_BLOCKS = "not enough free KV blocks"
+    NO_FREE_TOKENS = "not enough free tokens"
+    COUNT_LIMIT = "it had its share of the batch"
+    HELD_FOR_STARVING = "kept free for a request that waited longer"
+
+
 class Why(enum.Enum):
-    """Why a request went where it did."""
+    """Which part of the router placed a request; see :class:`Rule` for what decided between the ranks."""
 
     TARGET = "its target"
     LEAST_LOADED = "least loaded"
-    STARVING = "waited longest, least loaded"
+    STARVING = "waited longest"
     NEXT_IN_TURN = "next in turn"
-    CACHED_PREFIX = "most of its prompt is cached there"
+    CACHED_PREFIX = "cached prefix"
     HOME = "home of its conversation"
-    OVERFLOW = "its conversation's home is full, least loaded"
+    OVERFLOW = "its conversation's home is full"
+    REHOMED = "its conversation's home drains or is gone"
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One placement, with what was known at that moment.
+class Rule(enum.Enum):
+    """What decided between the ranks, each true as it reads."""
 
-    Attributes:
-        load_tokens: Tokens on the rank before it (count).
-        load_requests: Sequences on the rank before it (count).
-    """
-
-    request_id: int
-    rank: int
-    why: Why
-    token_count: int
-    load_tokens: int
-    load_requests: int
-
-
-@dataclass(frozen=True, eq=False)
-class RoutingResult:
-    """Where every request went. Each request is in exactly one of ``assignments``, ``leftovers`` and ``errors``.
-
-    Attributes:
-        assignments: Request ids by rank, in the order to start them; every rank is a key.
-        expected_request_count: Sequences on the fullest rank if its fair share is taken (count); no rank ends above it.
-        digest: Hash of everything that was put in (16 bytes): equal on ranks that saw the same.
-        placement: The core's books; read ``decisions`` instead.
-    """
-
-    assignments: dict[int, tuple[int, ...]]
-    leftovers: tuple[Leftover, ...]
-    errors: tuple[RequestError, ...]
-    expected_request_count: int
-    digest: bytes
-    placement: Placement = field(repr=False)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """Every placement with what was known at that moment; made when it is asked for."""
-        books = self.placement
-        tokens = [state.token_count for state in books.ranks]
-        counts = [state.request_count for state in books.ranks]
-        found = []
-        for index, position, why, added in zip(
-            books.log_index, books.log_position, books.log_why, books.log_added, strict=True
-        ):
-            found.append(
-                Decision(
-                    books.batch.request_ids[index], books.ranks[position].rank, why, books.batch.token_counts[index],
-                    tokens[position], counts[position],
-                )
-            )  # fmt: skip
-            tokens[position] += added
-            counts[position] += books.weight(index)
-        return tuple(found)
-
-    def explain(self, request_id: int | None = None) -> str:
-        """In words, one line per request (of one request, when its id is given).
-
-        Raises:
-            KeyError: No such request was in this call.
-        """
-        lines = [
-            f"request {d.request_id} ({d.token_count} tokens) -> rank {d.rank}: {d.why.value} "
-            f"({d.load_tokens} tokens in {d.load_requests} requests before it)"
-            for d in self.decisions
-            if request_id in (None, d.request_id)
-        ]
-        lines += [
-            f"request {x.request_id} stays: {x.reason.value}"
-            for x in self.leftovers
-            if request_id in (None, x.request_id)
-        ]
-        lines += [
-            f"request {e.request_id} refused: {e.field}: {e.message}"
-            for e in self.errors
-            if request_id in (None, e.request_id)
-        ]
-        if request_id is not None and not lines:
-            raise KeyError(request_id)
-        return "\n".join(lines)
+    TARGET = "its target"
+    LEAST_LOADED = "least loaded"
+    FEWEST_REQUESTS = "least loaded, with the fewest requests of its equals"
+    ITS_TURN = "least loaded, and its turn among equals"
+    WITH_ROOM = "least loaded of the ranks that can take it"
+    IN_SHARE = "least loaded of the ranks that had not had their share of the batch"
+    NOT_HELD = "least loaded of the ranks that are not kept free for another request"
+    NEXT_IN_TURN = "next in turn that can take it"
+    CACHED_PREFIX = "what is cached there outweighs its load"
+    CACHE_OUTWEIGHED = "least to compute and to wait for; more is cached elsewhere"
+    HOME = "home of its conversation"

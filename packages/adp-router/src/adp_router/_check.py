@@ -1,0 +1,322 @@
+"""The boundary: whatever a caller gave becomes plain integers, strings and booleans here, before anything changes.
+
+What is wrong with one request is that request's error; what is wrong with a rank fails the call. The bytes for the digest
+are made from what was normalised: equal inputs have equal digests whatever types carry them, different ones different digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import countOf, index
+from typing import Any
+
+from adp_router._batch import NO_TARGET, RouteBatch
+from adp_router._errors import RankStateError
+from adp_router._text import canonical, shown
+from adp_router._types import RankState, RequestError
+
+#: Type code of unsigned integers of 32 bits.
+_UNSIGNED = "I" if array("I").itemsize == 4 else "L"
+#: Counts are below this, so that a capacity without limit is above each (count).
+COUNT_END = 1 << 62
+_CAPACITIES = ("slots", "kv_blocks", "tokens")
+#: Field, whether None is a value, whether negative is.
+_RANK_FIELDS = (
+    ("rank", False, False), ("token_count", False, False), ("request_count", False, False),
+    *((f"free_{name}", True, True) for name in _CAPACITIES), *((f"total_{name}", True, False) for name in _CAPACITIES),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A call's inputs, sound and plain.
+
+    Attributes:
+        batch: Columns without a fault in the rows of ``good``; ids are what the caller gave.
+        good: Rows that can be routed.
+        errors: What is wrong with the others.
+        packed: Bytes of all of it, for the digest.
+    """
+
+    batch: RouteBatch
+    good: list[int]
+    errors: list[RequestError]
+    packed: list[bytes]
+
+
+def plain_integer(value: object) -> int | None:
+    """The plain integer that a value is, or None. A truth value is not a count."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool):
+        return None
+    try:
+        return int(index(value))  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001  a caller's object may fail in any way
+        return None
+
+
+def plain_flag(value: object) -> bool | None:
+    """The truth value that a value is (True, False, 1, 0, and NumPy's), or None."""
+    if type(value) is bool:
+        return value
+    try:
+        scalar = value.item() if hasattr(value, "item") else value
+        number = scalar if type(scalar) is bool else index(scalar)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001  a caller's object may fail in any way
+        return None
+    return bool(number) if number in (0, 1) else None
+
+
+def check_ranks(ranks: Sequence[RankState]) -> tuple[tuple[RankState, ...], dict[int, int], bytes]:
+    """Plain states, positions by rank, and their bytes for the digest.
+
+    Raises:
+        RankStateError: None, one twice, or a field that cannot be used; names position, field and value.
+    """
+    try:
+        states = list(ranks)
+    except Exception as error:
+        raise RankStateError(f"ranks: want a sequence of RankState, got {shown(ranks)}") from error
+    if not states:
+        raise RankStateError("ranks: want at least one, got none")
+    position_of: dict[int, int] = {}
+    rows = []
+    for position, state in enumerate(states):
+        if not isinstance(state, RankState):
+            raise RankStateError(f"ranks[{position}]: not a RankState, got {shown(state)}")
+        values = _rank_values(position, state)
+        draining = plain_flag(state.draining)
+        if draining is None:
+            raise RankStateError(f"ranks[{position}].draining: want True or False, got {shown(state.draining)}")
+        plain = dict(zip((name for name, _, _ in _RANK_FIELDS), values, strict=True))
+        states[position] = RankState(**plain, draining=draining)  # type: ignore[arg-type]
+        rank = states[position].rank
+        if rank in position_of:
+            raise RankStateError(f"ranks[{position}].rank: {rank} appears twice")
+        position_of[rank] = position
+        rows.append((*values, draining))
+    return tuple(states), position_of, repr(rows).encode()
+
+
+def _rank_values(position: int, state: RankState) -> list[int | None]:
+    values: list[int | None] = []
+    for name, may_lack, may_be_negative in _RANK_FIELDS:
+        given = getattr(state, name)
+        if given is None and may_lack:
+            values.append(None)
+            continue
+        value = plain_integer(given)
+        where = f"ranks[{position}].{name}"
+        if value is None:
+            raise RankStateError(f"{where}: want an integer, got {shown(given)}")
+        if value < 0 and not may_be_negative:
+            raise RankStateError(f"{where}: must not be negative, got {shown(value)}")
+        if not -COUNT_END < value < COUNT_END:
+            raise RankStateError(f"{where}: must be below 2**62, got {shown(value)}")
+        values.append(value)
+    for number, name in enumerate(_CAPACITIES):
+        free, total = values[3 + number], values[6 + number]
+        if free is not None and total is not None and free > total:
+            raise RankStateError(f"ranks[{position}].free_{name}: {free} is more than total_{name}, {total}")
+    return values
+
+
+def check_requests(given: RouteBatch, position_of: dict[int, int], size: int) -> Checked:
+    """Sound columns. A column without a fault costs two passes: its types, and packing it for the digest.
+
+    Raises:
+        RouteBatchError: Columns of unequal length, or one that is not a sequence.
+    """
+    batch = given.normalised()
+    bad: dict[int, tuple[str, str]] = {}
+    packed: list[bytes] = []
+    found: dict[str, Any] = {"request_ids": _ids(batch.request_ids, bad, packed)}  # type: ignore[arg-type]
+    for field, name in (
+        ("token_count", "token_counts"), ("child_count", "child_counts"), ("kv_block_count", "kv_block_counts"),
+        ("waited_rounds", "waited_rounds"),
+    ):  # fmt: skip
+        column = getattr(batch, name)
+        found[name] = None if column is None else _counts(field, column, bad, packed)
+    if found["token_counts"] is None:
+        found["token_counts"] = [0] * len(batch)
+    if batch.target_ranks is not None or batch.strict is not None:
+        found["target_ranks"], found["strict"] = _targets(batch, position_of, bad, packed)
+    if batch.conversation_ids is not None:
+        found["conversation_ids"] = _conversations(batch.conversation_ids, bad, packed)
+    if batch.prefix_matches is not None:
+        found["prefix_matches"] = _matches(batch.prefix_matches, size, bad, packed)
+    checked = replace(batch, **found)
+    rows = range(len(batch))
+    if not bad:
+        return Checked(checked, list(rows), [], packed)
+    errors = [RequestError(batch.request_ids[row], *bad[row]) for row in sorted(bad)]
+    return Checked(checked, [row for row in rows if row not in bad], errors, packed)
+
+
+def digest_of(*parts: bytes) -> bytes:
+    """Hash of parts, each with its length before it (16 bytes)."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(b"%d:" % len(part))
+        digest.update(part)
+    return digest.digest()
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def _plain(
+    column: list[Any],
+    read: Callable[[object], Any],
+    kinds: Sequence[type],
+    blank: Any,
+    complain: Callable[[int, object], None],
+) -> tuple[list[Any], bytes]:
+    """A column with every value plain; what cannot be read is reported, blank, and in the bytes by its text."""
+    count = len(column)
+    if sum(countOf(map(type, column), kind) for kind in kinds) == count:
+        return column, b""
+    values, faults = [], []
+    for row, given in enumerate(column):
+        if type(given) in kinds:
+            values.append(given)
+            continue
+        value = read(given)
+        if value is None:
+            complain(row, given)
+            faults.append(f"{row} {canonical(given)}")
+        values.append(blank if value is None else value)
+    return values, b"".join(
+        b"%d:%s" % (len(text), text) for text in (f.encode("utf-8", "surrogatepass") for f in faults)
+    )
+
+
+def _pack(values: list[int]) -> tuple[bool, bytes]:
+    """Whether plain integers are all of 32 bits and none negative, and their bytes.
+
+    Unsigned ones are a third of the work, and half the bytes to hash.
+    """
+    for code in _UNSIGNED, "q":
+        packed = array(code)
+        try:
+            packed.fromlist(values)
+        except OverflowError:
+            continue
+        return code != "q", code.encode() + packed.tobytes()
+    return False, b"x" + " ".join(map(hex, values)).encode()
+
+
+def _ids(column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]) -> list[int]:
+    def complain(row: int, given: object) -> None:
+        bad[row] = ("request_id", f"want an integer, got {shown(given)}")
+
+    values, faults = _plain(column, plain_integer, (int,), 0, complain)
+    packed += (b"request_id", _pack(values)[1], faults)
+    if bad or len(set(values)) != len(values):
+        seen: set[int] = set()
+        for row, value in enumerate(values):
+            if row in bad:
+                continue
+            if value in seen:
+                bad[row] = ("request_id", f"{shown(value)} appears twice")
+            seen.add(value)
+    return values
+
+
+def _counts(field: str, column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]) -> list[int] | None:
+    """Plain counts; None where all are 0, as if nothing had been said."""
+
+    def complain(row: int, given: object) -> None:
+        bad.setdefault(row, (field, f"want an integer, got {shown(given)}"))
+
+    values, faults = _plain(column, plain_integer, (int,), 0, complain)
+    if not faults and not any(values):
+        return None
+    small, data = _pack(values)
+    packed += (field.encode(), data, faults)
+    if not small and values and (min(values) < 0 or max(values) >= COUNT_END):
+        for row, value in enumerate(values):
+            if value < 0:
+                bad.setdefault(row, (field, f"must not be negative, got {shown(value)}"))
+            elif value >= COUNT_END:
+                bad.setdefault(row, (field, f"must be below 2**62, got {shown(value)}"))
+        # A bad row is never placed; its number must not spoil a sum over the column.
+        values = [value if 0 <= value < COUNT_END else 0 for value in values]
+    return values
+
+
+def _targets(
+    batch: RouteBatch, position_of: dict[int, int], bad: dict[int, tuple[str, str]], packed: list[bytes]
+) -> tuple[list[int | None] | None, list[bool] | None]:
+    def no_rank(row: int, given: object) -> None:
+        bad.setdefault(row, ("target_rank", f"there is no rank {shown(given)}; there are {sorted(position_of)}"))
+
+    def no_flag(row: int, given: object) -> None:
+        bad.setdefault(row, ("strict", f"want True or False, got {shown(given)}"))
+
+    targets: list[int | None] | None = None
+    strict: list[bool] | None = None
+    if batch.target_ranks is not None:
+        targets, faults = _plain(batch.target_ranks, plain_integer, (int, type(None)), None, no_rank)  # type: ignore[arg-type]
+        if batch.minus_one_is_no_target:
+            targets = [None if target == NO_TARGET else target for target in targets]
+        said = bytes(target is not None for target in targets)
+        if any(said) or faults:
+            packed += (b"target_rank", said, _pack([0 if target is None else target for target in targets])[1], faults)
+        for row, target in enumerate(targets):
+            if target is not None and target not in position_of:
+                no_rank(row, target)
+    if batch.strict is not None:
+        strict, faults = _plain(batch.strict, plain_flag, (bool,), False, no_flag)  # type: ignore[arg-type]
+        if any(strict) or faults:
+            packed += (b"strict", bytes(strict), faults)
+        for row, wanted in enumerate(strict):
+            if wanted and (targets is None or targets[row] is None):
+                bad.setdefault(row, ("strict", "a strict request names its target_rank, got None"))
+    return targets, strict
+
+
+def _conversations(
+    column: Sequence[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]
+) -> list[str | None] | None:
+    def complain(row: int, given: object) -> None:
+        bad.setdefault(row, ("conversation_id", f"want a string or None, got {shown(given)}"))
+
+    def read(given: object) -> str | None:
+        return str.__str__(given) if isinstance(given, str) else None
+
+    values, faults = _plain(column, read, (str, type(None)), None, complain)  # type: ignore[arg-type]
+    if not faults and values.count(None) == len(values):
+        return None
+    lengths = array("q", [-1 if value is None else len(value) for value in values])
+    text = "".join(value for value in values if value is not None).encode("utf-8", "surrogatepass")
+    packed += (b"conversation_id", lengths.tobytes(), text, faults)
+    return values
+
+
+def _matches(
+    column: Sequence[Any], size: int, bad: dict[int, tuple[str, str]], packed: list[bytes]
+) -> list[tuple[int, ...]] | None:
+    values: list[tuple[int, ...]] = []
+    for row, given in enumerate(column):
+        try:
+            counts = [plain_integer(value) for value in (() if given is None else given)]
+        except Exception:  # noqa: BLE001  a caller's object may fail in any way
+            counts = [None]
+        found = tuple(count for count in counts if count is not None and 0 <= count < COUNT_END)
+        if len(found) != len(counts):
+            bad.setdefault(row, ("prefix_matches", f"want counts that are not negative, got {shown(given)}"))
+        elif len(found) not in (0, size):
+            bad.setdefault(row, ("prefix_matches", f"want one count per rank ({size}), got {len(found)}"))
+        if not counts:
+            values.append(())
+            continue
+        sound = len(found) == len(counts) and len(found) in (0, size)
+        text = repr(found) if len(found) == len(counts) else canonical(given)
+        packed.append(f"prefix_matches {row} {text}".encode("utf-8", "surrogatepass"))
+        values.append(found if sound else ())
+    return values if any(values) else None

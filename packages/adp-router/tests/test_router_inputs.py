@@ -1,0 +1,279 @@
+"""The boundary: any input is either normalised or refused by name and value; what is refused has changed nothing."""
+
+import enum
+import random
+
+import numpy as np
+import pytest
+
+from adp_router import (
+    DpGate,
+    GateConfig,
+    GateRank,
+    RankState,
+    RankStateError,
+    RouteBatch,
+    RouteBatchError,
+    Router,
+    RouterConfig,
+    RouterConfigError,
+    RouteRequest,
+)
+
+POLICIES = ("balanced", "round_robin", "prefix", "conversation")
+RANKS = [RankState(0), RankState(1)]
+
+
+class Angry:
+    """Nothing about it works."""
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+    __index__ = __len__ = __iter__ = __eq__ = __hash__ = __repr__
+
+
+class Name(str):
+    """A string with ideas of its own."""
+
+    def __str__(self):
+        return "other"
+
+    def __eq__(self, other):
+        raise RuntimeError("no")
+
+    __hash__ = str.__hash__
+
+
+class Level(enum.IntEnum):
+    ONE = 1
+
+
+NASTY = [
+    None, True, False, np.bool_(True), 1.0, float("nan"), float("inf"), -1, 1 << 62, 10**5000, -(10**5000), "7", "\ud800",
+    b"x", [], [1], (), {}, {1}, np.int64(3), np.uint64(2**63), np.float32(1.5), np.array([1, 2]), np.array(5), Angry(),
+    Level.ONE, Name("c"), object,
+]  # fmt: skip
+
+
+def ids(values):
+    return [f"{type(v).__name__}-{i}" for i, v in enumerate(values)]
+
+
+FIELDS = (
+    "request_id", "token_count", "target_rank", "strict", "child_count", "kv_block_count", "conversation_id", "prefix_matches",
+    "waited_rounds",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", NASTY, ids=ids(NASTY))
+def test_any_value_in_any_field_of_a_request_leaves_the_router_able_to_go_on(field, value):
+    """It is placed, left over or refused alone; the next calls are those of a router that was given the same."""
+    for policy in POLICIES:
+        first, second = Router(policy), Router(policy)
+        request = RouteRequest(**{"request_id": 7, "token_count": 5, field: value})
+        for router in (first, second):
+            result = router.route([RouteRequest(1, 5), request], RANKS)
+            assert len(result.errors) + len(result.leftovers) + sum(map(len, result.assignments.values())) == 2
+            assert all(type(i) is int for placed in result.assignments.values() for i in placed)
+            assert result.explain()
+        after = [r.route([RouteRequest(2, 5, conversation_id="c")], RANKS) for r in (first, second)]
+        assert after[0].assignments == after[1].assignments
+        assert after[0].digest == after[1].digest
+
+
+RANK_FIELDS = (
+    "rank", "token_count", "request_count", "free_slots", "free_kv_blocks", "free_tokens", "draining", "total_slots",
+    "total_kv_blocks", "total_tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("field", RANK_FIELDS)
+@pytest.mark.parametrize("value", NASTY, ids=ids(NASTY))
+def test_any_value_in_any_field_of_a_rank_is_used_or_refused_by_name(field, value):
+    """A call that raises has changed nothing."""
+    router, untouched = Router("conversation"), Router("conversation")
+    states = [RankState(9), RankState(**{"rank": 4, field: value})]
+    problem = ""
+    try:
+        router.route([RouteRequest(1, 5, conversation_id="c")], states)
+    except RankStateError as error:
+        problem = str(error)
+    if not problem:
+        assert router.statistics().calls == 1
+        return
+    assert f"ranks[1].{field}" in problem
+    assert len(problem) < 300
+    assert router.statistics() == untouched.statistics()
+    one, other = (r.route([RouteRequest(2, 5)], RANKS) for r in (router, untouched))
+    assert (one.assignments, one.digest) == (other.assignments, other.digest)
+
+
+def test_free_is_at_most_the_total():
+    """Named with both numbers."""
+    with pytest.raises(RankStateError, match=r"ranks\[0\].free_kv_blocks: 9 is more than total_kv_blocks, 8"):
+        Router().route([], [RankState(0, free_kv_blocks=9, total_kv_blocks=8)])
+
+
+@pytest.mark.parametrize("requests", [5, None, [None], [RouteRequest(1, 2), "x"], Angry(), {RouteRequest(1, 2)}])
+def test_what_is_not_a_list_of_requests_is_refused(requests):
+    """By place."""
+    with pytest.raises(RouteBatchError, match="requests"):
+        Router().route(requests, RANKS)
+
+
+@pytest.mark.parametrize("column", [5, None, {1: 2}, {1}, np.array(3), Angry()])
+def test_what_is_not_a_column_is_refused(column):
+    """By name."""
+    with pytest.raises(RouteBatchError, match="token_counts"):
+        Router().route(RouteBatch([1], column), RANKS)
+
+
+@pytest.mark.parametrize("ranks", [5, None, [None], [3], Angry()])
+def test_what_is_not_a_list_of_ranks_is_refused(ranks):
+    """By place."""
+    with pytest.raises(RankStateError, match="ranks"):
+        Router().route([], ranks)
+
+
+@pytest.mark.parametrize("number", [np.int8, np.int32, np.int64, np.uint16, Level])
+def test_numbers_of_any_type_are_the_numbers_that_they_are(number):
+    """Equal placements, plain integers, no wrapping, equal digests; in ranks, requests and columns."""
+    one = number(1)
+    plain = RouteRequest(1, 1, 1, True, 1, 1, "c", (1, 1), 1)
+    typed = RouteRequest(one, one, one, np.bool_(True), one, one, Name("c"), np.array([1, 1]), one)
+    full = RankState(1, 1, 1, 1000, 1000, 1000, False, 1000, 1000, 1000)
+    states = [RankState(0), full]
+    odd = [RankState(0), RankState(one, one, one, 1000, 1000, 1000, np.bool_(False), 1000, 1000, 1000)]
+    for policy in POLICIES:
+        first = Router(policy).route([plain, RouteRequest(2, 2**40)], states)
+        second = Router(policy).route([typed, RouteRequest(2, 2**40)], odd)
+        assert (first.assignments, first.digest) == (second.assignments, second.digest)
+        assert all(type(d.load_tokens) is int for d in second.decisions)
+
+
+def test_small_integers_do_not_wrap():
+    """Loads in int8 near their end."""
+    ranks = [RankState(0, np.int8(120)), RankState(1, np.int8(125))]
+    result = Router().route([RouteRequest(i, np.int8(100)) for i in range(4)], ranks)
+    assert sorted(map(len, result.assignments.values())) == [2, 2]
+
+
+def variants():
+    """Calls that all say something else, and the ways to say each."""
+    rng = random.Random(3)
+    base = {"request_id": 1, "token_count": 5}
+    changes = [
+        {}, {"request_id": 2}, {"token_count": 6}, {"target_rank": 0}, {"target_rank": 1}, {"target_rank": -2},
+        {"child_count": 1}, {"kv_block_count": 1}, {"conversation_id": "c"}, {"conversation_id": "\ud800"},
+        {"conversation_id": "\\ud800"}, {"conversation_id": ""}, {"prefix_matches": (1, 0)}, {"prefix_matches": (0, 1)},
+        {"waited_rounds": 1}, {"token_count": float("nan")}, {"token_count": "5"}, {"token_count": 5.5}, {"token_count": True},
+        {"token_count": 1 << 70}, {"target_rank": 0, "strict": True}, {"conversation_id": 5}, {"conversation_id": "5"},
+    ]  # fmt: skip
+    rng.shuffle(changes)
+    return [RouteRequest(**{**base, **change}) for change in changes]
+
+
+def test_digests_are_equal_exactly_where_inputs_are():
+    """Every pair of calls; as objects, columns and arrays."""
+    digests = [Router().route([request], RANKS).digest for request in variants()]
+    assert len(set(digests)) == len(digests)
+    for request, digest in zip(variants(), digests, strict=True):
+        assert Router().route([request], RANKS).digest == digest
+        assert Router().route(RouteBatch.of([request]), RANKS).digest == digest
+    two = [("ab", "c"), ("a", "bc"), ("abc", ""), ("abc", None)]
+    found = {
+        Router().route([RouteRequest(i, 1, conversation_id=c) for i, c in enumerate(pair)], RANKS).digest
+        for pair in two
+    }
+    assert len(found) == 4
+
+
+def test_columns_in_which_nothing_is_said_are_as_if_left_out():
+    """Zeros, nothing strict, no target: the same call, the same digest."""
+    said = RouteBatch(
+        [1, 2], [3, 4], [-1, None], [False, 0], [0, 0], np.zeros(2, dtype=int), [None, None], [(), None], [0, 0]
+    )
+    short = RouteBatch([1, 2], [3, 4])
+    first, second = Router().route(said, RANKS), Router().route(short, RANKS)
+    assert (first.assignments, first.digest) == (second.assignments, second.digest)
+
+
+RANK_CHANGES = [{name: 9} for name in RANK_FIELDS if name != "draining"] + [{"draining": True}]
+
+
+@pytest.mark.parametrize("change", RANK_CHANGES, ids=lambda c: next(iter(c)))
+def test_the_digest_sees_every_field_of_a_rank(change):
+    """One by one."""
+    plain = Router().route([], [RankState(1)]).digest
+    assert Router().route([], [RankState(**{"rank": 1, **change})]).digest != plain
+
+
+def test_the_digest_sees_what_a_router_remembers():
+    """What was given, what is kept free, what was seen idle, homes and turns."""
+
+    def after(policy, *calls):
+        router = Router(policy, config=RouterConfig(starvation_rounds=1))
+        for call in calls:
+            router.route(*call)
+        return router.route([], [RankState(0, 1, 1), RankState(1, 1, 1)]).digest
+
+    one = ([RouteRequest(1, 5)], RANKS)
+    assert after("balanced", one) != after("balanced")
+    big = ([RouteRequest(1, 5, child_count=3, waited_rounds=2)], [RankState(0, 1, 1, 2), RankState(1, 1, 1, 1)])
+    assert after("balanced", big) != after("balanced")
+    assert after("balanced", ([], [RankState(0, free_slots=3), RankState(1)])) != after("balanced")
+    assert after("round_robin", one) != after("balanced", one)
+    homes = [([RouteRequest(1, 5, target_rank=0, conversation_id=c)], RANKS) for c in "ab"]
+    assert after("conversation", *homes) != after("conversation", *homes[::-1])
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "3", True, -1, 0.5, [], Angry(), float("-inf")])
+@pytest.mark.parametrize(
+    "field", ["count_multiplier", "starvation_rounds", "match_fraction_min", "load_weight", "conversations_max"]
+)
+def test_settings_that_cannot_be_used_are_refused(field, value):
+    """nan, strings, truth values: field and value, never a bare TypeError."""
+    fine = {("count_multiplier", None), ("match_fraction_min", 0.5), ("load_weight", 0.5)}
+    if any(field == name and (value is good or value == good) for name, good in fine if type(value) is type(good)):
+        RouterConfig(**{field: value})
+        return
+    with pytest.raises(RouterConfigError, match=field):
+        RouterConfig(**{field: value})
+
+
+def test_settings_become_plain():
+    """NumPy's numbers are the numbers that they are: the digest does not see their type."""
+    odd = RouterConfig(np.float64(2.0), np.int32(3), np.float32(0.5), 1, np.int64(9))
+    assert odd == RouterConfig(2.0, 3, 0.5, 1.0, 9)
+    assert type(odd.starvation_rounds) is int
+    first, second = (Router(config=c).route([], RANKS).digest for c in (odd, RouterConfig(2, 3, 0.5, 1.0, 9)))
+    assert first == second
+
+
+@pytest.mark.parametrize("value", [float("nan"), "3", True, -1, 0.5, None])
+@pytest.mark.parametrize("field", ["wait_steps_max", "batching_steps"])
+def test_gate_settings_that_cannot_be_used_are_refused(field, value):
+    """Field and value."""
+    with pytest.raises(RouterConfigError, match=field):
+        GateConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [None, "1", 0.5, float("nan"), True])
+def test_a_gate_refuses_counts_that_are_none(value):
+    """Nothing is counted."""
+    gate = DpGate()
+    for bad in (GateRank(value, 1, 1), GateRank(1, value, 1), GateRank(1, 1, value), None):
+        with pytest.raises(RankStateError, match=r"ranks\[1\]"):
+            gate.step([GateRank(1, 1, 1), bad])
+    assert gate.statistics() == DpGate().statistics()
+
+
+@pytest.mark.parametrize("policy", [None, 5, "fastest", ["balanced"], Angry()])
+def test_policies_that_are_not_known_are_refused(policy):
+    """By value, whatever its type."""
+    with pytest.raises(RouterConfigError, match="policy must be one of"):
+        Router(policy)
+    with pytest.raises(RouterConfigError, match="config must be a RouterConfig"):
+        Router(config={"starvation_rounds": 3})

@@ -1,0 +1,218 @@
+"""Liveness: every request that fits somewhere is placed within the bound that docs/design.md states and proves."""
+
+import dataclasses
+import os
+import random
+
+import pytest
+
+from adp_router import LeftoverReason, RankState, Router, RouterConfig, RouteRequest, Why
+
+#: The random traces; ``nox -s router_traces`` and the full check run 10,000.
+TRACES = int(os.environ.get("ADP_ROUTER_TRACES", "400"))
+POLICIES = ("balanced", "round_robin", "prefix", "conversation")
+
+
+class World:
+    """An engine: ranks with totals, requests that hold what they need for at most ``longest`` calls, and a queue."""
+
+    def __init__(self, rng, policy, totals_known):
+        self.rng = rng
+        self.size = rng.choice([1, 2, 3, 5])
+        self.slots = [rng.randrange(2, 7) for _ in range(self.size)]
+        self.blocks = [rng.randrange(10, 41) for _ in range(self.size)]
+        self.longest = rng.randrange(1, 5)
+        self.rounds = rng.randrange(1, 4)
+        self.totals_known = totals_known
+        self.router = Router(policy, config=RouterConfig(starvation_rounds=self.rounds))
+        self.cached = policy == "prefix"
+        self.draining = set()
+        self.running, self.waiting = [], []
+        self.now = self.serial = self.drain_events = 0
+        #: By request: when it came, who was ahead of it then, drain events so far.
+        self.story = {}
+
+    def fits_empty(self, request, rank):
+        return 1 + request.child_count <= self.slots[rank] and request.kv_block_count <= self.blocks[rank]
+
+    def possible(self, request):
+        ranks = [request.target_rank] if request.strict else range(self.size)
+        return [rank for rank in ranks if self.fits_empty(request, rank)]
+
+    def arrive(self, count):
+        for _ in range(count):
+            rng = self.rng
+            target = rng.choice([None, None, rng.randrange(self.size)])
+            request = RouteRequest(
+                self.serial, rng.randrange(1, 2000), target, target is not None and rng.random() < 0.6,
+                rng.choice([0, 0, 0, 1, 2, 5, 9]), rng.choice([0, 1, 5, 10, 25, 60]),
+                rng.choice([None, f"c{rng.randrange(4)}"]),
+                tuple(rng.randrange(500) for _ in range(self.size)) if rng.random() < 0.3 else (),
+            )  # fmt: skip
+            self.serial += 1
+            ahead = sum(bool(self.possible(r)) for r in self.waiting)
+            self.waiting.append(request)
+            self.story[request.request_id] = (self.now, ahead, self.drain_events)
+
+    def drain(self):
+        """Ranks go out of service and come back; one always stays."""
+        for rank in range(1, self.size):
+            if self.rng.random() < 0.03:
+                self.draining ^= {rank}
+                self.drain_events += 1
+
+    def states(self):
+        found = []
+        for rank in range(self.size):
+            mine = [r for _, k, r in self.running if k == rank]
+            slots = self.slots[rank] - sum(1 + r.child_count for r in mine)
+            blocks = self.blocks[rank] - sum(r.kv_block_count for r in mine)
+            totals = (self.slots[rank], self.blocks[rank], None) if self.totals_known else (None, None, None)
+            found.append(RankState(rank, sum(r.token_count for r in mine), len(mine), slots, blocks, None,
+                                   rank in self.draining, *totals))  # fmt: skip
+        return found
+
+    def bound(self, request):
+        """Calls: the theorem's. Time in which every rank that it could go to drains does not count."""
+        _, ahead, drains = self.story[request.request_id]
+        return self.rounds + (ahead + 1 + 2 * (self.drain_events - drains)) * (self.longest + 1)
+
+    def step(self):
+        self.now += 1
+        self.running = [entry for entry in self.running if entry[0] > self.now]
+        ranks = self.states()
+        result = self.router.route(self.waiting, ranks)
+        assert not result.errors
+        placed = {i: rank for rank, ids in result.assignments.items() for i in ids}
+        left = {x.request_id: x.reason for x in result.leftovers}
+        assert placed.keys().isdisjoint(left)
+        assert len(placed) + len(left) == len(self.waiting)
+        rest = []
+        for request in self.waiting:
+            ident = request.request_id
+            if ident in placed:
+                assert placed[ident] in self.possible(request)
+                self.running.append((self.now + self.rng.randrange(1, self.longest + 1), placed[ident], request))
+                continue
+            able = self.possible(request)
+            if self.totals_known:
+                assert (left[ident] is LeftoverReason.IMPOSSIBLE) == (not able)
+            # Drained ones wait with a clock that stands still.
+            if able and set(able) <= self.draining:
+                came, ahead, drains = self.story[ident]
+                self.story[ident] = (came + 1, ahead, drains)
+            elif able:
+                assert self.now - self.story[ident][0] <= self.bound(request), (ident, self.story[ident], left[ident])
+            rest.append(dataclasses.replace(request, waited_rounds=request.waited_rounds + 1))
+        self.waiting = rest
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("totals_known", [True, False])
+def test_every_request_that_fits_somewhere_is_placed_within_the_bound(policy, totals_known):
+    """Bursts, one at a time, drains, pins, children, wishes, impossible ones, all at once; then the queue empties."""
+    for trace in range(max(1, TRACES // 8)):
+        world = World(random.Random(f"{policy}-{totals_known}-{trace}"), policy, totals_known)
+        burst = world.rng.random() < 0.5
+        for _ in range(40):
+            world.drain()
+            if burst:
+                world.arrive(world.rng.choice([0, 0, 0, 0, 12]))
+            else:
+                world.arrive(world.rng.randrange(3))
+            world.step()
+        world.draining.clear()
+        world.drain_events += 1
+        while any(world.possible(request) for request in world.waiting):
+            world.step()
+
+
+def test_requests_that_never_fit_stop_nobody():
+    """Eight that need twice what an idle rank has, on eight idle ranks: all the small ones are placed."""
+    big = [RouteRequest(i, 10, kv_block_count=2000, waited_rounds=16) for i in range(8)]
+    small = [RouteRequest(100 + i, 10, kv_block_count=1) for i in range(64)]
+    for total in (None, 1000):
+        ranks = [RankState(r, free_kv_blocks=1000, total_kv_blocks=total) for r in range(8)]
+        result = Router().route(big + small, ranks)
+        assert sum(map(len, result.assignments.values())) == 64
+        reasons = {x.reason for x in result.leftovers}
+        assert reasons == {LeftoverReason.IMPOSSIBLE if total else LeftoverReason.NO_FREE_KV_BLOCKS}
+        if total:
+            assert "needs 2000 KV blocks; the nearest, rank 0, has 1000 in all" in result.explain(3)
+
+
+def test_impossible_on_its_target_alone():
+    """A strict request that another rank could take; a wish moves on."""
+    ranks = [RankState(0, total_slots=2, free_slots=2), RankState(1, total_slots=9, free_slots=9)]
+    strict = RouteRequest(1, 5, 0, strict=True, child_count=4)
+    wish = RouteRequest(2, 5, 0, child_count=4)
+    result = Router().route([strict, wish], ranks)
+    assert result.assignments == {0: (), 1: (2,)}
+    assert result.leftovers[0].reason is LeftoverReason.IMPOSSIBLE
+    assert "needs 5 slots; its target, rank 0, has 2 in all" in result.explain(1)
+
+
+def serve(requests_per_call, first, calls):
+    """One rank with three slots, each request holds one call's slot for two calls; when ``first`` is placed (call)."""
+    router = Router(config=RouterConfig(starvation_rounds=4))
+    waiting, running = [first], []
+    for call in range(calls):
+        waiting += requests_per_call(call)
+        running = [(end, r) for end, r in running if end > call]
+        free = 3 - sum(1 + r.child_count for _, r in running)
+        result = router.route(waiting, [RankState(0, 0, len(running), free, total_slots=3)])
+        placed = set(result.assignments[0])
+        if first.request_id in placed:
+            return call
+        running += [(call + 2, r) for r in waiting if r.request_id in placed]
+        waiting = [
+            dataclasses.replace(r, waited_rounds=r.waited_rounds + 1) for r in waiting if r.request_id not in placed
+        ]
+    return None
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_stream_of_small_ones_cannot_starve_a_large_one(strict):
+    """A targeted request with children against untargeted small ones, and an untargeted one against strict small ones."""
+    big = RouteRequest(-1, 9, 0 if strict else None, strict=strict, child_count=2)
+    stream = lambda call: [  # noqa: E731
+        RouteRequest(10 * call + i, 1, None if strict else 0, strict=not strict) for i in range(3)
+    ]
+    assert serve(stream, big, 40) <= 4 + 3
+
+
+def test_a_rank_is_kept_free_until_its_request_is_placed():
+    """It does not hop to whichever rank is nearest at the moment."""
+    router = Router(config=RouterConfig(starvation_rounds=1))
+    big, small = RouteRequest(0, 9, child_count=3, waited_rounds=1), RouteRequest(1, 1)
+    first = router.route([big, small], [RankState(0, 0, 1, 3, total_slots=4), RankState(1, 0, 3, 1, total_slots=4)])
+    assert first.assignments == {0: (), 1: (1,)}
+    nearer = [RankState(0, 0, 2, 2, total_slots=4), RankState(1, 0, 1, 3, total_slots=4)]
+    assert router.route([big, small], nearer).assignments == {0: (), 1: (1,)}
+    # Gone from the queue: nothing is kept for it.
+    assert router.route([RouteRequest(2, 1), RouteRequest(3, 1)], nearer).assignments[0]
+    assert Router(config=RouterConfig(starvation_rounds=1)).route([big, small], nearer).assignments == {0: (1,), 1: ()}
+
+
+def test_at_most_half_of_the_ranks_are_kept_free():
+    """Many large requests do not stop the others; the longest wait comes first."""
+    big = [RouteRequest(i, 9, child_count=3, waited_rounds=20 + i) for i in range(4)]
+    ranks = [RankState(r, 0, 1, 3, total_slots=4) for r in range(4)]
+    result = Router().route([*big, *(RouteRequest(10 + i, 1) for i in range(6))], ranks)
+    assert sum(not ids for ids in result.assignments.values()) == 2
+    assert sum(map(len, result.assignments.values())) == 6
+
+
+def test_a_starving_request_goes_where_it_belongs_if_it_can():
+    """Its target, or its conversation's home; else the least loaded."""
+    router = Router("conversation", config=RouterConfig(starvation_rounds=1))
+    ranks = [RankState(r, token_count=100 * (2 - r)) for r in range(3)]
+    router.route([RouteRequest(0, 1, target_rank=0, conversation_id="c")], ranks)
+    late = [
+        RouteRequest(1, 1, conversation_id="c", waited_rounds=2),
+        RouteRequest(2, 1, target_rank=1, waited_rounds=2),
+        RouteRequest(3, 1, waited_rounds=2),
+    ]
+    result = router.route(late, ranks)
+    assert result.assignments == {0: (1,), 1: (2,), 2: (3,)}
+    assert {d.why for d in result.decisions} == {Why.STARVING}
