@@ -238,7 +238,7 @@ def test_why_a_request_went_where_it_did_is_shown_for_the_whole_service(service,
     }
     assert [d["rank"] for d in inside["ctx-0"]] == [-1]
     (chosen,) = inside["gen-0"]
-    assert chosen["rank"] in (0, 1) and chosen["why"] == "least loaded"
+    assert chosen["rank"] in (0, 1) and chosen["why"].startswith("least loaded")
     statistics = service.statistics()["gen-0"]
     assert next(i for i in routing["instances"] if i["owner_id"] == "gen-0")["decided"] == sum(
         statistics.routed_per_rank

@@ -106,7 +106,7 @@ class GenerationAdmission:
         result = self._router.route(requests, ranks)
         chosen = {
             decision.request_id: Placement(
-                decision.rank, decision.why.value, decision.load_tokens, decision.load_requests
+                decision.rank, decision.rule.value, decision.load_tokens, decision.load_requests
             )
             for decision in result.decisions
         }
