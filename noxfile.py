@@ -113,6 +113,19 @@ def python(
     session.run(str(BIN / "python"), *arguments, env=environment, external=True, success_codes=list(codes))
 
 
+def bring_etcd(session: nox.Session) -> None:
+    """Put a real etcd on PATH, out of the distribution's packages; where there is none its tests are not covered."""
+    done = session.run(
+        str(BIN / "python"), "tools/fetch_etcd.py", str(ROOT / ".cache" / "etcd"), external=True, silent=True,
+        success_codes=[0, 3],
+    )  # fmt: skip
+    last = str(done).strip().splitlines()[-1]
+    if last.startswith("no etcd"):
+        session.warn(f"{last}: the tests against a real etcd are NO COVERAGE")
+    else:
+        os.environ["PATH"] = f"{os.environ['PATH']}{os.pathsep}{last}"
+
+
 def hand_over(session: nox.Session, *arguments: str) -> None:
     """Run a tool that owns its exit codes and leave with exactly its code (nox would turn 3 into 1)."""
     import subprocess
@@ -140,6 +153,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The test suite: everything but what is slow, as the CPU and MPI stages; with paths after ``--`` only those."""
     shared_environment(session)
+    bring_etcd(session)
     if session.posargs:
         hand_over(session, "tools/run_tests.py", *session.posargs)
     else:
@@ -195,6 +209,7 @@ def _make_kind_session(kind: str) -> None:
     @nox.session(name=kind, python=False)
     def stage_kind(session: nox.Session) -> None:
         shared_environment(session)
+        bring_etcd(session)
         hand_over(session, "tools/stages", "--kind", kind, *session.posargs)
 
     stage_kind.__doc__ = f"The stages of hardware kind {kind}, on this machine; exit 3 when it is not such a machine."
@@ -208,6 +223,7 @@ for _kind in ("cpu", "mpi", "a10", "a100x", "h100", "gb200"):
 def stages(session: nox.Session) -> None:
     """Run stages: ``nox -s stages -- --stage-list "A10-PyTorch-1,A100X-*" --disable-fail-fast``; exit code: the runner's."""
     shared_environment(session)
+    bring_etcd(session)
     hand_over(session, "tools/stages", *session.posargs)
 
 
