@@ -23,12 +23,9 @@ def system(tmp_path, monkeypatch):
         (folder / name).symlink_to(f"/bin/{name}")
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("META_EXECUTOR_OFFLINE", raising=False)
-    program(
-        folder,
-        "dpkg",
-        f'echo dpkg >> {tmp_path}/calls; mkdir -p "$3/usr/bin"; touch "$3/usr/bin/etcd"; chmod +x "$3/usr/bin/etcd"',
-    )
-    program(folder, "apt-get", f'echo "$1" >> {tmp_path}/calls; touch etcd-server_1_x.deb')
+    unpack = "cd $3; mkdir -p usr/bin; touch usr/bin/etcd; chmod +x usr/bin/etcd"
+    program(folder, "dpkg", f"echo dpkg >> {tmp_path}/calls; {unpack}")
+    program(folder, "apt-get", f"echo $1 >> {tmp_path}/calls; touch etcd-server_1_x.deb")
     return folder
 
 
@@ -55,10 +52,14 @@ def test_one_on_the_path_is_taken(system, tmp_path):
 
 def test_root_refreshes_empty_lists(system, tmp_path, monkeypatch):
     """Only root may; others get the client's own words."""
-    program(system, "apt-get", f'echo "$1" >> {tmp_path}/calls; test "$1" = update && touch {tmp_path}/fresh && exit 0; '
-            f'test -e {tmp_path}/fresh || {{ echo "Unable to locate package" >&2; exit 100; }}; touch etcd-server_1_x.deb')  # fmt: skip
+    fresh = tmp_path / "fresh"
+    program(system, "apt-get", "\n".join((
+        f"echo $1 >> {tmp_path}/calls",
+        f"if test $1 = update; then touch {fresh}; exit 0; fi",
+        f"if test ! -e {fresh}; then echo 'Unable to locate package' >&2; exit 100; fi",
+        "touch etcd-server_1_x.deb",
+    )))  # fmt: skip
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (system / "test").symlink_to("/usr/bin/test")
     with pytest.raises(fetch_etcd.Unavailable, match="Unable to locate"):
         fetch_etcd.bring(tmp_path / "cache")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
