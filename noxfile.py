@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 #: The stages that need no GPU: what ``tests``, and so a CI run, is.
 TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
-CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier")
+CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 
 #: What a package's long check takes for a nightly run, where that is not ``--nightly``.
@@ -162,14 +163,30 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def nightly(session: nox.Session) -> None:
-    """Everything: slow tests, explorers, simulators, fuzzers, mutants, clean installs."""
+    """Everything: slow tests, explorers, simulators, fuzzers, planted faults, clean installs; then the time of each part.
+
+    A part that fails does not keep the others from running; the session fails at the end and names it.
+    """
     shared_environment(session)
-    python(session, "tools/run_tests.py", "--slow", *session.posargs)
-    python(session, "tools/mutants.py")
+    bring_etcd(session)
+    parts = [("tests", ("tools/run_tests.py", "--slow", *session.posargs)), ("planted faults", ("tools/mutants.py",))]
     for script in sorted((ROOT / "packages").glob("*/tools/*.py")):
         name = f"{script.parents[1].name}/{script.stem}"
-        python(session, str(script.relative_to(ROOT)), *NIGHTLY_ARGUMENTS.get(name, ("--nightly",)))
-    _build(session)
+        parts.append((name, (str(script.relative_to(ROOT)), *NIGHTLY_ARGUMENTS.get(name, ("--nightly",)))))
+    parts.append(("distributions", ("tools/build_distributions.py",)))
+    times, failed = [], []
+    for name, arguments in parts:
+        began_s = time.monotonic()
+        try:
+            python(session, *arguments)
+        except nox.command.CommandFailed:
+            failed.append(name)
+        times.append((name, time.monotonic() - began_s))
+    for name, took_s in times:
+        session.log(f"{took_s / 60:6.1f} min  {name}{'  FAILED' if name in failed else ''}")
+    session.log(f"{sum(took_s for _, took_s in times) / 60:6.1f} min  all")
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 def _make_world_session(ranks: int) -> None:
@@ -238,6 +255,7 @@ def lint(session: nox.Session) -> None:
     python(session, "-m", "ruff", "format", "--check", ".")
     python(session, "tools/check_repository.py", *session.posargs)
     python(session, "tools/stages", "--check", "--parity")
+    python(session, "tools/check_code.py")
     python(session, "tools/mutants.py", "--check")
     python(session, "-m", "bandit", "-q", "-r", "-ll", "-s", "B404,B603,B607", *(f"packages/{n}/src" for n in PACKAGES))
 

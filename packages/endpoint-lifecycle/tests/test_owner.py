@@ -458,3 +458,14 @@ class OwnerMachine(RuleBasedStateMachine):
 
 OwnerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestOwnerMachine = OwnerMachine.TestCase
+
+
+@pytest.mark.parametrize("state", [s for s in OwnerState if s not in (OwnerState.RETIRED, OwnerState.FAILED)])
+def test_a_failure_ends_every_lifetime(state: OwnerState) -> None:
+    """Whatever a lifetime was at: it has failed, for ever, with its reason."""
+    owner = in_state(state)
+    assert owner.fail("out of memory")
+    assert (owner.state, owner.failure) == (OwnerState.FAILED, "out of memory")
+    with pytest.raises(LocalProtocolError):
+        owner.begin_estimation()
+    assert owner.state is OwnerState.FAILED
