@@ -22,7 +22,7 @@ import sys
 import time
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ class HashEngine:
         )  # fmt: skip
 
     def launch(self, step: StepInput) -> HashEngine.Done:
-        tokens = np.array([3 + (7 * s.request_id + s.end_position) % 900 for s in step.sequences], np.int32)
+        tokens = (3 + (7 * step.request_ids + step.ends) % 900).astype(np.int32)
         hidden = None if self.stage.is_last else np.zeros((step.token_count, 1), np.float32)
         return HashEngine.Done(StepOutput(step.step_id, hidden, tokens if self.stage.is_last else None))
 
@@ -91,6 +91,9 @@ class HashEngine:
 
         def done(self) -> bool:
             return True
+
+        def add_done_callback(self, call: Callable[[], None]) -> None:
+            call()
 
         def result(self) -> StepOutput:
             return self.output
@@ -368,12 +371,12 @@ def check_invariants(pair: Pair, scope: Scope) -> None:
             head = records[0]
             if head is None or head.last_step_id < 0:
                 raise Violation(f"request {request_id} was activated by a follower before rank 0")
-    window = ranks[0].loop._limits.pre_active_max
+    window = ranks[0].loop.compute._limits.pre_active_max
     if ranks[0].transceiver.pre_active_count > window:
         raise Violation(
             f"{ranks[0].transceiver.pre_active_count} requests wait before activation, the window is {window}"
         )
-    if len(ranks[0].loop._active) > ranks[0].loop._limits.active_max:
+    if len(ranks[0].loop.compute._active) > ranks[0].loop.compute._limits.active_max:
         raise Violation("more requests compute than the cap")
 
 

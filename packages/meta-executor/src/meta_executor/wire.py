@@ -235,6 +235,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     attention_dp_size: int = 1
     control_addresses: list[str] = []
+    #: Where rank 0 takes requests and streams answers (RPC); a front uses it instead of ``/internal/*``.
+    service_address: str = ""
     #: Per rank "boot/pid/start": which process it is, on which host since when; peers on that host can see its end.
     processes: tuple[str, ...] = ()
     model: str = ""

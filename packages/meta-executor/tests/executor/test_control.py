@@ -31,7 +31,8 @@ def test_conformance(ends: list[object]) -> None:
     def make_pair(one: PeerId, other: PeerId) -> tuple[ReceiverControl, SenderControl]:
         sender = SenderControl("ipc://", key, lambda: None)
         receiver = ReceiverControl(one, key, lambda: None)
-        receiver.connect(other, sender.start())
+        sender.start()
+        receiver.connect(other, sender.address)
         ends.extend((receiver, sender))
         return receiver, sender
 
@@ -43,7 +44,8 @@ def test_an_answer_before_the_stream_is_open_would_block_and_nothing_is_lost(end
     key = new_key()
     woken: list[int] = []
     sender = SenderControl("ipc://", key, lambda: woken.append(1))
-    address = sender.start()
+    sender.start()
+    address = sender.address
     me, peer = PeerId("gen", "g", 0), PeerId("ctx", "c", 0)
     ends.append(sender)
     with pytest.raises(WouldBlock):
@@ -76,7 +78,8 @@ def test_a_lost_peer_is_reported_once(ends: list[object]) -> None:
     peer = PeerId("ctx", "c", 0)
     receiver = ReceiverControl(PeerId("gen", "g", 0), key, lambda: None)
     ends.extend((receiver, sender))
-    receiver.connect(peer, sender.start())
+    sender.start()
+    receiver.connect(peer, sender.address)
     receiver.send(peer, b"hello")
     deadline = time.monotonic() + 10
     while not sender.poll(1):

@@ -7,10 +7,12 @@ import threading
 import numpy as np
 import pytest
 
+from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
-from meta_executor.executor.desk import DECISIONS_KEPT_MAX, Desk, DeskError, Placement, Submission
-from meta_executor.executor.messages import Admit, Answer, Peer
+from meta_executor.executor.desk import DECISIONS_KEPT_MAX, Desk, DeskError, RankChoice
+from meta_executor.executor.messages import Admit, Peer
 from meta_executor.executor.ownership import Outcome
+from meta_executor.executor.request import Answers, Notice, Request, make_answers
 
 
 class Everything:
@@ -20,7 +22,7 @@ class Everything:
         return ""
 
     def place(self, submissions):
-        return [Placement(-1, "all of them")] * len(submissions)
+        return [RankChoice(-1, "all of them")] * len(submissions)
 
     def left(self, client):
         pass
@@ -37,8 +39,9 @@ def desk(admission=None, requests_max=10, role="context", delivered=None) -> Des
     )
 
 
-def submission(request_id: int, **fields) -> Submission:
-    return Submission(request_id, np.arange(4, dtype=np.int32), 3, **fields)
+def submission(request_id: int, **fields) -> Request:
+    tokens = np.arange(4, dtype=np.int32)
+    return Request(request_id=request_id, token_ids=tokens, sampling=SamplingParams(3), **fields)
 
 
 def test_incarnations_are_dense_in_the_order_of_admission() -> None:
@@ -49,7 +52,11 @@ def test_incarnations_are_dense_in_the_order_of_admission() -> None:
     made.announce_peer(Peer("c/g", b"", ()))
     items, stops = made.collect(0.0)
     assert isinstance(items[0], Peer) and stops == []
-    assert [(i.request_id, i.incarnation) for i in items[1:] if isinstance(i, Admit)] == [(7, 1), (3, 2), (9, 3)]
+    assert [(i.request.request_id, i.incarnation) for i in items[1:] if isinstance(i, Admit)] == [
+        (7, 1),
+        (3, 2),
+        (9, 3),
+    ]
     assert made.last_incarnation == 3
 
 
@@ -70,7 +77,7 @@ def test_beyond_its_bound_and_while_draining_nothing_is_taken() -> None:
 
 def test_a_queued_request_is_stopped_here_and_an_admitted_one_by_the_loop() -> None:
     """The queued one's client hears at once; the admitted one is a stop that the loop authors, once."""
-    delivered: list[list[Answer]] = []
+    delivered: list[Answers] = []
     credit = [1]
     admission = ContextAdmission(
         peer_is_ready=lambda r: True, pre_active_count=lambda: 0, pre_active_max=9, credits=lambda: credit[0]
@@ -79,13 +86,13 @@ def test_a_queued_request_is_stopped_here_and_an_admitted_one_by_the_loop() -> N
     made.submit(submission(1))
     made.submit(submission(2))
     items, _ = made.collect(0.0)
-    assert [i.request_id for i in items] == [1], "one credit admits one"
+    assert [i.request.request_id for i in items] == [1], "one credit admits one"
     for request_id in (1, 2, 1):
         made.abort(request_id, "gone")
     _, stops = made.collect(0.0)
     assert stops == [(1, Outcome.CANCELLED, "gone", "CANCELLED")]
     made.hand_out()
-    assert [(a.request_id, a.finish_reason) for batch in delivered for a in batch] == [(2, "cancelled")]
+    assert [(n.request_id, n.finish_reason) for batch in delivered for n in batch.notices] == [(2, "cancelled")]
 
 
 def test_deadlines_are_looked_at_when_the_earliest_has_passed() -> None:
@@ -100,16 +107,18 @@ def test_deadlines_are_looked_at_when_the_earliest_has_passed() -> None:
 
 
 def test_answers_are_handed_out_once_per_call_and_the_last_one_ends_the_request() -> None:
-    """Generation: several answers of a step in one delivery; after the finish nothing more is delivered."""
-    delivered: list[list[Answer]] = []
+    """Generation: several answers of a step in one delivery; the notice with a finish reason ends the request."""
+    delivered: list[Answers] = []
     made = desk(GenerationAdmission(rank_count=2, policy="balanced"), role="generation", delivered=delivered)
     made.submit(submission(1))
     made.submit(submission(2))
     made.collect(0.0)
-    made.answer([Answer(1, (5,)), Answer(2, (6,), "length")])
-    made.answer([Answer(2, (7,)), Answer(1, (8,), "stop")])
+    made.answer(make_answers([(1, 5), (2, 6)], [Notice(2, "length")]))
+    made.answer(make_answers([(1, 8)], [Notice(1, "stop")]))
     assert made.hand_out() and not made.hand_out()
-    assert [(a.request_id, a.tokens) for a in delivered[0]] == [(1, (5,)), (2, (6,)), (1, (8,))]
+    (handed,) = delivered
+    assert list(handed.pairs()) == [(1, 5), (2, 6), (1, 8)]
+    assert [(n.request_id, n.finish_reason) for n in handed.notices] == [(2, "length"), (1, "stop")]
     assert made.live_count == 0 and made.statistics().tokens_returned == 3
 
 
@@ -131,7 +140,7 @@ def test_generation_requests_are_spread_and_their_load_is_given_back() -> None:
     for decision in decisions:
         assert decision.load_tokens == loads[decision.rank] and decision.load_requests == loads[decision.rank] // 4
         loads[decision.rank] += 4
-    made.answer([Answer(r, (1,), "length") for r in range(1, 5)])
+    made.answer(make_answers([(r, 1) for r in range(1, 5)], [Notice(r, "length") for r in range(1, 5)]))
     assert [(load.tokens, load.requests) for load in admission._loads] == [(0, 0), (0, 0)]
 
 
@@ -146,7 +155,7 @@ def test_submitting_from_many_threads_loses_and_doubles_nothing() -> None:
         thread.start()
     seen: list[int] = []
     while any(t.is_alive() for t in threads) or len(seen) < 400:
-        seen.extend(i.request_id for i in made.collect(0.0)[0])
+        seen.extend(i.request.request_id for i in made.collect(0.0)[0])
     assert sorted(seen) == list(range(1, 401))
 
 

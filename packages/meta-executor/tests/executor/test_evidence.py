@@ -11,7 +11,7 @@ import pytest
 
 from meta_executor.evidence.records import EvidenceError, read_record
 from meta_executor.evidence.verify import verify_folder
-from meta_executor.executor.account import rank_evidence, rank_statistics
+from meta_executor.executor.account import Lifetime, rank_evidence, rank_statistics
 from meta_executor.executor.testing import Pair
 
 
@@ -31,11 +31,9 @@ def run() -> list[dict[str, Any]]:
         made = []
         for instance, owner in ((pair.context, "ctx-0"), (pair.generation, "gen-0")):
             for rank in instance.ranks:
-                statistics = rank_statistics(rank.loop, rank.transceiver, rank.blocks, rank.agreement, 64)
-                evidence = rank_evidence(
-                    rank.loop, statistics, rank.transceiver, rank.agreement, owner_id=owner, instance_id="i",
-                    generation="g", world_size=len(instance.ranks), modes={"bounce": False},
-                )  # fmt: skip
+                statistics = rank_statistics(rank.made, rank.agreement, 64)
+                lifetime = Lifetime(owner, "i", "g", len(instance.ranks), {"bounce": False})
+                evidence = rank_evidence(rank.made, statistics, rank.agreement, lifetime)
                 made.append(json.loads(json.dumps(evidence)))
         return made
     finally:

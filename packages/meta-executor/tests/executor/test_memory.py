@@ -5,15 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from meta_executor.engine.base import SamplingParams
 from meta_executor.engine.errors import OwnershipError
 from meta_executor.engine.kv_pool import BlockPool
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import FollowedBlocks, PlannedBlocks
-from meta_executor.executor.ownership import Request, Sequence
+from meta_executor.executor.ownership import Sequence
+from meta_executor.executor.request import Request
 
 
 def sequence(request_id: int, tokens: list[int]) -> Sequence:
-    return Sequence(Request(request_id, request_id, "context", "context_first", np.asarray(tokens, np.int32), 4))
+    request = Request(
+        request_id=request_id, token_ids=np.asarray(tokens, np.int32), sampling=SamplingParams(max_tokens=4)
+    )
+    return Sequence(request, request_id)
 
 
 def test_planned_blocks_share_a_stored_prefix_and_come_back() -> None:

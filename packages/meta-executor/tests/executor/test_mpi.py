@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.messages import Admit, Leave, Result, Schedule, Work
+from meta_executor.executor.request import Request
 from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork
 
 
@@ -20,7 +22,10 @@ def until(condition, limit_s: float = 30.0) -> None:
 
 
 def admit(request_id: int) -> Admit:
-    return Admit(request_id, request_id, False, np.arange(50, dtype="<i4").tobytes(), 1, 0.0, 1.0, 0, (), None, "p", -1)
+    request = Request(
+        request_id=request_id, token_ids=np.arange(50, dtype=np.int32), sampling=SamplingParams(1), peer="p"
+    )
+    return Admit(request, request_id, -1)
 
 
 @pytest.mark.mpi(4)
@@ -58,7 +63,7 @@ def test_frames_and_activations_arrive_in_order_and_work_goes_down_the_chain(wor
     for frame, rows in zip(schedules, sizes):
         assert frame.activations is not None and frame.activations.shape == (rows, 64)
         assert (frame.activations == frame.body.step_id).all()
-    assert [item.request_id for item in items[:-1]] == list(range(1, 20)) and items[-1] == Leave(True)
+    assert [item.request.request_id for item in items[:-1]] == list(range(1, 20)) and items[-1] == Leave(True)
     world_comm.Barrier()
     link.free()
 
@@ -88,8 +93,8 @@ def test_broadcast_work_is_the_same_on_every_rank_and_a_late_rank_costs_nothing(
         return len(items) == 40 and not work.busy
 
     until(receive)
-    assert [item.request_id for item in items[:-1]] == list(range(1, 40))
-    assert all(np.frombuffer(item.token_ids, "<i4").tolist() == list(range(50)) for item in items[:-1])
+    assert [item.request.request_id for item in items[:-1]] == list(range(1, 40))
+    assert all(item.request.token_ids.tolist() == list(range(50)) for item in items[:-1])
     work.close()
 
 

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.ownership import (
     TRANSITIONS,
     Event,
@@ -15,12 +16,12 @@ from meta_executor.executor.ownership import (
     Leg,
     Outcome,
     OwnershipConflict,
-    OwnershipError,
     Registry,
-    Request,
+    RegistryError,
     State,
     UnknownRequest,
 )
+from meta_executor.executor.request import Request
 
 #: Shortest way to each state, per (role, style).
 PATHS = {
@@ -37,15 +38,20 @@ PATHS = {
 }  # fmt: skip
 
 
-def make(role="context", style="context_first", request_id=1) -> Request:
-    return Request(request_id, 1, role, style, np.arange(3, dtype=np.int32), 4)
+def make(style="context_first", request_id=1, tokens=3) -> Request:
+    return Request(
+        request_id=request_id,
+        token_ids=np.arange(tokens, dtype=np.int32),
+        sampling=SamplingParams(4),
+        schedule_style=style,
+    )
 
 
 @pytest.mark.parametrize(("role", "style"), PATHS)
 def test_the_whole_way_of_each_role_and_style(role: str, style: str) -> None:
     """Each path of the header ends in TERMINAL, which removes the record and leaves a tombstone."""
-    registry = Registry()
-    sequence, new = registry.prepare(make(role, style))
+    registry = Registry(role)
+    sequence, new = registry.prepare(make(style), 1)
     assert new
     for event in PATHS[role, style]:
         registry.apply(sequence, event)
@@ -58,8 +64,8 @@ def test_the_whole_way_of_each_role_and_style(role: str, style: str) -> None:
 def test_every_edge_that_is_not_in_the_table_is_refused_and_changes_nothing(role: str, style: str) -> None:
     """All (state, event) pairs: allowed exactly when the table has the edge for this role and style."""
     for depth, event in product(range(len(PATHS[role, style])), Event):
-        registry = Registry()
-        sequence, _ = registry.prepare(make(role, style))
+        registry = Registry(role)
+        sequence, _ = registry.prepare(make(style), 1)
         for step in PATHS[role, style][:depth]:
             registry.apply(sequence, step)
         before = (sequence.state, tuple(sequence.story))
@@ -76,13 +82,13 @@ def test_every_edge_that_is_not_in_the_table_is_refused_and_changes_nothing(role
 @pytest.mark.parametrize("depth", range(6))
 def test_preparing_the_same_object_again_changes_nothing_in_any_state(depth: int) -> None:
     """waiting, prepared, activated, computing, transferring, quiescent: a no-op that is counted."""
-    registry = Registry()
-    request = make("context", "generation_first")
-    sequence, _ = registry.prepare(request)
+    registry = Registry("context")
+    request = make("generation_first")
+    sequence, _ = registry.prepare(request, 1)
     for event in PATHS["context", "generation_first"][:depth]:
         registry.apply(sequence, event)
     before = (sequence.state, tuple(sequence.story))
-    again, new = registry.prepare(request)
+    again, new = registry.prepare(request, 1)
     assert again is sequence and not new
     assert (sequence.state, tuple(sequence.story)) == before
     assert registry.statistics().prepared_again == 1
@@ -90,11 +96,11 @@ def test_preparing_the_same_object_again_changes_nothing_in_any_state(depth: int
 
 def test_preparing_an_aborted_request_again_changes_nothing() -> None:
     """ABORTED is a state of ownership like the others; only REOPENED leads back to WAITING."""
-    registry = Registry()
-    request = make("context", "generation_first")
-    sequence, _ = registry.prepare(request)
+    registry = Registry("context")
+    request = make("generation_first")
+    sequence, _ = registry.prepare(request, 1)
     registry.apply(sequence, Event.ABORTED)
-    assert registry.prepare(request) == (sequence, False)
+    assert registry.prepare(request, 1) == (sequence, False)
     assert sequence.state is State.ABORTED
     assert registry.apply(sequence, Event.REOPENED) is State.WAITING
 
@@ -102,15 +108,15 @@ def test_preparing_an_aborted_request_again_changes_nothing() -> None:
 @pytest.mark.parametrize("depth", range(7))
 def test_another_object_under_the_same_id_fails_closed_and_names_both(depth: int) -> None:
     """In every state, and after the end: the second owner is refused, the first is untouched."""
-    registry = Registry()
-    first = make("context", "generation_first")
-    sequence, _ = registry.prepare(first)
+    registry = Registry("context")
+    first = make("generation_first")
+    sequence, _ = registry.prepare(first, 1)
     for event in PATHS["context", "generation_first"][:depth]:
         registry.apply(sequence, event)
     before = tuple(sequence.story)
-    second = Request(1, 2, "context", "generation_first", np.arange(9, dtype=np.int32), 4)
+    second = make("generation_first", tokens=9)
     with pytest.raises(OwnershipConflict, match="two owners") as caught:
-        registry.prepare(second)
+        registry.prepare(second, 2)
     assert "incarnation 2" in str(caught.value) and "9 tokens" in str(caught.value)
     if depth < 6:
         assert "incarnation 1" in str(caught.value) and "3 tokens" in str(caught.value)
@@ -119,30 +125,30 @@ def test_another_object_under_the_same_id_fails_closed_and_names_both(depth: int
 
 def test_a_record_that_the_registry_does_not_hold_cannot_act() -> None:
     """A second owner that acts with its own record is named, and so is the one that is held."""
-    one, other = Registry(), Registry()
-    held, _ = one.prepare(make())
-    foreign, _ = other.prepare(make())
+    one, other = Registry("context"), Registry("context")
+    held, _ = one.prepare(make(), 1)
+    foreign, _ = other.prepare(make(), 1)
     with pytest.raises(OwnershipConflict, match="acts, but this rank holds"):
         one.apply(foreign, Event.SCHEDULED)
     assert held.state is State.WAITING
 
 
 def test_no_quiescence_while_a_leg_is_open_and_each_leg_has_its_own_owner() -> None:
-    """Ending compute's leg twice never ends the connector's; QUIESCED names the open ones."""
-    registry = Registry()
-    sequence, _ = registry.prepare(make())
+    """Ending compute's leg twice never ends the schedule's; QUIESCED names the open ones."""
+    registry = Registry("context")
+    sequence, _ = registry.prepare(make(), 1)
     registry.apply(sequence, Event.SCHEDULED)
-    for leg in (Leg.COMPUTE, Leg.TRANSCEIVER, Leg.CONNECTOR):
+    for leg in (Leg.COMPUTE, Leg.TRANSCEIVER, Leg.SCHEDULE):
         registry.open_leg(sequence, leg)
     registry.apply(sequence, Event.STOPPED)
     assert registry.end_leg(sequence, Leg.TRANSCEIVER)
     assert not registry.end_leg(sequence, Leg.TRANSCEIVER)
-    with pytest.raises(IllegalTransition, match="compute, connector"):
+    with pytest.raises(IllegalTransition, match="compute, schedule"):
         registry.apply(sequence, Event.QUIESCED)
     registry.end_leg(sequence, Leg.COMPUTE)
-    with pytest.raises(IllegalTransition, match="open legs: connector"):
+    with pytest.raises(IllegalTransition, match="open legs: schedule"):
         registry.apply(sequence, Event.QUIESCED)
-    registry.end_leg(sequence, Leg.CONNECTOR)
+    registry.end_leg(sequence, Leg.SCHEDULE)
     registry.apply(sequence, Event.QUIESCED)
     with pytest.raises(IllegalTransition, match="nothing may touch"):
         registry.open_leg(sequence, Leg.COMPUTE)
@@ -150,8 +156,8 @@ def test_no_quiescence_while_a_leg_is_open_and_each_leg_has_its_own_owner() -> N
 
 def test_the_first_early_end_wins() -> None:
     """COMPLETED may still become FAILED or CANCELLED; neither of those changes any more."""
-    registry = Registry()
-    sequence, _ = registry.prepare(make())
+    registry = Registry("context")
+    sequence, _ = registry.prepare(make(), 1)
     assert registry.end(sequence, Outcome.COMPLETED)
     assert registry.end(sequence, Outcome.FAILED, "step failed", "ENGINE_FAILED")
     assert not registry.end(sequence, Outcome.CANCELLED, "too late")
@@ -160,10 +166,10 @@ def test_the_first_early_end_wins() -> None:
 
 def test_unknown_and_too_many() -> None:
     """An id that never came and one that ended are told apart; the bound refuses without taking."""
-    registry = Registry(requests_max=1, tombstones_max=1)
-    sequence, _ = registry.prepare(make())
-    with pytest.raises(OwnershipError, match="at most 1"):
-        registry.prepare(make(request_id=2))
+    registry = Registry("context", requests_max=1, tombstones_max=1)
+    sequence, _ = registry.prepare(make(), 1)
+    with pytest.raises(RegistryError, match="at most 1"):
+        registry.prepare(make(request_id=2), 2)
     registry.apply(sequence, Event.ABORTED)
     registry.apply(sequence, Event.COMMITTED)
     with pytest.raises(UnknownRequest, match="already"):
@@ -176,27 +182,27 @@ def test_unknown_and_too_many() -> None:
 def test_random_walks_agree_with_the_table(seed: int) -> None:
     """An oracle that only knows the table predicts every state of 200 requests."""
     chance = random.Random(seed)
-    registry = Registry()
-    model: dict[int, State] = {}
-    live = {}
-    for turn in range(3000):
-        request_id = chance.randrange(1, 200)
-        if request_id not in model:
-            role, style = chance.choice(list(PATHS))
-            live[request_id], _ = registry.prepare(make(role, style, request_id))
-            model[request_id] = State.WAITING
-        sequence = live[request_id]
-        if model[request_id] is State.TERMINAL:
-            assert registry.get(request_id) is None
-            continue
-        event = chance.choice(list(Event))
-        edge = TRANSITIONS.get((model[request_id], event))
-        request = sequence.request
-        if edge and request.role in edge.roles and request.schedule_style in edge.styles:
-            model[request_id] = registry.apply(sequence, event)
-        else:
-            with pytest.raises(IllegalTransition):
-                registry.apply(sequence, event)
-        assert model[request_id] is sequence.state
-        if turn % 100 == 0:
-            registry.validate()
+    for role in ("context", "generation"):
+        registry = Registry(role)  # type: ignore[arg-type]
+        model: dict[int, State] = {}
+        live = {}
+        for turn in range(1500):
+            request_id = chance.randrange(1, 100)
+            if request_id not in model:
+                style = chance.choice(("context_first", "generation_first"))
+                live[request_id], _ = registry.prepare(make(style, request_id), request_id)
+                model[request_id] = State.WAITING
+            sequence = live[request_id]
+            if model[request_id] is State.TERMINAL:
+                assert registry.get(request_id) is None
+                continue
+            event = chance.choice(list(Event))
+            edge = TRANSITIONS.get((model[request_id], event))
+            if edge and role in edge.roles and sequence.request.schedule_style in edge.styles:
+                model[request_id] = registry.apply(sequence, event)
+            else:
+                with pytest.raises(IllegalTransition):
+                    registry.apply(sequence, event)
+            assert model[request_id] is sequence.state
+            if turn % 100 == 0:
+                registry.validate()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kv_bounce_planner.testing import FakeWorld
-from meta_executor.executor.desk import Submission
 from meta_executor.executor.messages import Status
 from meta_executor.executor.ownership import State
 from meta_executor.executor.testing import Pair, PairConfig
@@ -129,7 +128,7 @@ def test_a_wide_window_does_not_widen_compute(pairs: list[Pair]) -> None:
     def done() -> bool:
         rank = pair.context.ranks[0]
         peaks[0] = max(peaks[0], rank.transceiver.pre_active_count)
-        peaks[1] = max(peaks[1], len(rank.loop._active))
+        peaks[1] = max(peaks[1], len(rank.loop.compute._active))
         return all(pair.generation.finish(r) for r in range(1, 33))
 
     pair.run(done, rounds_max=20_000)
@@ -210,7 +209,7 @@ def test_a_deadline_cancels_like_a_client(pairs: list[Pair]) -> None:
     """The context leg's deadline passes while its peer never asks: everything comes back, the code says why."""
     pair = make(pairs)
     prompt = np.asarray(PROMPT, np.int32)
-    pair.context.desk.submit(Submission(1, prompt, 4, schedule_style="generation_first", deadline_s=pair.now_s + 0.5))
+    pair.submit_context(1, list(prompt), style="generation_first", deadline_s=0.5)
     pair.settle(10)
     assert not pair.context.finish(1)
     pair.now_s += 1.0
@@ -258,8 +257,7 @@ def test_the_same_id_twice_is_told_and_the_first_goes_on(pairs: list[Pair]) -> N
     pair.run(lambda: len(pair.context.answers.get(1, [])) == 2)
     codes = {a.error_code for a in pair.context.answers[1]}
     assert codes == {"", "DUPLICATE_REQUEST"}
-    first = next(a for a in pair.context.answers[1] if a.tokens)
-    assert list(first.tokens) == pair.reference(PROMPT, 1)
+    assert pair.context.tokens(1) == pair.reference(PROMPT, 1)
 
 
 def test_a_drain_proves_n_of_n_before_anybody_leaves(pairs: list[Pair]) -> None:
@@ -311,7 +309,7 @@ def test_a_late_status_frame_changes_nothing(pairs: list[Pair]) -> None:
     pair = make(pairs)
     pair.serve(1, PROMPT)
     pair.run(pair.idle)
-    pair.context.ranks[2].loop._link.send(0, Status(2, b"", ((1, "CANCELLED", "late"),)))
+    pair.context.ranks[2].loop._link.send(0, Status(2, b"", ((1, "late"),)))
     pair.settle(5)
     pair.validate()
     assert pair.serve(2, PROMPT) == pair.reference(PROMPT, 4)
@@ -353,7 +351,7 @@ def leased_and_waiting(pair: Pair, *, selected: bool) -> None:
         pair.submit_context(1, PROMPT)
         pair.run(lambda: bool(pair.context.answers.get(1)))
     start_generation_first(pair, 2)
-    pair.run(lambda: 2 in (rank.loop._active if selected else rank.transceiver._candidates))
+    pair.run(lambda: 2 in (rank.loop.compute._active if selected else rank.transceiver._candidates))
     pair.settle(20)
     record = rank.registry.require(2)
     assert record.state is State.PREPARED and bool(record.block_ids) == selected
@@ -384,9 +382,9 @@ def test_a_lease_that_is_not_scheduled_in_time_is_revoked_and_its_clients_are_to
     pair.now_s += LEASE_S
     pair.run(lambda: bool(pair.context.finish(2)))
     (answer,) = pair.context.answers[2]
-    assert (answer.finish_reason, answer.error_code, answer.tokens) == ("error", "LEASE_EXPIRED", ())
+    assert (answer.finish_reason, answer.error_code, pair.context.tokens(2)) == ("error", "LEASE_EXPIRED", [])
     assert answer.message == "not scheduled within 0.5 s after every rank was ready for it"
-    assert 2 not in pair.context.ranks[0].loop._active
+    assert 2 not in pair.context.ranks[0].loop.compute._active
     pair.run(lambda: bool(pair.generation.finish(2)))
     (told,) = pair.generation.answers[2]
     assert told.finish_reason == "error" and "not scheduled within 0.5 s" in told.message

@@ -7,15 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from meta_executor.executor.ownership import Outcome, Request, Sequence, State
-from meta_executor.executor.scheduler import StepLimits, blocks_needed, plan_step
+from meta_executor.engine.base import SamplingParams
+from meta_executor.executor.ownership import Outcome, Sequence, State
+from meta_executor.executor.request import Request
+from meta_executor.executor.scheduler import StepLimits, plan_step
 
 
-def sequence(request_id, prompt, *, launched=0, generated=0, state=State.COMPUTING, outcome=None) -> Sequence:
-    request = Request(request_id, request_id, "generation", "context_first", np.zeros(prompt, np.int32), 100)
-    made = Sequence(request, state=state, launched=launched, outcome=outcome)
-    made.generated = [0] * generated
-    return made
+def sequence(request_id, prompt, *, launched=0, state=State.COMPUTING, outcome=None) -> Sequence:
+    request = Request(
+        request_id=request_id, token_ids=np.zeros(prompt, np.int32), sampling=SamplingParams(max_tokens=100)
+    )
+    return Sequence(request, request_id, state=state, launched=launched, outcome=outcome)
 
 
 def limits(sequences=4, tokens=16) -> StepLimits:
@@ -33,19 +35,12 @@ def test_a_long_prompt_is_cut_and_only_its_last_chunk_wants_a_token() -> None:
     assert seen == [(0, 16, False), (16, 16, False), (32, 8, True)]
 
 
-def test_decoding_goes_before_chunks_and_order_is_kept() -> None:
-    """One prompt that came first does not delay two that decode."""
-    plan = plan_step(
-        [sequence(1, 40), sequence(2, 5, launched=5, generated=1), sequence(3, 9, launched=9, generated=1)], limits()
-    )
-    assert [(c.request_id, c.count) for c in plan] == [(2, 1), (3, 1), (1, 14)]
-
-
-def test_a_step_holds_at_most_so_many_sequences_and_tokens() -> None:
-    """Both bounds, whichever comes first."""
-    many = [sequence(i, 3, launched=3, generated=1) for i in range(1, 10)]
-    assert len(plan_step(many, limits(sequences=4))) == 4
-    assert sum(c.count for c in plan_step([sequence(i, 30) for i in range(1, 5)], limits(tokens=16))) == 16
+def test_a_step_holds_at_most_so_many_sequences_and_tokens_in_order() -> None:
+    """Both bounds, whichever comes first; the oldest go first."""
+    plan = plan_step([sequence(i, 3) for i in range(1, 10)], limits(sequences=4))
+    assert [(c.request_id, c.count, c.wants_token) for c in plan] == [(i, 3, True) for i in range(1, 5)]
+    plan = plan_step([sequence(i, 9) for i in range(1, 5)], limits(tokens=16))
+    assert [(c.request_id, c.count, c.wants_token) for c in plan] == [(1, 9, True), (2, 7, False)]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +68,6 @@ def test_limits_of_an_instance_and_their_errors() -> None:
     )
     with pytest.raises(ValueError, match="tokens_max must be at least 1"):
         StepLimits(1, 0, 1, 1, 1)
-    assert [blocks_needed(n, 4) for n in (1, 4, 5)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -91,5 +85,5 @@ def test_random_plans_cover_every_token_exactly_once(seed: int) -> None:
             covered[chunk.request_id] += chunk.count
             owner = sequences[chunk.request_id - 1]
             owner.launched += chunk.count
-            assert chunk.wants_token == (owner.launched == owner.known_count)
+            assert chunk.wants_token == (owner.launched == owner.request.prompt_count)
     assert all(covered[s.request_id] == s.request.prompt_count for s in sequences)

@@ -2,10 +2,10 @@
 
 Layout (each imports only what stands above it)::
 
+    endpoint    whether a request may come in now
     service     what the worker offers, by RPC or by a direct call
     batching    when submits are sent together
-    endpoint    whether a request may come in now
-    proxy       the calling side of the service
+    proxy       the calling side of the service (the front's too)
     server      the paths of :mod:`meta_executor.wire` over HTTP
     spawned     the same server as a process of its own
 """

@@ -1,4 +1,4 @@
-"""The endpoint of an instance as its API server sees it: may this request come in, and what does ``/server_info`` say.
+"""The endpoint of an instance: may this request come in, and what does ``/server_info`` say.
 
 In the worker's own process the record belongs to an ``endpoint_lifecycle.EndpointOwner``. A proxy in a process of its own
 holds a copy of the published record, which never changes under its generation.
@@ -6,8 +6,7 @@ holds a copy of the published record, which never changes under its generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -26,14 +25,6 @@ class Refused(Exception):
 
 class Endpoint(Protocol):
     """What the API server needs."""
-
-    def admit(self, expected_generation: str) -> AbstractContextManager[object]:
-        """Let a request in that was meant for this generation.
-
-        Raises:
-            Refused: It was meant for another one, or nothing is published, or this one is draining.
-        """
-        ...
 
     def info(self) -> wire.ServerInfo:
         """The record now."""
@@ -67,9 +58,15 @@ class OwnedEndpoint:
     def __init__(self, owner: EndpointOwner, info: wire.ServerInfo) -> None:
         self._owner = owner
         self._info = info
+        #: Where rank 0 offers its service, once it does.
+        self.service_address = ""
 
     def admit(self, expected_generation: str) -> AbstractContextManager[object]:
-        """See :class:`Endpoint`."""
+        """Let a request in that was meant for this generation.
+
+        Raises:
+            Refused: It was meant for another one, or nothing is published, or this one is draining.
+        """
         try:
             return self._owner.admit(expected_generation)
         except StaleGeneration as error:
@@ -98,6 +95,7 @@ class OwnedEndpoint:
             state=state,
             generation=record.generation,
             control_addresses=list(record.control_addresses),
+            service_address=self.service_address,
         )
 
     def start_draining(self) -> None:
@@ -113,14 +111,6 @@ class CopiedEndpoint:
         self._info = info
         self._draining = False
 
-    def admit(self, expected_generation: str) -> AbstractContextManager[object]:
-        """See :class:`Endpoint`."""
-        if self._draining:
-            raise Refused(wire.ErrorBody(error=wire.DRAINING, message="this instance is draining"))
-        if expected_generation != self._info.generation:
-            raise _stale(expected_generation, self._info.generation)
-        return nullcontext()
-
     def info(self) -> wire.ServerInfo:
         """See :class:`Endpoint`."""
         if self._draining:
@@ -130,8 +120,3 @@ class CopiedEndpoint:
     def start_draining(self) -> None:
         """See :class:`Endpoint`."""
         self._draining = True
-
-
-def info_json(endpoint: Endpoint) -> Callable[[], bytes]:
-    """The record as JSON, for the worker's service."""
-    return lambda: wire.encode_json(endpoint.info())

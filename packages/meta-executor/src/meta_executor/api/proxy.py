@@ -1,48 +1,132 @@
-"""Between the API server and rank 0's worker: tracks requests, submits them in batches, spreads the response stream.
+"""The calling side of an instance's service: submits requests in batches, spreads the one answer stream over them.
 
-One asyncio loop owns a proxy. A request is tracked before it is sent, in every mode, so no answer meets an unknown request;
-if its send fails, or the worker refuses it, the tracking is rolled back and the caller learns. The worker is reached through
-one ``RpcClient``: directly when it lives in this process and the fast path is on, else by RPC. Same code, same errors.
+The front has one per instance, an instance's API server one for its own. One asyncio loop owns a proxy. A request is tracked
+before it is sent, so no answer meets an unknown request; if its send fails, or the worker refuses it, the tracking is rolled
+back and the caller learns. The worker is reached through one ``RpcClient``: directly when it lives in this process and the
+fast path is on, else by RPC. Same code, same errors.
+
+A reader that is slow costs only itself: its tokens gather in its own record, and what it takes it takes at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
 
 from meta_executor import wire
-from meta_executor.api.service import ExecutorService, SubmitRequest, split_error
-from meta_executor.executor.messages import Answer
+from meta_executor.api.service import ExecutorService, Submit
+from meta_executor.executor.request import Answers, Notice
 from rpc_batch_submit import AsyncioBatchSubmitter, BatchSubmitConfig, BatchSubmitError
-from rpc_local_registry import RpcBackpressure, RpcClient, RpcError
+from rpc_local_registry import (
+    RpcAuthenticationError,
+    RpcBackpressure,
+    RpcClient,
+    RpcConfig,
+    RpcError,
+    RpcProtocolMismatch,
+    RpcUnreachable,
+)
+
+#: A worker that is silent at the transport for so long is gone (s). A process that the system has stopped for a while is not.
+PEER_TIMEOUT_S = 60.0
+_CALL_S = 10.0
 
 
 class ProxyError(Exception):
-    """A request was refused or lost; ``code`` is one of :mod:`meta_executor.wire`."""
+    """A request was refused or lost.
 
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+    Attributes:
+        body: Why, with a code of :mod:`meta_executor.wire`.
+        received: Whether the worker may have begun it. False: it certainly has not.
+        reached: Whether there was a worker to talk to.
+    """
+
+    def __init__(self, body: wire.ErrorBody, *, received: bool = False, reached: bool = True) -> None:
+        super().__init__(body.message)
+        self.body = body
+        self.received = received
+        self.reached = reached
+
+    @property
+    def code(self) -> str:
+        """The body's."""
+        return self.body.error
 
 
-@dataclass(slots=True)
 class Tracked:
-    """A request on its way."""
+    """A request on its way, and what has come for it that its reader has not taken."""
 
-    request_id: int
-    answers: asyncio.Queue[Answer | ProxyError] = field(default_factory=asyncio.Queue)
-    #: Resolves when the worker has taken it, or raises what it was refused with.
-    ticket: asyncio.Future[None] | None = None
-    ended: bool = False
+    __slots__ = ("_ended", "_error", "_notices", "_only_end", "_tokens", "_waiter", "request_id", "ticket")
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        #: Resolves when the worker has taken it, or raises what it was refused with.
+        self.ticket: asyncio.Future[None] | None = None
+        self._tokens: list[int] = []
+        self._notices: list[Notice] = []
+        self._error: ProxyError | None = None
+        self._ended = False
+        self._only_end = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self, *, whole: bool = False) -> tuple[list[int], list[Notice]]:
+        """What has come since the last call; waits for something.
+
+        Args:
+            whole: Wait for a notice: whoever wants an answer in one piece is not woken for every token.
+
+        Raises:
+            ProxyError: The worker was lost; what had come before was taken already.
+        """
+        while not (self._notices or (self._tokens and not whole)):
+            if self._error is not None:
+                raise self._error
+            self._only_end = whole
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        tokens, self._tokens = self._tokens, []
+        notices, self._notices = self._notices, []
+        return tokens, notices
+
+    @property
+    def ended(self) -> bool:
+        """Its last word has come."""
+        return self._ended
+
+    def put_token(self, token: int) -> None:
+        """One more token."""
+        self._tokens.append(token)
+        if not self._only_end:
+            self._wake()
+
+    def put_notice(self, notice: Notice) -> None:
+        """What is more than a token."""
+        self._ended = self._ended or bool(notice.finish_reason)
+        self._notices.append(notice)
+        self._wake()
+
+    def fail(self, error: ProxyError) -> None:
+        """Nothing more will come."""
+        self._error = self._error or error
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyStatistics:
     """Counts since start."""
 
-    submitted: int
     batches: int
     local_submits: int
     rpc_submits: int
@@ -61,16 +145,24 @@ class Proxy:
     """
 
     def __init__(self, address: str, key: bytes, *, fast_path: bool, batching: BatchSubmitConfig) -> None:
-        self._client = RpcClient(address, key, fast_path=fast_path, interface=ExecutorService, name="proxy")
-        self._fast_path = fast_path
+        self._client = RpcClient(
+            address,
+            key,
+            config=RpcConfig(peer_timeout_s=PEER_TIMEOUT_S),
+            fast_path=fast_path,
+            interface=ExecutorService,
+            name="proxy",
+        )
+        #: Under which the worker knows this proxy.
+        self._name = secrets.token_hex(8)
         self._tracked: dict[int, Tracked] = {}
-        self._submitter: AsyncioBatchSubmitter[SubmitRequest] = AsyncioBatchSubmitter(
+        self._submitter: AsyncioBatchSubmitter[Submit] = AsyncioBatchSubmitter(
             self._send,
             batching,
             register=self._register,
             rollback=self._rollback,
-            id_of=lambda request: request.request_id,
-            size_of=lambda request: int(request.token_ids.nbytes),
+            id_of=lambda submit: submit.request.request_id,
+            size_of=lambda submit: int(submit.request.token_ids.nbytes),
         )
         self._reader: asyncio.Task[None] | None = None
         self._lost: ProxyError | None = None
@@ -78,12 +170,6 @@ class Proxy:
         self._rpc_count = 0
         self._batch_count = 0
         self._unknown_count = 0
-
-    async def start(self) -> None:
-        """Open the response stream."""
-        opened = asyncio.Event()
-        self._reader = asyncio.create_task(self._read(opened), name="proxy-responses")
-        await opened.wait()
 
     async def close(self) -> None:
         """Send what is buffered, end the stream, fail what is still tracked."""
@@ -93,8 +179,8 @@ class Proxy:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
-        self._fail_all(ProxyError(wire.INTERNAL, "the instance is closing"))
-        self._client.close()
+        self._fail_all(_lost("the instance is closing"))
+        await asyncio.to_thread(self._client.close)
 
     @property
     def lost(self) -> bool:
@@ -103,99 +189,78 @@ class Proxy:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: SubmitRequest) -> Tracked:
-        """Track and send. Returns at once; refusals arrive as an answer of the request.
+    async def submit(self, submit: Submit) -> Tracked:
+        """Track and send; returns when the worker has taken the request.
 
         Raises:
-            ProxyError: Not taken: a request of that id is here, or the worker is gone, or too many are buffered.
+            ProxyError: It was refused, or could not be sent; it is not tracked.
         """
+        request_id = submit.request.request_id
         if self._lost is not None:
-            raise self._lost
-        if request.request_id in self._tracked:
-            raise ProxyError(wire.DUPLICATE_REQUEST, f"request {request.request_id} is here already")
+            raise _lost(str(self._lost))
+        if request_id in self._tracked:
+            words = f"request {request_id} is here already"
+            raise ProxyError(wire.ErrorBody(error=wire.DUPLICATE_REQUEST, message=words, request_id=request_id))
+        if self._reader is None:
+            # The stream is opened with the first request: who brings none is no subscriber.
+            self._reader = asyncio.create_task(self._read(), name="proxy-answers")
+            await asyncio.sleep(0)
         try:
-            ticket = self._submitter.submit(request)
+            ticket = self._submitter.submit(submit)
         except BatchSubmitError as error:
-            raise ProxyError(wire.BACKPRESSURE, str(error)) from error
+            raise ProxyError(wire.ErrorBody(error=wire.BACKPRESSURE, message=str(error))) from error
         ticket.add_done_callback(_retrieve)
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None:
-            # Refused before this call returned: the ticket says why.
-            tracked = Tracked(request.request_id)
+        tracked = self._tracked.get(request_id) or Tracked(request_id)
         tracked.ticket = ticket
-        return tracked
-
-    async def taken(self, tracked: Tracked) -> None:
-        """Wait until the worker has taken the request.
-
-        Raises:
-            ProxyError: It was refused; it is not tracked any more.
-        """
-        if tracked.ticket is None:
-            return
         try:
-            await asyncio.shield(tracked.ticket)
+            await asyncio.shield(ticket)
+        except asyncio.CancelledError:
+            self.leave(tracked, "its client has gone")
+            raise
         except Exception as error:
-            tracked.ended = True
             self.forget(tracked)
             raise _refusal(error) from error
+        return tracked
 
-    async def answers(self, tracked: Tracked, *, single: bool = False) -> AsyncIterator[Answer]:
-        """Answers of one request, the last one included; stopping early aborts it.
-
-        Args:
-            tracked: The request.
-            single: The first answer is the last (context): the request then lives on between the ranks.
-
-        Raises:
-            ProxyError: It was refused, or the worker was lost.
-        """
-        try:
-            while True:
-                answer = await tracked.answers.get()
-                if isinstance(answer, ProxyError):
-                    tracked.ended = True
-                    raise answer
-                tracked.ended = single or bool(answer.finish_reason)
-                yield answer
-                if tracked.ended:
-                    return
-        finally:
-            self.forget(tracked)
-            if not tracked.ended:
-                self.abort(tracked.request_id, "the reader has gone")
+    def leave(self, tracked: Tracked, reason: str) -> None:
+        """Nobody reads this request's answer any more: stop it, unless its last word has come. Idempotent."""
+        known = self._tracked.get(tracked.request_id) is tracked
+        self.forget(tracked)
+        if known and not tracked.ended:
+            self.abort(tracked.request_id, reason)
 
     def forget(self, tracked: Tracked) -> None:
         """Stop tracking. Idempotent."""
         if self._tracked.get(tracked.request_id) is tracked:
             del self._tracked[tracked.request_id]
 
-    def knows(self, request_id: int) -> bool:
-        """Whether the request is tracked here."""
-        return request_id in self._tracked
-
     def abort(self, request_id: int, reason: str) -> None:
         """Stop a request: one that is still buffered here is removed, one that was sent is stopped by the worker."""
-        if self._submitter.abort(request_id):
+        if self._submitter.abort(request_id) or self._lost is not None:
             return
         with contextlib.suppress(RpcError):
             self._client.abort(request_id, reason).remote_future().add_done_callback(_retrieve)
 
-    async def announce_peer(
-        self,
-        name: str,
-        layout: bytes,
-        control_addresses: tuple[str, ...],
-        processes: tuple[str, ...],
-        replaces: str,
-    ) -> None:
-        """Tell the ranks of a context instance, before the first request that names it."""
-        call = self._client.announce_peer(name, layout, control_addresses, processes, replaces)
-        await call.remote_async(timeout_s=10.0)
+    async def abort_known(self, request_id: int, reason: str) -> bool:
+        """Stop a request that perhaps another client brought. Whether it had an answer to come."""
+        if self._submitter.abort(request_id):
+            return True
+        return bool(await self._client.abort(request_id, reason).remote_async(timeout_s=_CALL_S))
+
+    async def introduce(self, url: str, server_info: bytes) -> None:
+        """Tell the ranks of a context instance, before the first request that names it.
+
+        Raises:
+            ProxyError: KV cannot move between the two.
+            RpcError: The worker is gone.
+        """
+        refused = await self._client.introduce(url, server_info).remote_async(timeout_s=_CALL_S)
+        if refused is not None:
+            raise ProxyError(refused)
 
     async def drain(self, deadline_s: float) -> int:
         """Begin to drain."""
-        return int(await self._client.drain(deadline_s).remote_async(timeout_s=10.0))
+        return int(await self._client.drain(deadline_s).remote_async(timeout_s=_CALL_S))
 
     async def worker_counters(self) -> bytes:
         """The worker's part of the instance's statistics (JSON)."""
@@ -212,7 +277,6 @@ class Proxy:
     def statistics(self) -> ProxyStatistics:
         """Counters."""
         return ProxyStatistics(
-            submitted=self._local_count + self._rpc_count,
             batches=self._batch_count,
             local_submits=self._local_count,
             rpc_submits=self._rpc_count,
@@ -222,57 +286,81 @@ class Proxy:
 
     # -- within -------------------------------------------------------------------------------------------------------
 
-    def _register(self, request: SubmitRequest) -> None:
-        self._tracked[request.request_id] = Tracked(request.request_id)
+    def _register(self, submit: Submit) -> None:
+        self._tracked[submit.request.request_id] = Tracked(submit.request.request_id)
 
-    def _rollback(self, request: SubmitRequest, error: BaseException) -> None:
-        tracked = self._tracked.pop(request.request_id, None)
-        if tracked is None:
-            return
-        tracked.answers.put_nowait(_refusal(error))
+    def _rollback(self, submit: Submit, error: BaseException) -> None:
+        tracked = self._tracked.pop(submit.request.request_id, None)
+        if tracked is not None:
+            tracked.fail(_refusal(error))
 
-    async def _send(self, batch: list[SubmitRequest]) -> list[str | None] | None:
+    async def _send(self, batch: list[Submit]) -> list[ProxyError | None]:
         self._batch_count += 1
-        local = self._client.path_of("submit_batch") == "local"
-        if local:
+        if self._client.path_of("submit_batch") == "local":
             self._local_count += len(batch)
         else:
             self._rpc_count += len(batch)
-        outcomes: list[str | None] = await self._client.submit_batch(batch).remote_async(timeout_s=30.0)
-        return outcomes
+        outcomes = await self._client.submit_batch(self._name, batch).remote_async(timeout_s=30.0)
+        return [None if body is None else ProxyError(body) for body in outcomes]
 
-    async def _read(self, opened: asyncio.Event) -> None:
+    async def _read(self) -> None:
         try:
-            stream = self._client.responses().remote_streaming()
-            opened.set()
-            async for batch in stream:
-                for answer in batch.answers:
-                    tracked = self._tracked.get(answer.request_id)
-                    if tracked is None:
-                        # Aborted by its reader meanwhile, or answered by a context instance that still holds its KV.
-                        self._unknown_count += 1
-                        continue
-                    tracked.answers.put_nowait(answer)
-            self._lose("the worker has ended its response stream")
+            stream = self._client.answers(self._name).remote_streaming()
+            async for answers in stream:
+                self._spread(answers)
+            self._lose("the worker has ended its answer stream")
         except RpcError as error:
-            opened.set()
-            self._lose(f"{type(error).__name__}: {error}")
+            self._lose(f"{type(error).__name__}: {error}", reached=not isinstance(error, _UNREACHED))
 
-    def _lose(self, why: str) -> None:
-        self._lost = ProxyError(wire.INTERNAL, f"the worker is gone: {why}")
+    def _spread(self, answers: Answers) -> None:
+        """One step's tokens, to the records of their requests."""
+        tracked = self._tracked
+        for request_id, token in answers.pairs():
+            one = tracked.get(request_id)
+            if one is None:
+                # Its reader has left meanwhile.
+                self._unknown_count += 1
+            else:
+                one.put_token(token)
+        for notice in answers.notices:
+            one = tracked.get(notice.request_id)
+            if one is not None:
+                one.put_notice(notice)
+
+    def _lose(self, why: str, *, reached: bool = True) -> None:
+        self._lost = _lost(f"the worker is gone: {why}", reached=reached)
         self._fail_all(self._lost)
 
     def _fail_all(self, error: ProxyError) -> None:
         for tracked in list(self._tracked.values()):
-            tracked.answers.put_nowait(error)
+            tracked.fail(error)
+
+
+#: The worker was never reached: nothing of a request can have arrived.
+_UNREACHED = (RpcUnreachable, RpcAuthenticationError, RpcProtocolMismatch)
+
+
+def _lost(why: str, *, reached: bool = True) -> ProxyError:
+    return ProxyError(wire.ErrorBody(error=wire.INTERNAL, message=why), received=reached, reached=reached)
 
 
 def _refusal(error: BaseException) -> ProxyError:
-    code, message = split_error(str(error))
-    return ProxyError(wire.BACKPRESSURE if isinstance(error, RpcBackpressure) else code, message)
+    """What a failed ticket says."""
+    if isinstance(error, ProxyError):
+        return error
+    cause = error.__cause__ if isinstance(error, BatchSubmitError) and error.__cause__ is not None else error
+    if isinstance(cause, RpcBackpressure):
+        return ProxyError(wire.ErrorBody(error=wire.BACKPRESSURE, message=str(cause)))
+    reached = not isinstance(cause, _UNREACHED)
+    return _lost(f"{type(cause).__name__}: {cause}", reached=reached)
 
 
 def _retrieve(future: object) -> None:
     """Look at a future's error: it has reached its request another way, and asyncio should not complain of it."""
     if isinstance(future, asyncio.Future) and not future.cancelled():
         future.exception()
+
+
+def int32(token_ids: list[int]) -> np.ndarray:
+    """A prompt as the one buffer that it stays: int32, shape (tokens,)."""
+    return np.asarray(token_ids, dtype=np.int32)

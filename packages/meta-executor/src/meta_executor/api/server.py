@@ -12,31 +12,37 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
-import numpy as np
 import uvicorn
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kv_bounce_planner.planning import InstanceLayout
 from meta_executor import wire
 from meta_executor.api.endpoint import Endpoint, Refused
-from meta_executor.api.proxy import Proxy, ProxyError
-from meta_executor.api.service import SubmitRequest
+from meta_executor.api.proxy import Proxy, ProxyError, Tracked, int32
+from meta_executor.api.service import Submit
+from meta_executor.engine.base import SamplingParams
+from meta_executor.executor.request import Notice
+from meta_executor.executor.request import Request as ExecutorRequest
 from rpc_local_registry import RpcError
 
 _Body = TypeVar("_Body")
+_Result = TypeVar("_Result")
 #: Largest body of a request (bytes).
 _BODY_BYTES_MAX = 16 * 1024 * 1024
+#: What of a body is repeated in an error (characters).
+_ECHO_MAX = 300
 #: A context instance must say who it is within this time (s).
 _PEER_TIMEOUT_S = 5.0
+#: Foreign clients may keep an idle connection so long (s).
+_KEEP_ALIVE_S = 75
 
 _CONTEXT = msgspec.json.Decoder(wire.ContextRequest)
 _GENERATION = msgspec.json.Decoder(wire.GenerationRequest)
@@ -73,8 +79,6 @@ class ApiServer:
         self._drain_timeout_s = drain_timeout_s
         self._http: httpx.AsyncClient | None = None
         self._peers: dict[str, asyncio.Task[None]] = {}
-        #: The lifetime that was last announced behind each address.
-        self._peer_at: dict[str, str] = {}
         self._started_s = time.monotonic()
 
     def app(self) -> Starlette:
@@ -95,8 +99,9 @@ class ApiServer:
 
     async def start(self) -> None:
         """Connect to the worker."""
-        self._http = httpx.AsyncClient(timeout=_PEER_TIMEOUT_S, trust_env=False)
-        await self._proxy.start()
+        # No connection is kept for later: a peer may close an idle one at the moment it is used.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(timeout=_PEER_TIMEOUT_S, trust_env=False, limits=limits)
 
     async def close(self) -> None:
         """Leave the worker."""
@@ -108,96 +113,80 @@ class ApiServer:
 
     async def _context(self, request: Request) -> Response:
         body = await _decoded(request, _CONTEXT)
-        with self._endpoint.admit(body.endpoint_generation):
-            info = self._endpoint.info()
-            self._check(body.token_ids, body.sampling, info, keeps=len(body.token_ids))
-            answers = await self._submitted(_submit_request(body, body.sampling, info), single=True)
-            answer = await _first(answers, request)
-            if answer.finish_reason in ("error", "cancelled"):
-                raise Refused(
-                    wire.ErrorBody(
-                        error=answer.error_code or wire.INTERNAL, message=answer.message, request_id=body.request_id
-                    )
-                )
-            return _json(
-                wire.ContextResponse(
-                    request_id=body.request_id,
-                    first_token=answer.tokens[0],
-                    finish_reason=answer.finish_reason or None,
-                    prompt_tokens=len(body.token_ids),
-                    cached_tokens=answer.cached_tokens,
-                    endpoint_generation=body.endpoint_generation,
-                )
+        tracked = await self._submitted(request, self._request_of(body), body.endpoint_generation)
+        try:
+            tokens, notices = await _unless_left(tracked.next(whole=True), request)
+        except BaseException:
+            self._proxy.leave(tracked, "the client has gone")
+            raise
+        # The first word is the last here; the request lives on between the ranks until its KV was fetched.
+        self._proxy.forget(tracked)
+        notice = notices[0]
+        if notice.failed or not tokens:
+            raise Refused(_error_of(notice))
+        return _json(
+            wire.ContextResponse(
+                request_id=body.request_id,
+                first_token=tokens[0],
+                finish_reason=notice.finish_reason or None,  # type: ignore[arg-type]
+                prompt_tokens=len(body.token_ids),
+                cached_tokens=notice.cached_tokens,
+                endpoint_generation=body.endpoint_generation,
             )
+        )
 
     async def _generation(self, request: Request) -> Response:
         body = await _decoded(request, _GENERATION)
-        if body.schedule_style == "context_first" and body.first_token is None:
-            raise _invalid("first_token", "is required in the context_first schedule")
-        if body.schedule_style == "generation_first" and body.first_token is not None:
-            raise _invalid("first_token", "must be null in the generation_first schedule")
-        admission = self._endpoint.admit(body.endpoint_generation)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(admission)
-            info = self._endpoint.info()
-            keeps = len(body.token_ids) + body.sampling.max_tokens - 1
-            self._check(body.token_ids, body.sampling, info, keeps=keeps)
-            peer = await self._known_peer(body.context)
-            submit = msgspec.structs.replace(
-                _submit_request(body, body.sampling, info), first_token=body.first_token, peer=peer
-            )
-            answers = await self._submitted(submit)
-            held = stack.pop_all()
-        return _Stream(self._lines(answers, held, body.request_id), media_type="application/x-ndjson")
+        peer = await self._known_peer(body.context)
+        made = msgspec.structs.replace(self._request_of(body), first_token=body.first_token, peer=peer)
+        tracked = await self._submitted(request, made, body.endpoint_generation)
+        return _Stream(self._lines(tracked), media_type="application/x-ndjson")
 
-    async def _lines(
-        self, answers: AsyncIterator[Any], held: contextlib.ExitStack, request_id: int
-    ) -> AsyncIterator[bytes]:
-        first = True
-        with held:
-            try:
-                async for answer in answers:
-                    failed = answer.finish_reason in ("error", "cancelled")
-                    chunk = wire.GenerationChunk(
-                        tokens=list(answer.tokens),
-                        finish_reason=answer.finish_reason or None,
-                        error=wire.ErrorBody(
-                            error=answer.error_code or wire.INTERNAL, message=answer.message, request_id=request_id
-                        )
-                        if failed
-                        else None,
-                        rank=answer.rank if first else None,
-                    )
-                    first = False
-                    yield wire.encode_json(chunk) + b"\n"
-            except ProxyError as error:
-                body = wire.ErrorBody(error=error.code, message=str(error), request_id=request_id)
-                yield wire.encode_json(wire.GenerationChunk(finish_reason="error", error=body)) + b"\n"
-            finally:
-                await answers.aclose()  # type: ignore[attr-defined]
+    async def _lines(self, tracked: Tracked) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                tokens, notices = await tracked.next()
+                notice = next((one for one in notices if one.finish_reason), None)
+                chunk = wire.GenerationChunk(
+                    tokens=tokens,
+                    finish_reason=None if notice is None else notice.finish_reason,  # type: ignore[arg-type]
+                    error=_error_of(notice) if notice is not None and notice.failed else None,
+                    rank=None if notice is None else notice.rank,
+                )
+                yield wire.encode_json(chunk) + b"\n"
+                if notice is not None:
+                    return
+        except ProxyError as error:
+            yield wire.encode_json(wire.GenerationChunk(finish_reason="error", error=error.body)) + b"\n"
+        finally:
+            self._proxy.leave(tracked, "the reader has gone")
 
-    async def _submitted(self, submit: SubmitRequest, *, single: bool = False) -> AsyncIterator[Any]:
+    def _request_of(self, body: wire.ContextRequest | wire.GenerationRequest) -> ExecutorRequest:
+        """End tokens are resolved here, once: behind this point a request stops at its stop tokens and nothing else."""
+        sampling = body.sampling
+        ends = () if sampling.ignore_eos else self._endpoint.info().eos_token_ids
+        return ExecutorRequest(
+            request_id=body.request_id,
+            token_ids=int32(body.token_ids),
+            sampling=SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+                ignore_eos=True,
+                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+            ),
+            schedule_style=body.schedule_style,
+            conversation_id=body.conversation_id,
+            deadline_s=body.deadline_s,
+        )
+
+    async def _submitted(self, http: Request, request: ExecutorRequest, generation: str) -> Tracked:
         """Submit and wait until the worker has taken it, so that a refusal still has a status of its own."""
         try:
-            tracked = self._proxy.submit(submit)
-            await self._proxy.taken(tracked)
+            return await _unless_left(self._proxy.submit(Submit(request, generation)), http)
         except ProxyError as error:
-            raise Refused(wire.ErrorBody(error=error.code, message=str(error), request_id=submit.request_id)) from error
-        return self._proxy.answers(tracked, single=single)
-
-    def _check(self, token_ids: list[int], sampling: wire.Sampling, info: wire.ServerInfo, *, keeps: int) -> None:
-        limits = info.limits
-        if info.vocab_size and max(token_ids) >= info.vocab_size:
-            raise _invalid("token_ids", f"has a token outside 0..{info.vocab_size - 1}")
-        if limits is None:
-            return
-        total = len(token_ids) + sampling.max_tokens
-        if total > limits.max_seq_len:
-            raise _invalid(
-                "sampling.max_tokens", f"prompt and answer have {total} tokens, at most {limits.max_seq_len} fit"
-            )
-        if keeps > limits.kv_tokens:
-            raise _invalid("token_ids", f"needs KV for {keeps} tokens, one rank holds {limits.kv_tokens}")
+            raise Refused(error.body) from error
 
     # -- peers --------------------------------------------------------------------------------------------------------
 
@@ -206,16 +195,18 @@ class ApiServer:
         name = f"{context.instance_id}/{context.endpoint_generation}"
         task = self._peers.get(name)
         if task is None:
-            task = asyncio.create_task(self._announce(name, context))
+            task = asyncio.create_task(self._introduce(context))
             self._peers[name] = task
         try:
             await asyncio.shield(task)
-        except Refused:
-            self._peers.pop(name, None)
+        except (Refused, RpcError):
+            # A failure is never remembered: the next request tries again.
+            if self._peers.get(name) is task:
+                del self._peers[name]
             raise
         return name
 
-    async def _announce(self, name: str, context: wire.PeerContext) -> None:
+    async def _introduce(self, context: wire.PeerContext) -> None:
         if self._http is None:
             raise Refused(wire.ErrorBody(error=wire.INTERNAL, message="the server is not started"))
         try:
@@ -238,28 +229,16 @@ class ApiServer:
                     endpoint_generation=info.generation,
                 )
             )
-        if info.profile != self._endpoint.info().profile or info.layout is None:
-            raise Refused(
-                wire.ErrorBody(
-                    error=wire.INVALID_REQUEST,
-                    message=f"context instance {context.url} has another KV profile",
-                    field="context",
-                )
-            )
-        layout = msgspec.json.encode(info.layout)
-        InstanceLayout.from_json(layout)  # refuse a layout that is none before the ranks see it
-        replaces = self._peer_at.get(context.url, "")
-        self._peer_at[context.url] = name
-        await self._proxy.announce_peer(
-            name, layout, tuple(info.control_addresses), tuple(info.processes), "" if replaces == name else replaces
-        )
+        try:
+            await self._proxy.introduce(context.url, response.content)
+        except ProxyError as error:
+            raise Refused(error.body) from error
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     async def _abort(self, request: Request) -> Response:
         body = await _decoded(request, _ABORT)
-        known = self._proxy.knows(body.request_id)
-        self._proxy.abort(body.request_id, body.reason)
+        known = await self._proxy.abort_known(body.request_id, body.reason)
         return _json(wire.AbortResponse(request_id=body.request_id, known=known))
 
     async def _drain(self, request: Request) -> Response:
@@ -325,9 +304,9 @@ class ApiServer:
             except Refused as refused:
                 return _error(refused.body)
             except ProxyError as error:
-                return _error(wire.ErrorBody(error=error.code, message=str(error)))
+                return _error(error.body)
             except RpcError as error:
-                # The worker is gone or does not answer in time; what it was asked for is not at hand.
+                # The worker is gone or does not answer in time; what it was asked for is unavailable.
                 return _error(wire.ErrorBody(error=wire.INTERNAL, message=f"{type(error).__name__}: {error}"))
 
         return guarded
@@ -343,36 +322,23 @@ class _Stream(StreamingResponse):
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
-def _submit_request(
-    body: wire.ContextRequest | wire.GenerationRequest, sampling: wire.Sampling, info: wire.ServerInfo
-) -> SubmitRequest:
-    """End tokens are resolved here, once: behind this point a request stops at its stop tokens and nothing else."""
-    stops = tuple(sampling.stop_token_ids) + (() if sampling.ignore_eos else tuple(info.eos_token_ids))
-    return SubmitRequest(
-        request_id=body.request_id,
-        token_ids=np.asarray(body.token_ids, dtype=np.int32),
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        stop_token_ids=tuple(dict.fromkeys(stops)),
-        generation_first=body.schedule_style == "generation_first",
-        conversation_id=body.conversation_id,
-        deadline_s=body.deadline_s,
+def _error_of(notice: Notice) -> wire.ErrorBody:
+    return wire.ErrorBody(
+        error=notice.error_code or wire.INTERNAL, message=notice.message, request_id=notice.request_id
     )
 
 
-async def _first(answers: AsyncIterator[Any], request: Request) -> Any:
-    """The first answer, unless the client leaves before: then the request is aborted."""
-    waiting = asyncio.ensure_future(anext(aiter(answers)))
+async def _unless_left(work: Coroutine[Any, Any, _Result], request: Request) -> _Result:
+    """The work's result, unless the client leaves before: then the work is cancelled."""
+    working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise Refused(wire.ErrorBody(error=wire.CANCELLED, message="the client has gone"))
-        return waiting.result()
+        return working.result()
     finally:
-        for task in (waiting, leaving):
+        for task in (working, leaving):
             if not task.done():
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -385,25 +351,32 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, empty: _Body | None = None) -> _Body:
-    data = await request.body()
-    if len(data) > _BODY_BYTES_MAX:
-        raise _invalid("", f"body of {len(data)} bytes, at most {_BODY_BYTES_MAX}")
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > _BODY_BYTES_MAX:
+                raise _invalid("", f"the body has more than {_BODY_BYTES_MAX} bytes")
+            parts.append(part)
+    except ClientDisconnect:
+        raise Refused(wire.ErrorBody(error=wire.CANCELLED, message="the client has gone")) from None
+    data = b"".join(parts)
     if not data and empty is not None:
         return empty
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
+        what, _, path = str(error)[:_ECHO_MAX].partition(" - at `$")
         raise _invalid(path.strip("`.") or _missing(what), what) from error
     except msgspec.DecodeError as error:
-        raise _invalid("", f"not JSON: {error}") from error
+        raise _invalid("", f"not JSON: {str(error)[:_ECHO_MAX]}") from error
 
 
 def _count_asked(request: Request) -> int:
     """``?limit=``: how many decisions at most."""
     text = request.query_params.get("limit", str(wire.ROUTING_SHOWN_DEFAULT))
     if not text.isdecimal() or not 1 <= int(text) <= wire.ROUTING_SHOWN_MAX:
-        raise _invalid("limit", f"want 1..{wire.ROUTING_SHOWN_MAX}, got {text!r}")
+        raise _invalid("limit", f"want 1..{wire.ROUTING_SHOWN_MAX}, got {text[:32]!r}")
     return int(text)
 
 
@@ -476,7 +449,12 @@ class ServerThread:
         """Serve until stopped."""
         await self._server.start()
         config = uvicorn.Config(
-            self._server.app(), log_level="error", lifespan="off", access_log=False, timeout_graceful_shutdown=3
+            self._server.app(),
+            log_level="error",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=3,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
         self._uvicorn = uvicorn.Server(config)
         try:

@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -62,8 +63,12 @@ class SpawnedServer:
             self._process.stdout.close()
 
 
-async def _record(proxy: Proxy) -> wire.ServerInfo:
-    return msgspec.json.decode(await proxy.worker_record(), type=wire.ServerInfo)
+async def _record(make: Callable[[], Proxy]) -> wire.ServerInfo:
+    proxy = make()
+    try:
+        return msgspec.json.decode(await proxy.worker_record(), type=wire.ServerInfo)
+    finally:
+        await proxy.close()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -84,9 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
             batching=batching_of(instance),
         )
 
-    asking = proxy()
-    info = asyncio.run(_record(asking))
-    asyncio.run(asking.close())
+    info = asyncio.run(_record(proxy))
     api = ApiServer(proxy(), CopiedEndpoint(info), spec.key().hex(), drain_timeout_s=spec.service.drain_timeout_s)
     server = ServerThread(api, instance.config.hostname, instance.port)
     server.start()

@@ -272,6 +272,11 @@ class StepHandle(Protocol):
         """Whether the step has ended, well or not. Never blocks."""
         ...
 
+    def add_done_callback(self, call: Callable[[], None]) -> None:
+        """Call this once the step has ended on the host, from the engine's thread; at once if it has. A step whose end on a
+        device comes later is to be polled from then on."""
+        ...
+
     def result(self) -> StepOutput:
         """The step's output; waits for it if need be.
 

@@ -25,11 +25,16 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from meta_executor.engine.errors import KVPoolExhausted, OwnershipError
 
 _STORY_LENGTH = 16
 _ROOT = b"\0" * 16
+
+
+#: A prompt: a list, or int32 of shape (tokens,).
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
 
 
 class BlockState(enum.Enum):
@@ -176,9 +181,7 @@ class BlockPool:
         """A holder's blocks in order; empty if it holds none."""
         return tuple(self._tables.get(holder, ()))
 
-    def match_prefix(
-        self, token_ids: Sequence[int], *, salt: bytes = b"", tokens_max: int | None = None
-    ) -> PrefixMatch:
+    def match_prefix(self, token_ids: TokenIds, *, salt: bytes = b"", tokens_max: int | None = None) -> PrefixMatch:
         """The longest cached run of full blocks that begins these tokens. Changes nothing.
 
         Args:
@@ -220,9 +223,7 @@ class BlockPool:
         self._owned_high_water = max(self._owned_high_water, self._counts[BlockState.OWNED])
         return tuple(taken)
 
-    def acquire(
-        self, holder: Hashable, token_ids: Sequence[int], token_capacity: int, *, salt: bytes = b""
-    ) -> Allocation:
+    def acquire(self, holder: Hashable, token_ids: TokenIds, token_capacity: int, *, salt: bytes = b"") -> Allocation:
         """Give a new holder the cached beginning of a prompt and fresh blocks for the rest. All or none.
 
         Args:
@@ -379,7 +380,7 @@ class BlockPool:
 
     # -- prefix cache -------------------------------------------------------------------------------------------------
 
-    def store_prefix(self, holder: Hashable, token_ids: Sequence[int], *, salt: bytes = b"") -> int:
+    def store_prefix(self, holder: Hashable, token_ids: TokenIds, *, salt: bytes = b"") -> int:
         """Say which tokens a holder's first blocks hold, once their KV is complete; full blocks become matchable.
 
         Returns:
@@ -493,7 +494,7 @@ class BlockPool:
             self._prefix_evicted += 1
             self._cached_free -= self._state[block] is BlockState.FREE
 
-    def _hashes(self, token_ids: Sequence[int], block_count: int, salt: bytes) -> Iterable[bytes]:
+    def _hashes(self, token_ids: TokenIds, block_count: int, salt: bytes) -> Iterable[bytes]:
         tokens = np.asarray(token_ids[: block_count * self.block_tokens], dtype="<i4")
         parent = hashlib.blake2b(salt, digest_size=16).digest() if salt else _ROOT
         for index in range(block_count):

@@ -16,7 +16,7 @@ Source: docs/design.md, section "Engine"; tests/engine/test_llama_engine.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,10 @@ class _DeviceHandle:
     def __init__(self, inner: WorkerHandle, event: Any) -> None:
         self._inner = inner
         self._event = event
+
+    def add_done_callback(self, call: Callable[[], None]) -> None:
+        """Call this once the step's kernels are queued."""
+        self._inner.add_done_callback(call)
 
     def done(self) -> bool:
         """Whether the device has ended the step."""

@@ -85,6 +85,13 @@ class WorkerHandle:
         self._ended = threading.Event()
         self._output: StepOutput | None = None
         self._error: BaseException | None = None
+        self._call: Callable[[], None] | None = None
+
+    def add_done_callback(self, call: Callable[[], None]) -> None:
+        """Call this once the step has ended, from the worker's thread; perhaps twice if it ends meanwhile."""
+        self._call = call
+        if self._ended.is_set():
+            call()
 
     def done(self) -> bool:
         """Whether the step has ended."""
@@ -107,6 +114,8 @@ class WorkerHandle:
             self._error = error
         finally:
             self._ended.set()
+            if self._call is not None:
+                self._call()
 
 
 class StepWorker:

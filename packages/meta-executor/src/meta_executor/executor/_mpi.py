@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -28,11 +28,11 @@ _PREFIX = struct.Struct("<BII")
 class _Incoming:
     """A frame that is being received."""
 
-    request: Any
+    request: MPI.Request
     buffer: bytearray
     source: int
     activations: Float32Array | None = None
-    activation_request: Any = None
+    activation_request: MPI.Request | None = None
     body: FrameBody | None = None
 
 
@@ -45,15 +45,21 @@ class MpiLink:
     """Frames on a duplicate of a communicator, so that foreign traffic stays apart.
 
     Construction is collective (``Dup``); nothing afterwards is.
+
+    Args:
+        comm: The instance's world.
+        ring: Ends the wait of a rank that a frame was sent to.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, ring: Callable[[int], None] = lambda rank: None) -> None:
         self._comm = comm.Dup()
+        self._ring = ring
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self._sources = [_Source() for _ in range(self.size)]
-        self._outgoing: deque[tuple[Any, object]] = deque()
+        self._outgoing: deque[tuple[MPI.Request, object]] = deque()
         self._own: deque[Arrived] = deque()
+        self._status = MPI.Status()
         self.frames_sent = 0
         self.bytes_sent = 0
 
@@ -72,6 +78,7 @@ class MpiLink:
             block = np.ascontiguousarray(activations, dtype=np.float32)
             self._outgoing.append((self._comm.Isend([block, MPI.FLOAT], dest=target_rank, tag=_ACTIVATION_TAG), block))
             self.bytes_sent += block.nbytes
+        self._ring(target_rank)
 
     def poll(self) -> list[Arrived]:
         """Complete sends, start receives for what was announced, return what is whole."""
@@ -92,7 +99,7 @@ class MpiLink:
         return arrived
 
     def _match(self) -> None:
-        status = MPI.Status()
+        status = self._status
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, _FRAME_TAG, status)) is not None:
             count = status.Get_count(MPI.BYTE)
             if not _PREFIX.size <= count <= FRAME_BYTES_MAX + _PREFIX.size:
@@ -120,6 +127,11 @@ class MpiLink:
     def unsent_count(self) -> int:
         """Sends that MPI has not completed (count)."""
         return len(self._outgoing)
+
+    @property
+    def busy(self) -> bool:
+        """Sends that MPI has not completed, or frames of which a part has come."""
+        return bool(self._outgoing) or any(source.frames for source in self._sources)
 
     def close(self) -> None:
         """Cancel what is pending. The communicator is freed by :meth:`free` when every rank does so."""

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from meta_executor import __about__, wire
+from meta_executor.executor.compose import ComposedRank
 from meta_executor.executor.loop import RankLoop
 from meta_executor.executor.memory import PlannedBlocks
+from meta_executor.executor.transceiver_context import AnyAgreement
 
 EVIDENCE_FORMAT = "meta-executor evidence"
 EVIDENCE_VERSION = 1
 
 
-def rank_statistics(
-    loop: RankLoop, transceiver: Any, blocks: Any, agreement: Any, block_bytes: int
-) -> wire.RankStatistics:
-    """Counters of one rank now. Called from the loop's thread."""
+def rank_statistics(made: ComposedRank, agreement: AnyAgreement | None, block_bytes: int) -> wire.RankStatistics:
+    """Counters of one rank now. Called from the loop's thread; nothing is walked."""
+    loop, blocks = made.loop, made.blocks
     registry = loop.registry.statistics()
-    counters = transceiver.counters
+    counters = made.transceiver.counters
     core = agreement.statistics().core if agreement is not None else None
     events = dict(core.events) if core is not None else {}
     context = loop.role == "context"
     return wire.RankStatistics(
         rank=loop.rank,
-        steps=loop.step_count,
-        tokens_computed=loop.token_count,
+        steps=loop.compute.step_count,
+        tokens_computed=loop.compute.token_count,
         requests_taken=loop.taken_count,
         requests_finished=registry.completed + registry.failed + registry.cancelled,
         active_now=registry.live,
@@ -50,33 +52,36 @@ def rank_statistics(
     )
 
 
+@dataclass(frozen=True)
+class Lifetime:
+    """Whose evidence it is."""
+
+    owner_id: str
+    instance_id: str
+    generation: str
+    world_size: int
+    modes: dict[str, Any]
+
+
 def rank_evidence(
-    loop: RankLoop,
-    statistics: wire.RankStatistics,
-    transceiver: Any,
-    agreement: Any,
-    *,
-    owner_id: str,
-    instance_id: str,
-    generation: str,
-    world_size: int,
-    modes: dict[str, Any],
+    made: ComposedRank, statistics: wire.RankStatistics, agreement: AnyAgreement | None, lifetime: Lifetime
 ) -> dict[str, Any]:
     """One rank's lifetime, complete enough to compare ranks without having been there (JSON-able)."""
+    loop = made.loop
     registry = loop.registry.statistics()
-    counters = transceiver.counters
+    counters = made.transceiver.counters
     return {
         "format": EVIDENCE_FORMAT,
         "version": EVIDENCE_VERSION,
         "package_version": __about__.__version__,
         "role": loop.role,
-        "owner_id": owner_id,
-        "instance_id": instance_id,
-        "generation": generation,
+        "owner_id": lifetime.owner_id,
+        "instance_id": lifetime.instance_id,
+        "generation": lifetime.generation,
         "rank": loop.rank,
-        "world_size": world_size,
+        "world_size": lifetime.world_size,
         "written_unix_s": time.time(),
-        "modes": modes,
+        "modes": lifetime.modes,
         "drained": loop.drained,
         "fault": loop.fault,
         "last_incarnation": _last_incarnation(loop, agreement),
@@ -113,7 +118,7 @@ def rank_evidence(
             "quarantined_bytes": statistics.quarantined_bytes_now,
             "prefix_hit_tokens": statistics.prefix_hit_tokens,
         },
-        "steps": {"count": loop.step_count, "tokens": loop.token_count},
+        "steps": {"count": loop.compute.step_count, "tokens": loop.compute.token_count},
         "stories": [
             {"request_id": s.request_id, "state": s.state.value, "story": list(s.story)}
             for s in list(loop.registry)[:32]
@@ -122,7 +127,7 @@ def rank_evidence(
     }
 
 
-def _last_incarnation(loop: RankLoop, agreement: Any) -> int:
+def _last_incarnation(loop: RankLoop, agreement: AnyAgreement | None) -> int:
     """As the drain said: to the agreement where there is one, which every rank hears; else in the broadcast."""
     told = agreement.drain_state().last_incarnation if agreement is not None else None
     return loop.last_incarnation if told is None else int(told)

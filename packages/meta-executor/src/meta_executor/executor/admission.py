@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adp_router import RankState, Router, RouteRequest
-from meta_executor.executor.desk import Client, Placement, Submission
+from meta_executor.executor.desk import Client, RankChoice
+from meta_executor.executor.request import Request
 
 #: Why a context instance uses all its ranks, and what a request may have to wait for before it enters; as they are shown.
 EVERY_STAGE = "every stage of the pipeline holds its layers"
@@ -48,12 +49,12 @@ class ContextAdmission:
         self.pre_active_peak = 0
         self.policy = "pipeline"
 
-    def waits_for(self, submission: Submission) -> str:
+    def waits_for(self, request: Request) -> str:
         """What it must wait for; "": it enters now, and counts from now on."""
         if self._credits() - self._entering <= 0:
             return NO_CREDIT
-        if submission.schedule_style == "generation_first":
-            if not self._peer_is_ready(submission.request_id):
+        if request.generation_first:
+            if not self._peer_is_ready(request.request_id):
                 return NO_DESTINATION
             waiting = self._pre_active_count() + self._entering_generation_first
             if waiting >= self._pre_active_max:
@@ -63,11 +64,11 @@ class ContextAdmission:
         self._entering += 1
         return ""
 
-    def place(self, submissions: list[Submission]) -> list[Placement]:
+    def place(self, requests: list[Request]) -> list[RankChoice]:
         """Every rank of the pipeline holds its layers of every request."""
         self._entering = 0
         self._entering_generation_first = 0
-        return [Placement(-1, EVERY_STAGE)] * len(submissions)
+        return [RankChoice(-1, EVERY_STAGE)] * len(requests)
 
     def left(self, client: Client) -> None:
         """The agreement gives credits back, not the answer."""
@@ -93,44 +94,38 @@ class GenerationAdmission:
         self.routed = [0] * rank_count
         self.policy = policy
 
-    def waits_for(self, submission: Submission) -> str:
+    def waits_for(self, request: Request) -> str:
         """Nothing: what finds no blocks yet waits on its rank."""
         return ""
 
-    def place(self, submissions: list[Submission]) -> list[Placement]:
+    def place(self, requests: list[Request]) -> list[RankChoice]:
         """Target rank of each, with what was known when it was chosen."""
-        requests = [
-            RouteRequest(s.request_id, len(s.token_ids), conversation_id=s.conversation_id) for s in submissions
-        ]
+        asked = [RouteRequest(r.request_id, r.prompt_count, conversation_id=r.conversation_id) for r in requests]
         ranks = [RankState(rank, load.tokens, load.requests) for rank, load in enumerate(self._loads)]
-        result = self._router.route(requests, ranks)
+        result = self._router.route(asked, ranks)
         chosen = {
-            decision.request_id: Placement(
+            decision.request_id: RankChoice(
                 decision.rank, decision.rule.value, decision.load_tokens, decision.load_requests
             )
             for decision in result.decisions
         }
         placements = []
-        for submission in submissions:
+        for request in requests:
             # Nothing limits a rank here, so the router leaves none over; a rank that is full queues.
-            placement = chosen.get(submission.request_id) or self._least()
-            self._loads[placement.rank].tokens += _weight(submission)
+            placement = chosen.get(request.request_id) or self._least()
+            self._loads[placement.rank].tokens += request.prompt_count
             self._loads[placement.rank].requests += 1
             self.routed[placement.rank] += 1
             placements.append(placement)
         return placements
 
-    def _least(self) -> Placement:
+    def _least(self) -> RankChoice:
         rank = min(range(len(self._loads)), key=lambda r: self._loads[r].tokens)
         load = self._loads[rank]
-        return Placement(rank, "left over by the router, fewest tokens", load.tokens, load.requests)
+        return RankChoice(rank, "left over by the router, fewest tokens", load.tokens, load.requests)
 
     def left(self, client: Client) -> None:
         """Its rank is lighter."""
         load = self._loads[client.target_rank]
-        load.tokens -= _weight(client.submission)
+        load.tokens -= client.request.prompt_count
         load.requests -= 1
-
-
-def _weight(submission: Submission) -> int:
-    return len(submission.token_ids)

@@ -65,9 +65,13 @@ class SenderControl:
         self._endpoint = ControlEndpoint(wake)
         self._server = RpcServer(self._endpoint, address, key, name="kv-control")
 
-    def start(self) -> str:
-        """Listen. Returns the address that peers call."""
+    def start(self) -> None:
+        """Listen."""
         self._server.start()
+
+    @property
+    def address(self) -> str:
+        """What peers call, once it listens."""
         return str(self._server.address)
 
     def send(self, peer: PeerId, frame: bytes) -> None:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from meta_executor import wire
-from meta_executor.executor.messages import Admit, Answer, Peer, Stop, WorkItem
-from meta_executor.executor.ownership import Outcome, Role, ScheduleStyle
+from meta_executor.executor.messages import Admit, Peer, WorkItem
+from meta_executor.executor.ownership import Outcome
+from meta_executor.executor.request import Answers, Notice, Request, Role, join_answers, make_answers
 from meta_executor.recent import Recent
 
 #: Ids of ended requests that are remembered (count).
@@ -40,43 +39,27 @@ class DeskError(Exception):
         self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A request as the API server hands it over. ``token_ids``: int32, shape (tokens,), not changed afterwards."""
-
-    request_id: int
-    token_ids: npt.NDArray[np.int32]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    schedule_style: ScheduleStyle = "context_first"
-    first_token: int | None = None
-    #: Generation: "instance_id/generation" of the context instance.
-    peer: str = ""
-    conversation_id: str | None = None
-    #: Monotonic time by which it must be answered (s); None: no deadline.
-    deadline_s: float | None = None
-
-
 @dataclass(slots=True)
 class Client:
     """What rank 0 knows of one request until its last answer."""
 
-    submission: Submission
+    request: Request
     submitted_s: float
     target_rank: int = -1
     incarnation: int = 0
     admitted: bool = False
-    answered_count: int = 0
     stopping: bool = False
     #: What it last had to wait for before it entered; "": it entered at the first look.
     waited_for: str = ""
 
+    @property
+    def deadline_s(self) -> float:
+        """When it must have been answered (monotonic, s); infinite without a deadline."""
+        return float("inf") if self.request.deadline_s is None else self.submitted_s + self.request.deadline_s
+
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class RankChoice:
     """Where a request goes, and what was known then.
 
     Attributes:
@@ -91,16 +74,25 @@ class Placement:
     load_requests: int = 0
 
 
-class Admission(Protocol):
+class StopOrder(NamedTuple):
+    """A request that must end early on every rank. ``error_code``: one of :mod:`meta_executor.wire`."""
+
+    request_id: int
+    outcome: Outcome
+    reason: str
+    error_code: str
+
+
+class AdmissionRule(Protocol):
     """Role-specific: may this one enter now, and where to. ``policy`` names the rule."""
 
     policy: str
 
-    def waits_for(self, submission: Submission) -> str:
+    def waits_for(self, request: Request) -> str:
         """What it must wait for before it may enter the broadcast; "": it enters now."""
         ...
 
-    def place(self, submissions: list[Submission]) -> list[Placement]:
+    def place(self, requests: list[Request]) -> list[RankChoice]:
         """Where each goes."""
         ...
 
@@ -138,7 +130,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Inbox:
-    submissions: deque[Submission] = field(default_factory=deque)
+    requests: deque[Request] = field(default_factory=deque)
     aborts: deque[tuple[int, str]] = field(default_factory=deque)
     peers: deque[Peer] = field(default_factory=deque)
 
@@ -160,9 +152,9 @@ class Desk:
         self,
         *,
         role: Role,
-        admission: Admission,
+        admission: AdmissionRule,
         requests_max: int,
-        deliver: Callable[[list[Answer]], None],
+        deliver: Callable[[Answers], None],
         wake: Callable[[], None],
         clock: Callable[[], float],
         peer_wait_max_s: float = 60.0,
@@ -182,7 +174,7 @@ class Desk:
         self._drain_deadline_s: float | None = None
         self._clients: dict[int, Client] = {}
         self._unadmitted: dict[int, Client] = {}
-        self._answers: list[Answer] = []
+        self._answers: list[Answers] = []
         self._last_incarnation = 0
         self._rescan = False
         self._next_deadline_s = float("inf")
@@ -194,7 +186,7 @@ class Desk:
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
-    def submit(self, submission: Submission) -> None:
+    def submit(self, request: Request) -> None:
         """Take a request in.
 
         Raises:
@@ -211,7 +203,7 @@ class Desk:
                 )
             self._live_count += 1
             self._counts.submitted += 1
-            self._inbox.submissions.append(submission)
+            self._inbox.requests.append(request)
         self._wake()
 
     def abort(self, request_id: int, reason: str) -> None:
@@ -272,24 +264,23 @@ class Desk:
         """A destination has arrived, or a place in the window is free: look at the waiting ones again."""
         self._rescan = True
 
-    def collect(self, now_s: float) -> tuple[list[WorkItem], list[tuple[int, Outcome, str, str]]]:
+    def collect(self, now_s: float) -> tuple[list[WorkItem], list[StopOrder]]:
         """What enters the broadcast now.
 
         Returns:
-            Items (peers, then admitted requests), and stops that the loop must author for admitted requests as
-            (request_id, outcome, reason, error code).
+            Items (peers, then admitted requests), and stops that the loop must author for admitted requests.
         """
-        if self._inbox.submissions or self._inbox.aborts or self._inbox.peers:
+        if self._inbox.requests or self._inbox.aborts or self._inbox.peers:
             with self._lock:
                 inbox, self._inbox = self._inbox, _Inbox()
         else:
             inbox = None
         items: list[WorkItem] = []
-        stops: list[tuple[int, Outcome, str, str]] = []
+        stops: list[StopOrder] = []
         if inbox is not None:
             items.extend(inbox.peers)
-            for submission in inbox.submissions:
-                self._enter(submission, now_s)
+            for request in inbox.requests:
+                self._enter(request, now_s)
             for request_id, reason in inbox.aborts:
                 self._stop(request_id, Outcome.CANCELLED, reason, wire.CANCELLED, stops)
         if now_s >= self._next_deadline_s:
@@ -301,17 +292,21 @@ class Desk:
             items.extend(self._admit(now_s))
         return items, stops
 
-    def answer(self, answers: Iterable[Answer]) -> None:
-        """Queue answers for the next hand-over; the one with a finish reason ends its request."""
-        for answer in answers:
-            client = self._clients.get(answer.request_id)
+    def answer(self, answers: Answers) -> None:
+        """Queue a hand-over; the notice that sets a finish reason ends its request, and so does a context's only one. What
+        comes for a request after its last word is dropped."""
+        heard = []
+        for notice in answers.notices:
+            client = self._clients.get(notice.request_id)
             if client is None:
-                continue
-            self._answers.append(answer)
-            client.answered_count += len(answer.tokens)
-            self._counts.tokens += len(answer.tokens)
-            if answer.finish_reason or self._role == "context":
-                self._finish(client, answer)
+                continue  # it has had its last word
+            heard.append(notice)
+            if notice.finish_reason or self._role == "context":
+                self._finish(client, notice)
+        if len(heard) != len(answers.notices):
+            answers = Answers(answers.request_ids, answers.token_ids, tuple(heard))
+        self._answers.append(answers)
+        self._counts.tokens += len(answers)
 
     def take_statistics(self, rank: int, statistics: bytes) -> None:
         """A rank's latest counters."""
@@ -322,7 +317,7 @@ class Desk:
         if not self._answers:
             return False
         answers, self._answers = self._answers, []
-        self._deliver(answers)
+        self._deliver(join_answers(answers))
         return True
 
     def statistics(self) -> DeskStatistics:
@@ -343,17 +338,16 @@ class Desk:
 
     # -- within -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, submission: Submission, now_s: float) -> None:
-        request_id = submission.request_id
+    def _enter(self, request: Request, now_s: float) -> None:
+        request_id = request.request_id
         if request_id in self._clients or request_id in self._past:
             # The one that is here goes on; this second owner of the id is told, and nothing of the first is touched.
-            self._answers.append(
-                Answer(request_id, (), "error", wire.DUPLICATE_REQUEST, f"request {request_id} is or was here already")
-            )
+            words = f"request {request_id} is or was here already"
+            self._answers.append(make_answers(notices=[Notice(request_id, "error", wire.DUPLICATE_REQUEST, words)]))
             with self._lock:
                 self._live_count -= 1
             return
-        client = Client(submission, now_s)
+        client = Client(request, now_s)
         self._clients[request_id] = client
         self._unadmitted[request_id] = client
         self._counts.waiting_peak = max(self._counts.waiting_peak, len(self._unadmitted))
@@ -364,20 +358,20 @@ class Desk:
         self._rescan = False
         entering: list[Client] = []
         for client in list(self._unadmitted.values()):
-            waits_for = self._admission.waits_for(client.submission)
+            waits_for = self._admission.waits_for(client.request)
             if waits_for:
                 client.waited_for = waits_for
                 continue
-            del self._unadmitted[client.submission.request_id]
+            del self._unadmitted[client.request.request_id]
             entering.append(client)
-        placements = self._admission.place([client.submission for client in entering]) if entering else []
+        placements = self._admission.place([client.request for client in entering]) if entering else []
         items: list[WorkItem] = []
         for client, placement in zip(entering, placements, strict=True):
             self._last_incarnation += 1
             client.admitted = True
             client.incarnation = self._last_incarnation
             client.target_rank = placement.rank
-            items.append(_admit_item(client))
+            items.append(Admit(client.request, client.incarnation, client.target_rank))
             self._decisions.add((now_s, _decision(client, placement, now_s)))
         return items
 
@@ -387,44 +381,43 @@ class Desk:
         outcome: Outcome,
         reason: str,
         code: str,
-        stops: list[tuple[int, Outcome, str, str]],
+        stops: list[StopOrder],
     ) -> None:
         client = self._clients.get(request_id)
         if client is None:
             # Answered already: a context request lives on between the ranks until its KV was fetched. Or never here: it
             # was overtaken by its own abort, and must not begin any more.
             self._remember(request_id)
-            stops.append((request_id, outcome, reason, code))
+            stops.append(StopOrder(request_id, outcome, reason, code))
             return
         if client.stopping:
             return
         client.stopping = True
         if client.admitted:
-            stops.append((request_id, outcome, reason, code))
+            stops.append(StopOrder(request_id, outcome, reason, code))
             return
         self._unadmitted.pop(request_id, None)
-        if client.submission.schedule_style == "generation_first" and self._role == "context":
+        if client.request.generation_first and self._role == "context":
             # Its peer may be waiting for KV that will never come: every rank refuses it.
-            stops.append((request_id, outcome, reason, code))
+            stops.append(StopOrder(request_id, outcome, reason, code))
         finish = "cancelled" if outcome is Outcome.CANCELLED else "error"
-        self.answer([Answer(request_id, (), finish, code, reason)])
+        self.answer(make_answers(notices=[Notice(request_id, finish, code, reason)]))
 
     def _due_s(self, client: Client) -> float:
         """When the request must be looked at: its own deadline, or the end of waiting for its peer."""
-        deadline_s = client.submission.deadline_s
-        due_s = float("inf") if deadline_s is None else deadline_s
+        due_s = client.deadline_s
         waits = self._role == "context" and not client.admitted
-        if waits and client.submission.schedule_style == "generation_first":
+        if waits and client.request.generation_first:
             due_s = min(due_s, client.submitted_s + self._peer_wait_max_s)
         return due_s
 
-    def _expire(self, now_s: float, stops: list[tuple[int, Outcome, str, str]]) -> None:
+    def _expire(self, now_s: float, stops: list[StopOrder]) -> None:
         self._next_deadline_s = float("inf")
         for client in list(self._clients.values()):
-            request_id, deadline_s = client.submission.request_id, client.submission.deadline_s
+            request_id = client.request.request_id
             if client.stopping:
                 continue
-            if deadline_s is not None and now_s >= deadline_s:
+            if now_s >= client.deadline_s:
                 self._stop(request_id, Outcome.CANCELLED, "its deadline has passed", wire.DEADLINE, stops)
             elif now_s >= self._due_s(client):
                 reason = f"no generation instance asked for it within {self._peer_wait_max_s:g} s"
@@ -437,13 +430,13 @@ class Desk:
         while len(self._past) > _PAST_MAX:
             self._past.popitem(last=False)
 
-    def _finish(self, client: Client, answer: Answer) -> None:
-        del self._clients[client.submission.request_id]
-        self._remember(client.submission.request_id)
-        self._unadmitted.pop(client.submission.request_id, None)
-        if answer.finish_reason == "error":
+    def _finish(self, client: Client, notice: Notice) -> None:
+        del self._clients[client.request.request_id]
+        self._remember(client.request.request_id)
+        self._unadmitted.pop(client.request.request_id, None)
+        if notice.finish_reason == "error":
             self._counts.failed += 1
-        elif answer.finish_reason == "cancelled":
+        elif notice.finish_reason == "cancelled":
             self._counts.cancelled += 1
         else:
             self._counts.completed += 1
@@ -454,37 +447,14 @@ class Desk:
         self._rescan = True
 
 
-def _decision(client: Client, placement: Placement, now_s: float) -> wire.RoutingDecision:
+def _decision(client: Client, placement: RankChoice, now_s: float) -> wire.RoutingDecision:
     return wire.RoutingDecision(
-        request_id=client.submission.request_id,
+        request_id=client.request.request_id,
         rank=placement.rank,
         why=placement.why,
-        tokens=len(client.submission.token_ids),
+        tokens=len(client.request.token_ids),
         load_tokens=placement.load_tokens,
         load_requests=placement.load_requests,
         waited_ms=1000.0 * max(now_s - client.submitted_s, 0.0),
         waited_for=client.waited_for,
     )
-
-
-def _admit_item(client: Client) -> Admit:
-    submission = client.submission
-    return Admit(
-        request_id=submission.request_id,
-        incarnation=client.incarnation,
-        generation_first=submission.schedule_style == "generation_first",
-        token_ids=np.ascontiguousarray(submission.token_ids, dtype="<i4").tobytes(),
-        max_tokens=submission.max_tokens,
-        temperature=submission.temperature,
-        top_p=submission.top_p,
-        seed=submission.seed,
-        stop_token_ids=submission.stop_token_ids,
-        first_token=submission.first_token,
-        peer=submission.peer,
-        target_rank=client.target_rank,
-    )
-
-
-def stop_item(request_id: int, outcome: Outcome, reason: str, code: str, last_step_id: int) -> Stop:
-    """The item that ends a request on every rank."""
-    return Stop(request_id, outcome.value, reason, code, last_step_id)

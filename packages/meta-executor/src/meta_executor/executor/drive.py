@@ -1,4 +1,9 @@
-"""Runs a rank's loop until it leaves: iterations, and waits between them when nothing moved."""
+"""Runs a rank's loop until it leaves: iterations, and waits between them when nothing moved.
+
+A wait ends by notification wherever somebody can notify: the engine's thread at the end of a step, the threads that take in
+requests and control frames, and other ranks of this host when they have sent a frame (:mod:`meta_executor.executor.bell`).
+What cannot notify (a write by NIXL, a round of the agreement, ranks of other hosts) is polled, ever less often up to a cap.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,23 @@ from typing import Protocol
 
 from meta_executor.executor.loop import RankLoop
 
-#: Longest wait with nothing open, and with a step, a round or a transfer of ours open (s).
-IDLE_CAP_S = 0.010
-BUSY_CAP_S = 0.0005
+#: Longest wait where every end is told (s): ranks of other hosts, which cannot ring, are found by then.
+IDLE_CAP_S = 0.025
+#: First wait of a row of polls (s); each next one is twice as long, up to what the loop allows.
+FIRST_WAIT_S = 0.00005
 
 
-class Backoff(Protocol):
-    """``endpoint_lifecycle.IdleBackoff``, or a fake."""
+class Bell(Protocol):
+    """How a loop waits: :class:`meta_executor.executor.bell.RankBell`, or a fake."""
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a notification, ever longer, at most so long."""
-        ...
-
-    def reset(self) -> None:
-        """Something moved."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a notification, at most so long. Whether there was one, at once if it came before."""
         ...
 
 
 def drive(
     loop: RankLoop,
-    backoff: Backoff,
+    bell: Bell,
     *,
     clock: Callable[[], float] = time.monotonic,
     every_s: float = 1.0,
@@ -37,18 +39,25 @@ def drive(
 
     Args:
         loop: The rank.
-        backoff: How to wait; its notification ends a wait at once.
+        bell: How to wait; its notification ends a wait at once.
         clock: Monotonic time (s).
         every_s: How often ``periodically`` is called (s).
         periodically: For counters that somebody looks at; gets the time.
     """
     next_s = 0.0
+    wait_s = IDLE_CAP_S
+    rung = False
     while not loop.left and not loop.fault:
         now_s = clock()
-        if loop.iterate(now_s):
-            backoff.reset()
+        moved = loop.iterate(now_s)
+        cap_s = loop.poll_cap_s
+        if moved:
+            # All that follows is told, or is polled from the start of a row.
+            wait_s = IDLE_CAP_S if cap_s is None else FIRST_WAIT_S
         else:
-            backoff.wait(BUSY_CAP_S if loop.busy else IDLE_CAP_S)
+            # A ring that brought nothing announced what is not whole yet: look again soon.
+            wait_s = FIRST_WAIT_S if rung else min(2 * wait_s, IDLE_CAP_S)
+            rung = bell.wait(wait_s if cap_s is None else min(wait_s, cap_s))
         if now_s >= next_s:
             next_s = now_s + every_s
             periodically(now_s)

@@ -46,6 +46,11 @@ class Link(Protocol):
         """Frames that the network has not taken yet (count)."""
         ...
 
+    @property
+    def busy(self) -> bool:
+        """Frames are on their way in or out that only polling completes."""
+        ...
+
     def close(self) -> None:
         """Cancel receives and forget what was not sent. Idempotent."""
         ...
@@ -96,6 +101,11 @@ class LocalLink:
     def unsent_count(self) -> int:
         """Always 0: a queue takes everything."""
         return 0
+
+    @property
+    def busy(self) -> bool:
+        """Never: what was queued is there."""
+        return False
 
     def close(self) -> None:
         """Nothing to release."""

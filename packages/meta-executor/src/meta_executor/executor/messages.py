@@ -4,7 +4,7 @@ New work is a list of items in the order that rank 0 decided; that order is auth
 may overtake schedules on its way down the pipeline, never the other way round: a rank forwards new work at once and a
 schedule only with its activations. So a rank has heard of every request that a schedule names.
 
-Everything here is msgspec msgpack with token ids and block ids as packed little-endian int32 / int64; sizes are bounded by
+Everything here is msgspec msgpack with token ids and block ids as packed little-endian arrays; sizes are bounded by
 the reader (:data:`FRAME_BYTES_MAX`).
 """
 
@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from meta_executor.executor.ownership import Request, Role, ScheduleStyle
+from meta_executor.executor.ownership import Outcome
+from meta_executor.executor.request import Answers, Request, decoder, encoder
 
 #: Largest header of one frame (bytes); activations travel beside it.
 FRAME_BYTES_MAX = 64 * 1024 * 1024
@@ -45,68 +46,22 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(_Frame, frozen=True, array_like=True, tag=1):
-    """A request. ``token_ids`` is packed int32."""
+    """A request enters: everything that rank 0 decided about it. ``target_rank``: who generates it; -1: every rank."""
 
-    request_id: int
+    request: Request
     incarnation: int
-    generation_first: bool
-    token_ids: bytes
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    stop_token_ids: tuple[int, ...]
-    first_token: int | None
-    peer: str
     target_rank: int
-
-    @staticmethod
-    def of(request: Request) -> Admit:
-        """The item that tells the other ranks of a request."""
-        return Admit(
-            request.request_id,
-            request.incarnation,
-            request.schedule_style == "generation_first",
-            np.ascontiguousarray(request.token_ids, dtype="<i4").tobytes(),
-            request.max_tokens,
-            request.temperature,
-            request.top_p,
-            request.seed,
-            request.stop_token_ids,
-            request.first_token,
-            request.peer,
-            request.target_rank,
-        )
-
-    def request(self, role: Role) -> Request:
-        """The request, as this rank will own it."""
-        style: ScheduleStyle = "generation_first" if self.generation_first else "context_first"
-        return Request(
-            request_id=self.request_id,
-            incarnation=self.incarnation,
-            role=role,
-            schedule_style=style,
-            token_ids=np.frombuffer(self.token_ids, dtype="<i4"),
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            first_token=self.first_token,
-            peer=self.peer,
-            target_rank=self.target_rank,
-        )
 
 
 class Stop(_Frame, frozen=True, array_like=True, tag=2):
     """End a request early, or settle that no peer will fetch it.
 
-    ``outcome`` is one of :class:`~meta_executor.executor.ownership.Outcome`. ``last_step_id``: the last schedule that names
+    ``last_step_id``: the last schedule that names
     the request; a rank is quiescent only after that step has retired on it. -1: no schedule names it.
     """
 
     request_id: int
-    outcome: str
+    outcome: Outcome
     reason: str
     error_code: str
     last_step_id: int
@@ -182,43 +137,20 @@ class Result(_Frame, frozen=True, array_like=True):
     failed: str = ""
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
-class Answer(_Frame, frozen=True, array_like=True):
-    """What one request's client gets from one hand-over.
-
-    ``finish_reason``: "" until the last one. ``error_code``: a code of :mod:`meta_executor.wire` when that is "error" or
-    "cancelled".
-    """
-
-    request_id: int
-    tokens: tuple[int, ...]
-    finish_reason: str = ""
-    error_code: str = ""
-    message: str = ""
-    cached_tokens: int = 0
-    rank: int = 0
-
-
-class Answers(_Frame, frozen=True, array_like=True):
-    """A rank's hand-over of one step to rank 0."""
-
-    answers: tuple[Answer, ...]
+# -- the ranks' word to rank 0 ------------------------------------------------------------------------------------------
 
 
 class Status(_Frame, frozen=True, array_like=True):
     """A rank's counters for rank 0, as JSON of :class:`meta_executor.wire.RankStatistics`, and what it asks of rank 0.
 
-    ``failed_requests``: (request_id, error_code, message) that this rank cannot serve: rank 0 stops them everywhere.
+    ``given_up``: (request_id, why) that this rank's peer does not want any more: rank 0 stops them everywhere.
     ``drained``: nothing is open on this rank after a Drain.
     """
 
     rank: int
     statistics: bytes
-    failed_requests: tuple[tuple[int, str, str], ...] = ()
+    given_up: tuple[tuple[int, str], ...] = ()
     drained: bool = False
-    fault: str = ""
 
 
 class Work(_Frame, frozen=True, array_like=True):
@@ -237,10 +169,8 @@ _TYPES: dict[FrameKind, type[FrameBody]] = {
     FrameKind.STATUS: Status,
 }
 _KINDS: dict[type[FrameBody], FrameKind] = {body: kind for kind, body in _TYPES.items()}
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[FrameKind, msgspec.msgpack.Decoder[FrameBody]] = {
-    kind: msgspec.msgpack.Decoder(body) for kind, body in _TYPES.items()
-}
+_ENCODER = encoder()
+_DECODERS: dict[FrameKind, msgspec.msgpack.Decoder[FrameBody]] = {kind: decoder(body) for kind, body in _TYPES.items()}
 
 
 def encode_frame(body: FrameBody) -> tuple[FrameKind, bytes]:

@@ -19,7 +19,7 @@ PREPARED means that this rank has granted its lease (readiness agreement). TRANS
 reading this request's memory. QUIESCENT means that nothing of this rank touches the memory any more: the terminal vote was
 cast. Only TERMINAL gives memory back.
 
-*Legs* are the parties that may touch the memory now: compute, the transceiver, the connector. Each ends its own leg only;
+*Legs* are the parties that may touch the memory now: compute, the schedule, the transceiver. Each ends its own leg only;
 ending a leg twice, or another's, changes nothing. QUIESCENT is refused while a leg is open.
 
 *Preparation is idempotent in every state*: the executor prepares a request at admission and again whenever it looks for
@@ -33,13 +33,12 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-Role = Literal["context", "generation"]
-ScheduleStyle = Literal["context_first", "generation_first"]
+from meta_executor.executor.request import Request, Role, ScheduleStyle
+from pp_agreement import Key
 
 
 class State(StrEnum):
@@ -80,7 +79,6 @@ class Leg(StrEnum):
     #: Scheduling rank of a pipeline: schedules that name it are under way on other ranks.
     SCHEDULE = "schedule"
     TRANSCEIVER = "transceiver"
-    CONNECTOR = "connector"
 
 
 class Outcome(StrEnum):
@@ -144,7 +142,7 @@ PRE_ACTIVE_STATES = frozenset({State.WAITING, State.PREPARED})
 STORY_EVENTS_MAX = 64
 
 
-class OwnershipError(Exception):
+class RegistryError(Exception):
     """The contract of this file was broken; the registry is unchanged. Carries the request's id, state and story."""
 
     def __init__(self, message: str, *, request_id: int, state: str = "", story: tuple[str, ...] = ()) -> None:
@@ -155,57 +153,19 @@ class OwnershipError(Exception):
         self.story = story
 
 
-class IllegalTransition(OwnershipError):
+class IllegalTransition(RegistryError):
     """The table has no such edge."""
 
 
-class OwnershipConflict(OwnershipError):
+class OwnershipConflict(RegistryError):
     """Two owners for one request id. Fail closed: the rank stops, because memory could be given back twice."""
 
 
-class UnknownRequest(OwnershipError, KeyError):
+class UnknownRequest(RegistryError, KeyError):
     """No record under that id, and no tombstone either."""
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One request as every rank of the instance knows it: immutable, compared by identity.
-
-    ``token_ids`` is int32, shape (prompt_tokens,), read-only.
-    """
-
-    request_id: int
-    #: Place in the authoritative broadcast of this instance, dense from 1: the agreement's incarnation.
-    incarnation: int
-    role: Role
-    schedule_style: ScheduleStyle
-    token_ids: npt.NDArray[np.int32]
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    #: Generation, context-first: the token that the context instance computed.
-    first_token: int | None = None
-    #: Generation: the context instance to pull from, as "instance_id/generation".
-    peer: str = ""
-    #: Rank that generates it (attention DP). Context: -1, all of them.
-    target_rank: int = -1
-
-    @property
-    def prompt_count(self) -> int:
-        """Tokens of the prompt (count)."""
-        return len(self.token_ids)
-
-    def describe(self) -> str:
-        """Names this very object in a diagnosis."""
-        return (
-            f"request {self.request_id} incarnation {self.incarnation} ({self.role}, {self.schedule_style}, "
-            f"{self.prompt_count} tokens)"
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -213,6 +173,8 @@ class Sequence:
     """The record of one request on this rank."""
 
     request: Request
+    #: Place in the authoritative broadcast of this instance, dense from 1: the agreement's incarnation.
+    incarnation: int = 0
     state: State = State.WAITING
     legs: set[Leg] = field(default_factory=set)
     #: KV blocks, in token order.
@@ -221,9 +183,7 @@ class Sequence:
     cached_count: int = 0
     shared_blocks: int = 0
     block_cache: npt.NDArray[np.int64] | None = None
-    #: Tokens produced so far, the first one included.
-    generated: list[int] = field(default_factory=list)
-    #: Positions [0, launched) are in a step that was launched or in cached blocks; [0, retired) are computed.
+    #: Positions [0, launched) of the prompt are in a step that was launched or in cached blocks; [0, retired) are computed.
     launched: int = 0
     retired: int = 0
     steps_in_flight: int = 0
@@ -242,7 +202,7 @@ class Sequence:
     #: The transceiver has heard of it.
     admitted: bool = False
     #: The agreement's key of the present attempt (context).
-    key: Any = None
+    key: Key | None = None
     #: This rank's READY vote of the present attempt is cast (context, generation-first).
     voted_ready: bool = False
     #: No transfer operation may begin any more (context).
@@ -264,9 +224,15 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def known_count(self) -> int:
-        """Tokens whose value is known: prompt and generated (count)."""
-        return self.request.prompt_count + len(self.generated)
+    def agreed_key(self) -> Key:
+        """The agreement's key of the present attempt; set when the request is admitted."""
+        if self.key is None:
+            raise RegistryError(f"{self.describe()}: no agreement was opened", request_id=self.request_id)
+        return self.key
+
+    def describe(self) -> str:
+        """Names this very record in a diagnosis."""
+        return f"{self.request.describe()} incarnation {self.incarnation}"
 
     def block_array(self) -> npt.NDArray[np.int64]:
         """Its block table: int64, shape (blocks,)."""
@@ -284,11 +250,13 @@ class Registry:
     """All requests of one rank. Not thread-safe: the loop is its only caller.
 
     Args:
+        role: What the rank's instance does; the table's edges depend on it.
         requests_max: Live records at once (count); more are a fault of admission.
         tombstones_max: Finished ids that are remembered, so that a late cancel or a reuse is recognised (count).
     """
 
-    def __init__(self, *, requests_max: int = 65_536, tombstones_max: int = 65_536) -> None:
+    def __init__(self, role: Role, *, requests_max: int = 65_536, tombstones_max: int = 65_536) -> None:
+        self.role = role
         self._sequences: dict[int, Sequence] = {}
         self._tombstones: OrderedDict[int, str] = OrderedDict()
         self._requests_max = requests_max
@@ -336,8 +304,13 @@ class Registry:
 
     # -- change -------------------------------------------------------------------------------------------------------
 
-    def prepare(self, request: Request, *, now_s: float = 0.0) -> tuple[Sequence, bool]:
+    def prepare(self, request: Request, incarnation: int, *, now_s: float = 0.0) -> tuple[Sequence, bool]:
         """Take a request in. Idempotent in every state for the same object.
+
+        Args:
+            request: What is asked.
+            incarnation: Its place in the authoritative broadcast, >= 1.
+            now_s: The time (monotonic, s).
 
         Returns:
             The record, and whether it is new.
@@ -351,8 +324,8 @@ class Registry:
                 self._prepared_again_count += 1
                 return held, False
             raise OwnershipConflict(
-                f"two owners for request id {request.request_id}: {held.request.describe()} in state {held.state.value}, and "
-                f"{request.describe()} being prepared",
+                f"two owners for request id {request.request_id}: {held.describe()} in state {held.state.value}, and "
+                f"{request.describe()} incarnation {incarnation} being prepared",
                 request_id=request.request_id,
                 state=held.state.value,
                 story=tuple(held.story),
@@ -360,17 +333,17 @@ class Registry:
         ended = self._tombstones.get(request.request_id)
         if ended is not None:
             raise OwnershipConflict(
-                f"two owners for request id {request.request_id}: one that ended {ended}, and {request.describe()} being "
-                "prepared",
+                f"two owners for request id {request.request_id}: one that ended {ended}, and {request.describe()} "
+                f"incarnation {incarnation} being prepared",
                 request_id=request.request_id,
                 state=State.TERMINAL.value,
             )
         if len(self._sequences) >= self._requests_max:
-            raise OwnershipError(
+            raise RegistryError(
                 f"request {request.request_id}: {len(self._sequences)} requests are live, at most {self._requests_max}",
                 request_id=request.request_id,
             )
-        sequence = Sequence(request, admitted_s=now_s)
+        sequence = Sequence(request, incarnation, admitted_s=now_s)
         sequence.story.append("prepared")
         self._sequences[request.request_id] = sequence
         self._taken_count += 1
@@ -390,7 +363,7 @@ class Registry:
         self._check_held(sequence)
         request = sequence.request
         edge = TRANSITIONS.get((sequence.state, event))
-        if edge is None or request.role not in edge.roles or request.schedule_style not in edge.styles:
+        if edge is None or self.role not in edge.roles or request.schedule_style not in edge.styles:
             raise self._illegal(sequence, event, "no such edge")
         if event in (Event.QUIESCED, Event.COMMITTED) and sequence.legs:
             legs = ", ".join(sorted(leg.value for leg in sequence.legs))
@@ -443,9 +416,9 @@ class Registry:
     def _check_held(self, sequence: Sequence) -> None:
         held = self._sequences.get(sequence.request_id)
         if held is not sequence:
-            other = f"{held.request.describe()} in state {held.state.value}" if held else "no record"
+            other = f"{held.describe()} in state {held.state.value}" if held else "no record"
             raise OwnershipConflict(
-                f"request id {sequence.request_id}: {sequence.request.describe()} in state {sequence.state.value} acts, but "
+                f"request id {sequence.request_id}: {sequence.describe()} in state {sequence.state.value} acts, but "
                 f"this rank holds {other}",
                 request_id=sequence.request_id,
                 state=sequence.state.value,
@@ -454,7 +427,7 @@ class Registry:
 
     def _illegal(self, sequence: Sequence, what: Event | Leg, why: str) -> IllegalTransition:
         return IllegalTransition(
-            f"{sequence.request.describe()}: {what.value} in state {sequence.state.value}: {why}",
+            f"{sequence.describe()}: {what.value} in state {sequence.state.value}: {why}",
             request_id=sequence.request_id,
             state=sequence.state.value,
             story=tuple(sequence.story),
@@ -466,37 +439,33 @@ class Registry:
         """Re-prove what must always hold.
 
         Raises:
-            OwnershipError: It does not; our bug.
+            RegistryError: It does not; our bug.
         """
         for request_id, sequence in self._sequences.items():
             if request_id != sequence.request_id or request_id in self._tombstones:
                 raise OwnershipConflict(f"request {request_id}: filed twice", request_id=request_id)
             if sequence.state is State.TERMINAL:
-                raise OwnershipError(f"request {request_id}: terminal and live", request_id=request_id)
+                raise RegistryError(f"request {request_id}: terminal and live", request_id=request_id)
             if sequence.state is State.QUIESCENT and sequence.legs:
-                raise OwnershipError(f"request {request_id}: quiescent with open legs", request_id=request_id)
-            if not 0 <= sequence.retired <= sequence.launched <= sequence.known_count:
-                raise OwnershipError(
-                    f"request {request_id}: retired {sequence.retired}, launched {sequence.launched}, known "
-                    f"{sequence.known_count}",
+                raise RegistryError(f"request {request_id}: quiescent with open legs", request_id=request_id)
+            if not 0 <= sequence.retired <= sequence.launched <= sequence.request.prompt_count:
+                raise RegistryError(
+                    f"request {request_id}: retired {sequence.retired}, launched {sequence.launched}, prompt "
+                    f"{sequence.request.prompt_count}",
                     request_id=request_id,
                     story=tuple(sequence.story),
                 )
             if sequence.steps_in_flight and Leg.COMPUTE not in sequence.legs:
-                raise OwnershipError(
+                raise RegistryError(
                     f"request {request_id}: steps in flight without compute's leg", request_id=request_id
                 )
 
-    def statistics(self) -> OwnershipStatistics:
+    def statistics(self) -> RegistryStatistics:
         """Counters since construction."""
-        states: dict[str, int] = {}
-        for sequence in self._sequences.values():
-            states[sequence.state.value] = states.get(sequence.state.value, 0) + 1
-        return OwnershipStatistics(
+        return RegistryStatistics(
             taken=self._taken_count,
             live=len(self._sequences),
             live_peak=self._peak_count,
-            by_state=states,
             completed=self._finished[Outcome.COMPLETED.value],
             failed=self._finished[Outcome.FAILED.value],
             cancelled=self._finished[Outcome.CANCELLED.value],
@@ -505,13 +474,12 @@ class Registry:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnershipStatistics:
+class RegistryStatistics:
     """A registry's counters (requests)."""
 
     taken: int
     live: int
     live_peak: int
-    by_state: Mapping[str, int]
     completed: int
     failed: int
     cancelled: int

@@ -1,14 +1,11 @@
-"""Which tokens of which sequences the next step computes. Pure: the same sequences give the same plan.
+"""Which tokens of which prompts the next step computes. Pure: the same sequences give the same plan.
 
-One rule serves prefill and decode: a sequence has ``known_count`` tokens whose values are known, of which ``launched`` are
-already in a step. What lies between may be computed now, as one chunk. A decoding sequence has exactly one such token, a new
-prompt has many. A chunk that reaches the last known token asks for the next one.
+Of a prompt's tokens, ``launched`` are already in a step. What is left may be computed now, as one chunk; a chunk that reaches
+the last token asks for the first token of the answer.
 
-Decoding sequences go first (their clients see every step), then chunks in order of activation. A step holds at most
-``sequences_max`` sequences and ``tokens_max`` tokens; a prompt that does not fit is cut into chunks.
-
-On a pipeline rank 0 plans and the plan travels with the activations; the other ranks mirror it and plan nothing. On an
-attention-DP group each rank plans for its own sequences.
+Chunks go in order of activation. A step holds at most ``sequences_max`` sequences and ``tokens_max`` tokens; a prompt that
+does not fit is cut into chunks. Rank 0 of a pipeline plans and the plan travels with the activations; the other ranks mirror
+it and plan nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + count) of one sequence. ``wants_token``: the chunk ends at the last known token."""
+    """Tokens [start, start + count) of one prompt. ``wants_token``: the chunk ends at its last token."""
 
     request_id: int
     start: int
@@ -75,32 +72,20 @@ def plan_step(sequences: Iterable[Sequence], limits: StepLimits) -> tuple[Chunk,
 
     Args:
         sequences: Sequences that may compute, in order: activated ones, and selected ones that the step would activate.
-            Those that ended early, are in another state, or have nothing known that is not launched are skipped.
+            Those that ended early, are in another state, or whose prompt is launched as a whole are skipped.
 
     Returns:
-        Chunks, decoding sequences first, then in the given order. Empty: nothing to compute now.
+        Chunks in the given order. Empty: nothing to compute now.
     """
-    ready = [s for s in sequences if s.state in _SCHEDULABLE and not s.ended_early and s.launched < s.known_count]
-    # Stable: among decoding sequences, and among prompts, the order of activation stays.
-    ready.sort(key=lambda s: s.known_count - s.launched > 1)
     chunks: list[Chunk] = []
     tokens_left = limits.tokens_max
-    for sequence in ready:
+    for sequence in sequences:
         if len(chunks) == limits.sequences_max or tokens_left == 0:
             break
-        count = min(sequence.known_count - sequence.launched, tokens_left)
+        left = sequence.request.prompt_count - sequence.launched
+        if left <= 0 or sequence.state not in _SCHEDULABLE or sequence.ended_early:
+            continue
+        count = min(left, tokens_left)
         tokens_left -= count
-        chunks.append(
-            Chunk(
-                sequence.request_id,
-                sequence.launched,
-                count,
-                wants_token=sequence.launched + count == sequence.known_count,
-            )
-        )
+        chunks.append(Chunk(sequence.request_id, sequence.launched, count, wants_token=count == left))
     return tuple(chunks)
-
-
-def blocks_needed(token_count: int, block_tokens: int) -> int:
-    """Blocks that hold so many tokens (count)."""
-    return -(-token_count // block_tokens)

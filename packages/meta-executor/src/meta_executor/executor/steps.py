@@ -1,4 +1,4 @@
-"""One step on one rank: what the schedule says, what the engine gets, what became of it."""
+"""One pipeline step on one rank: what the schedule says, what the engine gets, what became of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meta_executor.engine.base import SamplingParams, SequenceStep, StepHandle, StepInput
+from meta_executor.engine.base import SequenceStep, StepHandle, StepInput, StepOutput
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.messages import Part, Schedule, pack_blocks
-from meta_executor.executor.ownership import Registry, Request, Sequence
+from meta_executor.executor.ownership import Registry
 from meta_executor.executor.scheduler import Chunk
+
+#: Steps given to the engine at once on one rank (count): the next one waits ready in its queue while one runs.
+LAUNCHED_MAX = 2
 
 
 @dataclass(slots=True)
@@ -32,6 +35,21 @@ class Step:
     def done(self) -> bool:
         """Whether the engine has ended it. Never blocks."""
         return self.handle is None or self.handle.done()
+
+    def output(self, rank: int) -> StepOutput | None:
+        """What the engine made; None, with ``failed`` set, when it could not."""
+        if self.handle is None:
+            return None
+        output, self.failed = output_of(self.handle, rank)
+        return output
+
+
+def output_of(handle: StepHandle, rank: int) -> tuple[StepOutput | None, str]:
+    """A step's output, or None and why there is none: whatever the engine met ends the step's requests, with its words."""
+    try:
+        return handle.result(), ""
+    except Exception as error:  # noqa: BLE001 - told to the clients of this step; the engine goes on
+        return None, f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def make_schedule(step_id: int, chunks: Iterable[Chunk], registry: Registry) -> Schedule:
@@ -54,42 +72,25 @@ def make_schedule(step_id: int, chunks: Iterable[Chunk], registry: Registry) -> 
     return Schedule(step_id, tuple(parts))
 
 
-def sampling_of(request: Request) -> SamplingParams:
-    """How the request's tokens are chosen. End tokens were resolved at admission into ``stop_token_ids``."""
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        ignore_eos=True,
-        stop_token_ids=request.stop_token_ids,
-    )
-
-
 def step_input(step: Step, registry: Registry) -> StepInput:
-    """What the engine gets. Only planning and first stages look at the token values; the others carry them along."""
+    """What the engine gets. Only first stages look at the token values; the others carry them along."""
     sequences = []
     for part in step.schedule.parts:
         sequence = registry.require(part.request_id)
         sequences.append(
             SequenceStep(
                 request_id=part.request_id,
-                token_ids=tokens_of(sequence, part.start, part.count),
+                token_ids=sequence.request.token_ids[part.start : part.start + part.count],
                 start_position=part.start,
                 block_ids=sequence.block_array(),
-                sampling=sampling_of(sequence.request) if part.wants_token else None,
+                sampling=sequence.request.sampling if part.wants_token else None,
             )
         )
     return StepInput.of(step.schedule.step_id, sequences, step.activations)
 
 
-def tokens_of(sequence: Sequence, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Tokens [start, start + count) of a sequence: int32, shape (count,)."""
-    prompt_count = sequence.request.prompt_count
-    if start >= prompt_count:
-        begin = start - prompt_count
-        return np.asarray(sequence.generated[begin : begin + count], dtype=np.int32)
-    if start + count <= prompt_count:
-        return sequence.request.token_ids[start : start + count]
-    tail = sequence.generated[: start + count - prompt_count]
-    return np.concatenate([sequence.request.token_ids[start:], np.asarray(tail, dtype=np.int32)])
+def first_of(step: Step, output: StepOutput | None, index: int) -> int | None:
+    """The token that a step made for its part of that index, if it made one."""
+    if output is None or output.token_ids is None or not step.schedule.parts[index].wants_token:
+        return None
+    return int(np.asarray(output.token_ids)[index])

@@ -16,21 +16,27 @@ from kv_bounce_planner.planning import InstanceLayout, KVLayout, encode_layout, 
 from kv_bounce_planner.sessions import BounceArena, PeerId, Receiver, Sender, SessionConfig, SessionResources
 from kv_bounce_planner.testing import FakeNetwork, FakeTransport, FakeWorld
 from meta_executor.config import SyntheticConfig
-from meta_executor.engine.base import Engine, KVMemory, StageSpec, StepHandle, StepInput
-from meta_executor.engine.kv_pool import BlockPool
+from meta_executor.engine.base import Engine, KVMemory, SamplingParams, StageSpec, StepHandle, StepInput
 from meta_executor.engine.synthetic import SyntheticEngine
-from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
 from meta_executor.executor.aux_slots import AuxSlots
-from meta_executor.executor.desk import Desk, Submission
+from meta_executor.executor.compose import (
+    ComposedRank,
+    ReceivingParts,
+    SendingParts,
+    Settings,
+    Surroundings,
+    compose_context,
+    compose_generation,
+)
+from meta_executor.executor.desk import Desk
 from meta_executor.executor.links import LocalWorld
 from meta_executor.executor.loop import RankLoop
 from meta_executor.executor.memory import FollowedBlocks, PlannedBlocks
-from meta_executor.executor.messages import Answer, Peer
-from meta_executor.executor.ownership import Registry, ScheduleStyle
+from meta_executor.executor.messages import Peer
+from meta_executor.executor.ownership import Registry
+from meta_executor.executor.request import Answers, Notice, Request, ScheduleStyle, decoder, encoder
 from meta_executor.executor.scheduler import StepLimits
 from meta_executor.executor.tiers import TierPolicy
-from meta_executor.executor.transceiver_context import ContextTransceiver
-from meta_executor.executor.transceiver_generation import GenerationTransceiver
 from meta_executor.executor.work import ChainWork
 from pp_agreement import Agreement, AgreementConfig, Domain, InProcessNetwork
 
@@ -66,17 +72,64 @@ class PromptEngine:
 
 @dataclass
 class FakeRank:
-    """One rank and what it is made of."""
+    """One rank and what it was made of."""
 
-    loop: RankLoop
-    registry: Registry
-    blocks: PlannedBlocks | FollowedBlocks
-    transceiver: Any
-    session: Any
+    made: ComposedRank
+    session: Sender | Receiver
     engine: PromptEngine
     memory: KVMemory
     agreement: Agreement | None = None
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def loop(self) -> RankLoop:
+        """Its loop."""
+        return self.made.loop
+
+    @property
+    def registry(self) -> Registry:
+        """Its requests."""
+        return self.made.registry
+
+    @property
+    def blocks(self) -> PlannedBlocks | FollowedBlocks:
+        """Its blocks."""
+        return self.made.blocks
+
+    @property
+    def transceiver(self) -> Any:
+        """Its transceiver, of whichever kind."""
+        return self.made.transceiver
+
+
+class Heard:
+    """What an instance has handed out, by request. ``get`` and ``in``: the notices."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.notices: dict[int, list[Notice]] = {}
+
+    def deliver(self, answers: Answers) -> None:
+        """A hand-over, as it would have come over a wire."""
+        answers = _DECODER.decode(_ENCODER.encode(answers))
+        for request_id, token in answers.pairs():
+            self.tokens.setdefault(request_id, []).append(token)
+        for notice in answers.notices:
+            self.notices.setdefault(notice.request_id, []).append(notice)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self.notices
+
+    def __getitem__(self, request_id: int) -> list[Notice]:
+        return self.notices[request_id]
+
+    def get(self, request_id: int, default: Iterable[Notice] = ()) -> list[Notice]:
+        """All that was said of a request beside its tokens."""
+        return self.notices.get(request_id, list(default))
+
+
+_ENCODER = encoder()
+_DECODER = decoder(Answers)
 
 
 @dataclass
@@ -87,16 +140,16 @@ class FakeInstance:
     ranks: list[FakeRank]
     desk: Desk
     layout: InstanceLayout
-    answers: dict[int, list[Answer]] = field(default_factory=dict)
+    answers: Heard
 
     def tokens(self, request_id: int) -> list[int]:
         """All tokens that were handed out for a request."""
-        return [token for answer in self.answers.get(request_id, ()) for token in answer.tokens]
+        return self.answers.tokens.get(request_id, [])
 
     def finish(self, request_id: int) -> str:
-        """The finish reason of its last answer, "" while there is none."""
-        answers = self.answers.get(request_id, [])
-        return answers[-1].finish_reason if answers else ""
+        """The finish reason of its last notice, "" while there is none."""
+        notices = self.answers.notices.get(request_id, [])
+        return notices[-1].finish_reason if notices else ""
 
 
 @dataclass(frozen=True)
@@ -207,10 +260,24 @@ class Pair:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit_context(
-        self, request_id: int, prompt: list[int], *, max_tokens: int = 4, style: ScheduleStyle = "context_first"
+        self,
+        request_id: int,
+        prompt: list[int],
+        *,
+        max_tokens: int = 4,
+        style: ScheduleStyle = "context_first",
+        deadline_s: float | None = None,
     ) -> None:
         """The context leg."""
-        self.context.desk.submit(Submission(request_id, np.asarray(prompt, np.int32), max_tokens, schedule_style=style))
+        self.context.desk.submit(
+            Request(
+                request_id=request_id,
+                token_ids=np.asarray(prompt, np.int32),
+                sampling=SamplingParams(max_tokens),
+                schedule_style=style,
+                deadline_s=deadline_s,
+            )
+        )
 
     def submit_generation(
         self,
@@ -223,10 +290,10 @@ class Pair:
     ) -> None:
         """The generation leg."""
         self.generation.desk.submit(
-            Submission(
-                request_id,
-                np.asarray(prompt, np.int32),
-                max_tokens,
+            Request(
+                request_id=request_id,
+                token_ids=np.asarray(prompt, np.int32),
+                sampling=SamplingParams(max_tokens),
                 schedule_style=style,
                 first_token=first_token,
                 peer=self.context_name,
@@ -280,20 +347,6 @@ class Pair:
             dtype="float32",
         )
 
-    def _desk(self, role: Any, admission: Any, answers: dict[int, list[Answer]]) -> Desk:
-        def deliver(batch: list[Answer]) -> None:
-            for answer in batch:
-                answers.setdefault(answer.request_id, []).append(answer)
-
-        return Desk(
-            role=role,
-            admission=admission,
-            requests_max=4096,
-            deliver=deliver,
-            wake=lambda: None,
-            clock=lambda: self.now_s,
-        )
-
     def _limits(self, stage_count: int) -> StepLimits:
         return StepLimits.for_instance(
             max_batch_size=self.config.max_batch_size,
@@ -302,35 +355,59 @@ class Pair:
             pre_active_requests=self.config.pre_active_requests,
         )
 
+    def _resources(self, peer: PeerId) -> SessionResources:
+        return SessionResources(
+            FakeTransport(self.world, peer),
+            self.network.channel(peer),
+            arena=self._arena(),
+            clock=lambda: self.now_s,
+        )
+
+    def _settings(self, stage_count: int, block_count: int) -> Settings:
+        config = self.config
+        return Settings(
+            limits=self._limits(stage_count),
+            block_count=block_count,
+            block_tokens=config.block_tokens,
+            enable_block_reuse=config.reuse,
+            lease_timeout_s=config.lease_timeout_s,
+        )
+
+    def _around(
+        self, rank: int, world: LocalWorld, engine: PromptEngine, heard: Heard, faults: list[str]
+    ) -> Surroundings:
+        link = world.link(rank)
+        return Surroundings(
+            rank=rank,
+            size=world.size,
+            engine=engine,
+            aux=self._aux(256),
+            link=link,
+            work=ChainWork(link),
+            clock=lambda: self.now_s,
+            deliver=heard.deliver,
+            on_fault=faults.append,
+        )
+
     def _context(self) -> FakeInstance:
         config = self.config
         stages = StageSpec.split(config.layer_count, config.stages)
-        links = LocalWorld(config.stages)
+        world = LocalWorld(config.stages)
         engines = [self._engine(stage, config.context_blocks) for stage in stages]
         layouts = [self._layout(memory, rank, stages[rank]) for rank, (_, memory) in enumerate(engines)]
         source = InstanceLayout("ctx", tuple(layouts), pp_size=config.stages)
-        limits = self._limits(config.stages)
-        answers: dict[int, list[Answer]] = {}
+        heard = Heard()
         ranks: list[FakeRank] = []
-        agreements = [
-            Agreement(
+        for rank, (engine, memory) in enumerate(engines):
+            peer = PeerId("ctx", "g1", rank)
+            agreement = Agreement(
                 self.domain,
                 rank,
                 self.agreement_network.transport(rank),
                 AgreementConfig(credits=config.credits, lease_timeout_s=config.lease_timeout_s),
                 clock=lambda: self.now_s,
             )
-            for rank in range(config.stages)
-        ]
-        desk: Desk | None = None
-        for rank, (engine, memory) in enumerate(engines):
-            peer = PeerId("ctx", "g1", rank)
-            registry = Registry()
-            blocks: PlannedBlocks | FollowedBlocks
-            if rank == 0:
-                blocks = PlannedBlocks(BlockPool(config.context_blocks, config.block_tokens, enable_reuse=config.reuse))
-            else:
-                blocks = FollowedBlocks(config.context_blocks, config.block_tokens)
+            agreement.open()
             sender = Sender(
                 peer,
                 SessionResources(
@@ -340,64 +417,29 @@ class Pair:
                     clock=lambda: self.now_s,
                 ),
             )
-            agreements[rank].open()
-            transceiver = ContextTransceiver(
-                rank=rank,
-                is_last=rank == config.stages - 1,
-                registry=registry,
-                blocks=blocks,
-                sender=sender,
-                agreement=agreements[rank],
-                source=source,
-                aux=self._aux(256),
-                lease_timeout_s=config.lease_timeout_s,
-            )
-            if rank == 0:
-                admission = ContextAdmission(
-                    peer_is_ready=transceiver.peer_is_ready,
-                    pre_active_count=lambda: ranks[0].transceiver.pre_active_count,
-                    pre_active_max=limits.pre_active_max,
-                    credits=lambda: agreements[0].credits_available,
-                )
-                desk = self._desk("context", admission, answers)
-            link = links.link(rank)
             faults: list[str] = []
-            loop = RankLoop(
-                role="context",
-                rank=rank,
-                stage_count=config.stages,
-                engine=engine,
-                registry=registry,
-                blocks=blocks,
-                limits=limits,
-                link=link,
-                work=ChainWork(link),
-                transceiver=transceiver,
-                desk=desk if rank == 0 else None,
-                on_fault=faults.append,
+            made = compose_context(
+                self._around(rank, world, engine, heard, faults),
+                self._settings(config.stages, config.context_blocks),
+                SendingParts(sender, agreement, source),
             )
-            ranks.append(
-                FakeRank(loop, registry, blocks, transceiver, sender, engine, memory, agreements[rank], faults)
-            )
-        if desk is None:
-            raise ValueError("a context instance has at least one stage")
-        return FakeInstance("context", ranks, desk, source, answers)
+            ranks.append(FakeRank(made, sender, engine, memory, agreement, faults))
+        return self._instance("context", ranks, source, heard)
 
     def _generation(self) -> FakeInstance:
         config = self.config
         stage = StageSpec(0, 1, 0, config.layer_count)
-        links = LocalWorld(config.generation_ranks)
+        world = LocalWorld(config.generation_ranks)
         engines = [self._engine(stage, config.generation_blocks) for _ in range(config.generation_ranks)]
         layouts = [self._layout(memory, rank, stage) for rank, (_, memory) in enumerate(engines)]
         layout = InstanceLayout("gen", tuple(layouts), adp_size=config.generation_ranks)
-        answers: dict[int, list[Answer]] = {}
-        admission = GenerationAdmission(rank_count=config.generation_ranks, policy="balanced")
-        desk = self._desk("generation", admission, answers)
+        tiers = TierPolicy.configured(
+            enable_bounce=config.bounce, bounce_bytes_min=0, arena_bytes=1 << 20, transport_key="tcp"
+        )
+        heard = Heard()
         ranks: list[FakeRank] = []
         for rank, (engine, memory) in enumerate(engines):
             peer = PeerId("gen", "h1", rank)
-            registry = Registry()
-            blocks = PlannedBlocks(BlockPool(config.generation_blocks, config.block_tokens, enable_reuse=config.reuse))
             receiver = Receiver(
                 peer,
                 SessionResources(
@@ -408,36 +450,21 @@ class Pair:
                 ),
                 SessionConfig(drain_deadline_s=1e9),
             )
-            transceiver = GenerationTransceiver(
-                self_id=peer,
-                registry=registry,
-                blocks=blocks,
-                receiver=receiver,
-                connect=lambda peer, address: None,
-                layout=layouts[rank],
-                aux=self._aux(256),
-                tiers=TierPolicy.configured(
-                    enable_bounce=config.bounce, bounce_bytes_min=0, arena_bytes=1 << 20, transport_key="tcp"
-                ),
-            )
-            link = links.link(rank)
             faults: list[str] = []
-            loop = RankLoop(
-                role="generation",
-                rank=rank,
-                stage_count=1,
-                engine=engine,
-                registry=registry,
-                blocks=blocks,
-                limits=self._limits(1),
-                link=link,
-                work=ChainWork(link),
-                transceiver=transceiver,
-                desk=desk if rank == 0 else None,
-                on_fault=faults.append,
+            made = compose_generation(
+                self._around(rank, world, engine, heard, faults),
+                self._settings(1, config.generation_blocks),
+                ReceivingParts(receiver, peer, layouts[rank], tiers, connect=lambda peer, address: None),
             )
-            ranks.append(FakeRank(loop, registry, blocks, transceiver, receiver, engine, memory, None, faults))
-        return FakeInstance("generation", ranks, desk, layout, answers)
+            ranks.append(FakeRank(made, receiver, engine, memory, None, faults))
+        return self._instance("generation", ranks, layout, heard)
+
+    @staticmethod
+    def _instance(name: str, ranks: list[FakeRank], layout: InstanceLayout, heard: Heard) -> FakeInstance:
+        desk = ranks[0].made.desk
+        if desk is None:
+            raise ValueError("rank 0 has a desk")
+        return FakeInstance(name, ranks, desk, layout, heard)
 
 
 def reference_tokens(engine: Engine, prompt: list[int], max_tokens: int, block_tokens: int) -> list[int]:

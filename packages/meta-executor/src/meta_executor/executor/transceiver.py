@@ -87,12 +87,34 @@ class Fault:
 TransceiverEvent: TypeAlias = PeerReady | PeerCancelled | Expired | Revoked | Arrived | TransferFailed | Ended | Fault
 
 
-class Transceiver(Protocol):
-    """What the loop needs."""
+@dataclass(slots=True)
+class TransferCounters:
+    """What one rank's transfers did (counts and bytes)."""
 
-    def register_peer(self, peer: Peer) -> None:
-        """An instance whose ranks we exchange KV with."""
-        ...
+    opened: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    quarantined: int = 0
+    coalesced: int = 0
+    direct: int = 0
+    merged: int = 0
+    ready_votes: int = 0
+    leases_expired: int = 0
+    bytes_moved: int = 0
+    reasons: dict[str, int] | None = None
+
+    def count_reason(self, reason: str) -> None:
+        """Count why a transfer took its tier."""
+        if self.reasons is None:
+            self.reasons = {}
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+class Transceiver(Protocol):
+    """What the loop needs of both kinds."""
+
+    counters: TransferCounters
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
         """A request was heard of in the authoritative broadcast. Idempotent in every state."""
@@ -103,24 +125,8 @@ class Transceiver(Protocol):
         for waiting ones that fit (generation). Returns whether anything moved."""
         ...
 
-    def candidates(self) -> Iterable[Sequence]:
-        """Requests that the scheduling rank may activate, in canonical order."""
-        ...
-
-    def activate(self, sequences: Iterable[Sequence]) -> None:
-        """The schedule names them: before it becomes visible on the scheduling rank, before it is mirrored on others."""
-        ...
-
-    def prompt_computed(self, sequence: Sequence, first_token: int | None) -> None:
-        """Context: the last step of the prompt has retired on this rank."""
-        ...
-
     def stop(self, sequence: Sequence) -> None:
         """The sequence has ended early or needs no transfer (its outcome is set): seal, withdraw, cancel. Idempotent."""
-        ...
-
-    def refuse(self, request_id: int, reason: str) -> None:
-        """A request that was never admitted never will be: tell the peer that waits for it, now or when it asks."""
         ...
 
     def compute_ended(self, sequence: Sequence) -> None:
@@ -131,17 +137,47 @@ class Transceiver(Protocol):
         """Move transfers; bounded, never blocks more than a few ms. Returns whether anything moved."""
         ...
 
-    def vote_terminal(self, now_s: float) -> bool:
-        """Cast the terminal vote of every sequence that is quiescent on this rank. Returns whether one was cast."""
-        ...
-
     def poll(self, now_s: float) -> list[TransceiverEvent]:
-        """Exchange agreement frames and return everything that has happened since the last poll."""
+        """What has happened since the last poll."""
         ...
 
     @property
     def busy(self) -> bool:
-        """A round or a transfer of ours is open (idle waits are then capped lower)."""
+        """A round or a transfer of ours is open: something may happen that nobody tells."""
+        ...
+
+    @property
+    def moving(self) -> bool:
+        """Memory is exposed to a peer that may be writing or reading it now."""
+        ...
+
+    @property
+    def drained(self) -> bool:
+        """The proof is complete: nothing that was heard of is undecided, no transfer is open."""
+        ...
+
+
+class SendingTransceiver(Transceiver, Protocol):
+    """A context rank's."""
+
+    def candidates(self) -> Iterable[Sequence]:
+        """Requests that the scheduling rank may activate, in canonical order."""
+        ...
+
+    def activate(self, sequences: Iterable[Sequence]) -> None:
+        """The schedule names them: before it becomes visible on the scheduling rank, before it is mirrored on others."""
+        ...
+
+    def prompt_computed(self, sequence: Sequence, first_token: int | None) -> None:
+        """The last step of the prompt has retired on this rank."""
+        ...
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        """A request that was never admitted never will be: tell the peer that waits for it, now or when it asks."""
+        ...
+
+    def vote_terminal(self, now_s: float) -> bool:
+        """Cast the terminal vote of every sequence that is quiescent on this rank. Returns whether one was cast."""
         ...
 
     def start_drain(self, last_incarnation: int) -> None:
@@ -153,9 +189,12 @@ class Transceiver(Protocol):
         """Every poll is a collective of the instance's ranks (the blocking baseline)."""
         ...
 
-    @property
-    def drained(self) -> bool:
-        """The proof is complete: every incarnation was heard of and decided on every rank, no transfer is open."""
+
+class ReceivingTransceiver(Transceiver, Protocol):
+    """A generation rank's."""
+
+    def register_peer(self, peer: Peer) -> None:
+        """An instance whose ranks we exchange KV with."""
         ...
 
 
@@ -193,27 +232,3 @@ def decode_payload(data: bytes) -> ReceivePayload:
         msgspec.DecodeError: It is not one.
     """
     return _DECODER.decode(data)
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """What one rank's transfers did (counts and bytes)."""
-
-    opened: int = 0
-    succeeded: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    quarantined: int = 0
-    coalesced: int = 0
-    direct: int = 0
-    merged: int = 0
-    ready_votes: int = 0
-    leases_expired: int = 0
-    bytes_moved: int = 0
-    reasons: dict[str, int] | None = None
-
-    def count_reason(self, reason: str) -> None:
-        """Count why a transfer took its tier."""
-        if self.reasons is None:
-            self.reasons = {}
-        self.reasons[reason] = self.reasons.get(reason, 0) + 1

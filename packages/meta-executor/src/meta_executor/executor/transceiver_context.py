@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from kv_bounce_planner.planning import (
     decode_layout,
     plan_writer,
 )
-from kv_bounce_planner.sessions import ReceiveRequest, RequestKey
+from kv_bounce_planner.sessions import ReceiveRequest, RequestKey, Sender, SessionEvent
 from kv_bounce_planner.sessions.events import (
     CancelReceived,
     FatalDiagnosis,
@@ -38,7 +38,6 @@ from kv_bounce_planner.sessions.events import (
 from meta_executor import wire
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import Blocks
-from meta_executor.executor.messages import Peer
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence, State
 from meta_executor.executor.transceiver import (
     AUX_BYTES,
@@ -54,6 +53,8 @@ from meta_executor.executor.transceiver import (
 )
 from pp_agreement import (
     Aborted,
+    Agreement,
+    AllgatherAgreement,
     Committed,
     Disposition,
     DoubtExpired,
@@ -75,6 +76,9 @@ from pp_agreement import (
 from pp_agreement import (
     Revoked as LeaseRevoked,
 )
+
+#: Asynchronous, or the blocking baseline.
+AnyAgreement: TypeAlias = Agreement | AllgatherAgreement
 
 #: How often the scheduling rank looks for KV that nobody fetches (s).
 _EXPIRY_SCAN_S = 0.5
@@ -99,7 +103,7 @@ class ContextTransceiver:
         rank: This rank; 0 is the scheduling rank.
         registry: The rank's requests.
         blocks: The rank's KV blocks.
-        sender: ``kv_bounce_planner.Sender`` (or a fake of the same interface).
+        sender: Serves receive requests from this rank's memory.
         agreement: ``pp_agreement.Agreement`` or its blocking baseline, over this instance's ranks.
         source: This instance's layout.
         aux: Slots for first tokens.
@@ -114,8 +118,8 @@ class ContextTransceiver:
         is_last: bool,
         registry: Registry,
         blocks: Blocks,
-        sender: Any,
-        agreement: Any,
+        sender: Sender,
+        agreement: AnyAgreement,
         source: InstanceLayout,
         aux: AuxSlots,
         transfer_timeout_s: float = 60.0,
@@ -145,12 +149,11 @@ class ContextTransceiver:
         #: Bounded by the sender, which refuses more than its own limit.
         self._metadata: dict[int, int] = {}
         self._refused: OrderedDict[int, None] = OrderedDict()
+        #: Sequences whose source is in the sender's hands (count).
+        self._offered = 0
         self.counters = TransferCounters()
 
     # -- the loop's calls ---------------------------------------------------------------------------------------------
-
-    def register_peer(self, peer: Peer) -> None:
-        """Receivers introduce themselves."""
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
         """A request of the broadcast. Called again while it waits: no effect."""
@@ -158,8 +161,8 @@ class ContextTransceiver:
             return
         sequence.admitted = True
         request = sequence.request
-        generation_first = request.schedule_style == "generation_first"
-        sequence.key = self._agreement.admit(request.request_id, request.incarnation, ready=generation_first)
+        generation_first = request.generation_first
+        sequence.key = self._agreement.admit(request.request_id, sequence.incarnation, ready=generation_first)
         self._sender.expect(self._key(sequence), self._operations_expected(sequence))
         if generation_first:
             self._waiting[request.request_id] = sequence
@@ -181,7 +184,7 @@ class ContextTransceiver:
             # DEFERRED goes out by itself; ABORTING and FINAL are answered by an event that is on its way.
             sequence.voted_ready = True
             self.counters.ready_votes += 1
-            moved |= self._agreement.publish_ready(sequence.key) is PublishResult.PUBLISHED
+            moved |= self._agreement.publish_ready(sequence.agreed_key) is PublishResult.PUBLISHED
         return moved
 
     def candidates(self) -> Iterable[Sequence]:
@@ -192,7 +195,7 @@ class ContextTransceiver:
         """Named by the schedule: compute owns the blocks from now on."""
         named = list(sequences)
         # Atomic, in the order of the schedule; a context-first round has no readiness phase and is skipped there.
-        self._agreement.activate([sequence.key for sequence in named])
+        self._agreement.activate([sequence.agreed_key for sequence in named])
         for sequence in named:
             self._waiting.pop(sequence.request_id, None)
             self._candidates.pop(sequence.request_id, None)
@@ -211,12 +214,13 @@ class ContextTransceiver:
         if sequence.outcome is not None:
             self._consider(sequence)
             return
-        if self._is_last and sequence.request.schedule_style == "generation_first":
+        if self._is_last and sequence.request.generation_first:
             if first_token is None:
-                raise ValueError(f"{sequence.request.describe()}: the last stage has no first token")
+                raise ValueError(f"{sequence.describe()}: the last stage has no first token")
             self._aux.take(sequence.request_id)
             self._aux.write(sequence.request_id, first_token)
         self._registry.open_leg(sequence, Leg.TRANSCEIVER)
+        self._offered += 1
         self.counters.opened += 1
         self._sender.ready(self._key(sequence), lambda wanted: self._resolve(sequence, wanted), sequence)
 
@@ -247,11 +251,11 @@ class ContextTransceiver:
                 # A schedule that names it is on its way: it will be activated here and end then.
                 self._seal(sequence)
                 return
-            if sequence.request.schedule_style == "generation_first":
+            if sequence.request.generation_first:
                 self._abort_readiness(sequence)
                 return
             self._registry.apply(sequence, Event.ABORTED)
-        elif state is State.ABORTED and sequence.request.schedule_style == "generation_first":
+        elif state is State.ABORTED and sequence.request.generation_first:
             # The abort is on its way already; its end settles the rest.
             return
         elif state in (State.ACTIVATED, State.COMPUTING) or (state is State.TRANSFERRING and sequence.ended_early):
@@ -293,11 +297,11 @@ class ContextTransceiver:
                 if not sequence.doubt_expired:
                     if not sequence.doubted:
                         sequence.doubted = True
-                        self._agreement.doubt(sequence.key, Reason.DOUBT)
+                        self._agreement.doubt(sequence.agreed_key, Reason.DOUBT)
                     continue
                 outcome = Outcome.FAILED if outcome is Outcome.COMPLETED else outcome
             self._agreement.vote_terminal(
-                sequence.key,
+                sequence.agreed_key,
                 AgreedOutcome[outcome.value],
                 Disposition.QUARANTINE if quarantined else Disposition.RELEASE,
                 _reason(sequence, outcome),
@@ -333,9 +337,14 @@ class ContextTransceiver:
         """
         self._draining = True
         for request_id, sequence in list(self._candidates.items()):
-            if sequence.request.schedule_style == "generation_first":
+            if sequence.request.generation_first:
                 del self._candidates[request_id]
         self._agreement.start_drain(last_incarnation)
+
+    @property
+    def moving(self) -> bool:
+        """Some of this rank's KV is offered to a peer."""
+        return self._offered > 0
 
     @property
     def lockstep(self) -> bool:
@@ -354,14 +363,14 @@ class ContextTransceiver:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
-    def _decided(self, sequence: Sequence, event: Any) -> None:
+    def _decided(self, sequence: Sequence, event: object) -> None:
         request_id = sequence.request_id
         if isinstance(event, Prepared):
-            if self._agreement.acknowledge_prepare(sequence.key):
+            if self._agreement.acknowledge_prepare(sequence.agreed_key):
                 self._registry.apply(sequence, Event.LEASED)
         elif isinstance(event, Released):
             if sequence.outcome is not None:
-                self._agreement.revoke(sequence.key, Reason.CANCELLED)
+                self._agreement.revoke(sequence.agreed_key, Reason.CANCELLED)
             elif not self._draining:
                 self._candidates[request_id] = sequence
         elif isinstance(event, LeaseRevoked):
@@ -371,7 +380,7 @@ class ContextTransceiver:
         elif isinstance(event, Aborted):
             self._candidates.pop(request_id, None)
             self._registry.apply(sequence, Event.ABORTED)
-            self._agreement.acknowledge_abort(sequence.key)
+            self._agreement.acknowledge_abort(sequence.agreed_key)
         elif isinstance(event, Finalized):
             self._finalized(sequence, event)
         elif isinstance(event, DoubtExpired):
@@ -383,7 +392,7 @@ class ContextTransceiver:
         sequence.voted_ready = False
         if event.mode is FinalizeMode.REOPEN:
             # A transient withdrawal somewhere: the next attempt opens when the ranks vote again.
-            sequence.key = Key(sequence.key.request_id, sequence.key.incarnation, sequence.key.attempt + 1)
+            sequence.key = Key(sequence.request_id, sequence.incarnation, sequence.agreed_key.attempt + 1)
             self._registry.apply(sequence, Event.REOPENED)
             if sequence.outcome is not None:
                 self._abort_readiness(sequence)
@@ -412,9 +421,9 @@ class ContextTransceiver:
 
     def _abort_readiness(self, sequence: Sequence) -> None:
         """Before activation: by withdrawal while this rank has not granted its lease, by revocation on rank 0 afterwards."""
-        taken = self._agreement.withdraw(sequence.key, Reason.CANCELLED)
+        taken = self._agreement.withdraw(sequence.agreed_key, Reason.CANCELLED)
         if taken is WithdrawResult.LEASED and self._rank == 0:
-            self._agreement.revoke(sequence.key, Reason.CANCELLED)
+            self._agreement.revoke(sequence.agreed_key, Reason.CANCELLED)
 
     def _committed(self, sequence: Sequence, outcome: Outcome, quarantined: bool) -> None:
         sequence.outcome = outcome
@@ -465,12 +474,13 @@ class ContextTransceiver:
         if sequence.sealed and sequence.state in (State.ABORTED, State.ENDING, State.TRANSFERRING):
             self._unvoted[sequence.request_id] = sequence
 
-    def _resolve(self, sequence: Sequence, wanted: ReceiveRequest) -> WriterTransfer | _AuxTransfer:
+    def _resolve(self, sequence: Sequence, wanted: ReceiveRequest) -> WriterTransfer:
         """Where this rank's share of a receive request is read and written. Called by the sender inside its poll."""
         payload = decode_payload(wanted.payload)
         if wanted.role == "AUX":
             address = self._aux.take(sequence.request_id)
-            return _AuxTransfer(_one(address), _one(payload.aux_address), _one(AUX_BYTES))
+            # The session reads these columns only; it plans nothing for an operation of this role.
+            return cast(WriterTransfer, _AuxTransfer(_one(address), _one(payload.aux_address), _one(AUX_BYTES)))
         target = self._layouts.get(payload.layout)
         if target is None:
             target = decode_layout(payload.layout)
@@ -481,12 +491,10 @@ class ContextTransceiver:
         source_blocks = RequestBlocks.single(sequence.block_ids)
         transfer = plan_writer(self._source, self._rank, source_blocks, target, target_blocks, tokens)
         if transfer is None:
-            raise ValueError(
-                f"{sequence.request.describe()}: rank {self._rank} has nothing to write of tokens {tokens}"
-            )
+            raise ValueError(f"{sequence.describe()}: rank {self._rank} has nothing to write of tokens {tokens}")
         return transfer
 
-    def _take(self, event: Any) -> None:
+    def _take(self, event: SessionEvent) -> None:
         if isinstance(event, FatalDiagnosis):
             self._events.append(Fault(f"{event.reason}: {event.story}"))
         elif isinstance(event, ReceiveRequested):
@@ -518,13 +526,13 @@ class ContextTransceiver:
 
     def _operations_expected(self, sequence: Sequence) -> int:
         """One operation per writer, and the first token from the last stage where the peer waits for it."""
-        return 2 if sequence.request.schedule_style == "generation_first" and self._is_last else 1
+        return 2 if sequence.request.generation_first and self._is_last else 1
 
-    def _source_settled(self, claim: Any, *, quarantined: bool) -> None:
+    def _source_settled(self, claim: object, *, quarantined: bool) -> None:
         if not isinstance(claim, Sequence):
             raise TypeError(f"the sender returned a claim that is not ours: {claim!r}")
         claim.quarantined = claim.quarantined or quarantined
-        self._registry.end_leg(claim, Leg.TRANSCEIVER)
+        self._offered -= self._registry.end_leg(claim, Leg.TRANSCEIVER)
         self._consider(claim)
 
 

@@ -6,8 +6,7 @@ the blocks already owned, and they go on to compute (success) or back (failure) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from kv_bounce_planner.planning import (
     InstanceLayout,
@@ -22,7 +21,14 @@ from kv_bounce_planner.planning import (
     encode_layout,
     plan_destination,
 )
-from kv_bounce_planner.sessions import ExpectedOperation, PeerEvidence, PeerId, TransferIdentity
+from kv_bounce_planner.sessions import (
+    ExpectedOperation,
+    PeerEvidence,
+    PeerId,
+    Receiver,
+    SessionEvent,
+    TransferIdentity,
+)
 from kv_bounce_planner.sessions.events import (
     FatalDiagnosis,
     MemoryQuarantined,
@@ -48,6 +54,8 @@ from meta_executor.executor.transceiver import (
     encode_payload,
 )
 
+#: Session events that belong to one transfer of ours.
+_OfTransfer = (TransferSucceeded, SessionFailed, TransferCancelled, MemoryReleased, MemoryQuarantined)
 #: How often the process of a lost peer is looked for (s).
 _SUSPICION_EVERY_S = 0.1
 
@@ -59,7 +67,7 @@ class GenerationTransceiver:
         self_id: This rank's process; ``generation`` is the instance's endpoint generation.
         registry: The rank's requests.
         blocks: The rank's KV blocks.
-        receiver: ``kv_bounce_planner.Receiver`` (or a fake of the same interface).
+        receiver: Publishes destinations and proves what has come.
         connect: Opens the control channel to a peer rank: (peer, address).
         layout: How this rank lays its KV out.
         aux: Slots for first tokens.
@@ -77,8 +85,8 @@ class GenerationTransceiver:
         self_id: PeerId,
         registry: Registry,
         blocks: PlannedBlocks,
-        receiver: Any,
-        connect: Any,
+        receiver: Receiver,
+        connect: Callable[[PeerId, str], None],
         layout: KVLayout,
         aux: AuxSlots,
         tiers: TierPolicy,
@@ -160,16 +168,6 @@ class GenerationTransceiver:
             moved = True
         return moved
 
-    def candidates(self) -> Iterable[Sequence]:
-        """Nothing is activated by a propagated schedule here: arrival activates."""
-        return ()
-
-    def activate(self, sequences: Iterable[Sequence]) -> None:
-        """See :meth:`candidates`."""
-
-    def prompt_computed(self, sequence: Sequence, first_token: int | None) -> None:
-        """Prompts are computed elsewhere."""
-
     def stop(self, sequence: Sequence) -> None:
         """End early (or after the last token): what is not exposed goes back at once, the rest follows by proof."""
         state = sequence.state
@@ -182,9 +180,6 @@ class GenerationTransceiver:
         elif state in (State.ACTIVATED, State.COMPUTING):
             self._registry.apply(sequence, Event.STOPPED)
         self._settle(sequence)
-
-    def refuse(self, request_id: int, reason: str) -> None:
-        """No peer waits for a generation instance."""
 
     def compute_ended(self, sequence: Sequence) -> None:
         """Compute's leg of an ending sequence has ended: give back what nobody else touches."""
@@ -216,10 +211,6 @@ class GenerationTransceiver:
                 del self._suspects[peer]
                 self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
 
-    def vote_terminal(self, now_s: float) -> bool:
-        """No other rank holds this request: there is nothing to agree on."""
-        return False
-
     def poll(self, now_s: float) -> list[TransceiverEvent]:
         """What has happened."""
         events, self._ended = self._ended, []
@@ -230,13 +221,10 @@ class GenerationTransceiver:
         """Transfers are open, or waiting ones want blocks."""
         return bool(self._open or self._waiting)
 
-    def start_drain(self, last_incarnation: int) -> None:
-        """Nothing to agree on: see :attr:`drained`."""
-
     @property
-    def lockstep(self) -> bool:
-        """There is no agreement here."""
-        return False
+    def moving(self) -> bool:
+        """Destinations are published."""
+        return bool(self._open)
 
     @property
     def drained(self) -> bool:
@@ -259,11 +247,13 @@ class GenerationTransceiver:
         source = self._peers.get(request.peer)
         if source is None:
             # The item that names the peer comes before the request in the same broadcast.
-            raise KVTransferError(f"{request.describe()}: peer {request.peer} was never announced")
+            raise KVTransferError(f"{sequence.describe()}: peer {request.peer} was never announced")
         if self._aux.free_count == 0:
             return False
         # The last token's own KV is never needed.
-        if not self._blocks.acquire(sequence, max(request.prompt_count, request.prompt_count + request.max_tokens - 1)):
+        if not self._blocks.acquire(
+            sequence, max(request.prompt_count, request.prompt_count + request.sampling.max_tokens - 1)
+        ):
             return False
         self._registry.open_leg(sequence, Leg.TRANSCEIVER)
         self._registry.apply(sequence, Event.PUBLISHED)
@@ -307,7 +297,7 @@ class GenerationTransceiver:
                     tier="bounce" if tier is Tier.BOUNCE else "direct",
                 )
             )
-        if request.schedule_style == "generation_first":
+        if request.generation_first:
             address = self._aux.take(request.request_id)
             last_rank = len(source.ranks) - 1
             operations.append(
@@ -320,9 +310,11 @@ class GenerationTransceiver:
             )
         return operations
 
-    def _take(self, event: Any) -> None:
+    def _take(self, event: SessionEvent) -> None:
         if isinstance(event, FatalDiagnosis):
             self._ended.append(Fault(f"{event.reason}: {event.story}"))
+            return
+        if not isinstance(event, _OfTransfer):
             return
         sequence = self._open.get(event.identity)
         if sequence is None:
@@ -374,7 +366,7 @@ class GenerationTransceiver:
             self._settle(sequence)
             return
         first_token = sequence.request.first_token
-        if sequence.request.schedule_style == "generation_first":
+        if sequence.request.generation_first:
             first_token = self._aux.read(sequence.request_id)
             if first_token is None:
                 self._aux.release(sequence.request_id)

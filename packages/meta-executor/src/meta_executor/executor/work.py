@@ -8,14 +8,18 @@ that is late costs the others nothing. Both deliver to rank 0 itself through the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from comm_broadcast import Broadcaster, Handle
 from meta_executor.executor.links import Link
 from meta_executor.executor.messages import Admit, Leave, Work, WorkItem
+from meta_executor.executor.request import decoder, encoder
 
 #: Items of one broadcast (count): bounds how long the others are kept from their loop.
 ITEMS_PER_BROADCAST_MAX = 256
@@ -92,14 +96,16 @@ class BroadcastWork:
     Args:
         broadcaster: ``comm_broadcast.Broadcaster`` with root 0 and ``TokenBatchCodec(BroadcastRecord)``; None for one rank.
         rank: This rank.
+        ring: Rank 0: ends the others' waits, because a broadcast has begun.
     """
 
-    def __init__(self, broadcaster: Any, rank: int) -> None:
+    def __init__(self, broadcaster: Broadcaster | None, rank: int, ring: Callable[[], None] = lambda: None) -> None:
         self._broadcaster = broadcaster
         self._rank = rank
+        self._ring = ring
         self._outbox: deque[WorkItem] = deque()
         self._items: deque[WorkItem] = deque()
-        self._handle: Any = None
+        self._handle: Handle[list[BroadcastRecord]] | None = None
         self._leaving = False
 
     def publish(self, items: Items[WorkItem]) -> None:
@@ -107,7 +113,7 @@ class BroadcastWork:
         self._items.extend(items)
         if self._broadcaster is not None:
             self._outbox.extend(items)
-            self._advance()
+            self._advance(self._broadcaster)
 
     def deliver(self, body: Work) -> None:
         """Work never comes over the link here."""
@@ -116,25 +122,26 @@ class BroadcastWork:
     def take(self) -> list[WorkItem]:
         """Complete what has arrived, start what is next."""
         if self._broadcaster is not None:
-            while self._advance():
+            while self._advance(self._broadcaster):
                 pass
         items = list(self._items)
         self._items.clear()
         return items
 
-    def _advance(self) -> bool:
+    def _advance(self, broadcaster: Broadcaster) -> bool:
         if self._handle is None:
             if self._rank == 0:
                 if not self._outbox:
                     return False
                 count = min(len(self._outbox), ITEMS_PER_BROADCAST_MAX)
                 batch = [_record_of(self._outbox.popleft()) for _ in range(count)]
-                self._handle = self._broadcaster.start_broadcast(batch)
+                self._handle = broadcaster.start_broadcast(batch)
+                self._ring()
             elif self._leaving:
                 return False
             else:
                 # Posted before it is needed: testing it is all that a late root costs this rank.
-                self._handle = self._broadcaster.start_broadcast(None)
+                self._handle = broadcaster.start_broadcast(None)
         if not self._handle.test():
             return False
         records = self._handle.result()
@@ -157,21 +164,24 @@ class BroadcastWork:
             self._broadcaster.close()
 
 
-_ITEM_ENCODER = msgspec.msgpack.Encoder()
-_ITEM_DECODER: msgspec.msgpack.Decoder[WorkItem] = msgspec.msgpack.Decoder(WorkItem)
-_NO_TOKENS = np.empty(0, np.int32)
+_ITEM_ENCODER = encoder()
+_ITEM_DECODER: msgspec.msgpack.Decoder[WorkItem] = decoder(WorkItem)  # type: ignore[arg-type]
+_NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 def _record_of(item: WorkItem) -> BroadcastRecord:
     if isinstance(item, Admit):
-        tokens = np.frombuffer(item.token_ids, dtype="<i4")
-        return BroadcastRecord(_ITEM_ENCODER.encode(msgspec.structs.replace(item, token_ids=b"")), tokens)
+        bare = msgspec.structs.replace(item.request, token_ids=_NO_TOKENS)
+        return BroadcastRecord(
+            _ITEM_ENCODER.encode(msgspec.structs.replace(item, request=bare)), item.request.token_ids
+        )
     return BroadcastRecord(_ITEM_ENCODER.encode(item), _NO_TOKENS)
 
 
 def _item_of(record: BroadcastRecord) -> WorkItem:
     item = _ITEM_DECODER.decode(record.item)
     if isinstance(item, Admit):
-        # The view lives until the next but one exchange; the request lives longer.
-        return msgspec.structs.replace(item, token_ids=record.token_ids.tobytes())
+        # The broadcast's block is used again once no view of it lives; the request lives longer, so it gets its own copy.
+        request = msgspec.structs.replace(item.request, token_ids=record.token_ids.copy())
+        return msgspec.structs.replace(item, request=request)
     return item

@@ -14,7 +14,6 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ from endpoint_lifecycle import (
     AsyncEndpointDirectory,
     EndpointError,
     EndpointTimeout,
-    RequestIdGenerator,
     StaleGeneration,
     cluster_info_body,
     http_status,
@@ -37,39 +35,24 @@ from endpoint_lifecycle import (
 from meta_executor import __version__, wire
 from meta_executor.config import FrontConfig
 from meta_executor.engine.base import ModelInfo
-from meta_executor.engine.errors import EngineError
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front import openai
 from meta_executor.front.answers import AnswerText
+from meta_executor.front.checking import Call, Checker
 from meta_executor.front.choices import Choices
-from meta_executor.front.dispatch import Dispatch, Job, Tokens
-from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
+from meta_executor.front.dispatch import Dispatch, Tokens
+from meta_executor.front.leg import UNREACHABLE, LegError
+from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
 from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
 
 _LOG = logging.getLogger("meta_executor.front")
-#: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others.
-_ENCODE_INLINE_CHARACTERS = 8192
 #: The API's own word for a client that left; nobody reads it.
 _CLIENT_LEFT = 499
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A checked request."""
-
-    job: Job
-    chat: bool
-    stream: bool
-    with_usage: bool
-    with_ids: bool
-    stops: tuple[str, ...]
-    end_token_ids: frozenset[int]
-    shape: openai.Shape
 
 
 class FrontService:
@@ -120,7 +103,14 @@ class FrontService:
         self._key = key
         self._clock = clock
         self._on_drain = on_drain
-        self._ids = RequestIdGenerator(node_id=0)
+        self._checker = Checker(
+            model=model,
+            served_name=served_name,
+            tokenizer=tokenizer,
+            schedule_style=schedule_style,
+            request_timeout_s=config.request_timeout_s,
+            limits=self.token_limits,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
         self._runs: set[asyncio.Task[None]] = set()
@@ -184,7 +174,7 @@ class FrontService:
         accepted = self._clock()
         try:
             body = await self._body(request)
-            call = await self._checked(body, chat=chat, accepted=accepted)
+            call = await (self._checker.chat if chat else self._checker.completion)(body, accepted)
         except ApiError as error:
             self.metrics.validation_exceptions.inc()
             return _error(error)
@@ -209,133 +199,11 @@ class FrontService:
             parts.append(part)
         return b"".join(parts)
 
-    async def _checked(self, body: bytes, *, chat: bool, accepted: float) -> _Call:
-        """Read, check and encode a body.
-
-        Raises:
-            ApiError: Names the field.
-        """
-        request: openai.ChatRequest | openai.CompletionRequest
-        if chat:
-            chat_request = request = openai.decode_request(body, openai.ChatRequest)
-            self._check_model(request.model)
-            field = "messages"
-            messages = openai.messages_of(chat_request)
-            texts = [message["content"] for message in messages]
-            token_ids = await self._encoded(lambda: self.tokenizer.apply_chat_template(messages), texts, field)
-            wanted = chat_request.max_completion_tokens
-            wanted_field = "max_tokens" if wanted is None else "max_completion_tokens"
-            wanted = request.max_tokens if wanted is None else wanted
-        else:
-            text_request = request = openai.decode_request(body, openai.CompletionRequest)
-            self._check_model(request.model)
-            field = "prompt"
-            prompt = openai.prompt_of(text_request)
-            if isinstance(prompt, str):
-                text = prompt
-                token_ids = await self._encoded(lambda: self.tokenizer.encode_user_text(text), [text], field)
-            else:
-                token_ids = prompt
-                if not all(0 <= token < self.model.vocab_size for token in token_ids):
-                    raise ApiError(
-                        400, f"prompt: token ids must be in 0..{self.model.vocab_size - 1}", param=field,
-                        code="invalid_value",
-                    )  # fmt: skip
-            wanted_field = "max_tokens"
-            wanted = openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
-        if not token_ids:
-            raise ApiError(400, f"{field}: encodes to no token", param=field, code="invalid_value")
-        limits = self.token_limits()
-        limit = limits.total
-        if len(token_ids) > limits.prompt:
-            raise ApiError(
-                400,
-                f"{field}: {len(token_ids)} tokens; a context instance holds {limits.prompt}",
-                param=field,
-                code="context_length_exceeded",
-            )
-        if len(token_ids) >= limit:
-            raise ApiError(
-                400, f"{field}: {len(token_ids)} tokens leave no room for an answer; prompt and answer together may "
-                f"have {limit}", param=field, code="context_length_exceeded",
-            )  # fmt: skip
-        room = limit - len(token_ids)
-        if wanted is None:
-            wanted = min(room, openai.CHAT_TOKENS_DEFAULT_MAX)
-        if wanted > room:
-            raise ApiError(
-                400, f"{wanted_field}: {wanted} after a prompt of {len(token_ids)} tokens exceeds the {limit} that prompt "
-                "and answer together may have", param=wanted_field, code="context_length_exceeded",
-            )  # fmt: skip
-        if any(token >= self.model.vocab_size for token in request.stop_token_ids):
-            raise ApiError(
-                400, f"stop_token_ids: must be in 0..{self.model.vocab_size - 1}", param="stop_token_ids",
-                code="invalid_value",
-            )  # fmt: skip
-        sampling = wire.Sampling(
-            max_tokens=wanted,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            seed=openai.seed_of(request),
-            ignore_eos=bool(request.ignore_eos),
-            stop_token_ids=list(request.stop_token_ids),
-        )
-        ends = set(request.stop_token_ids)
-        if not request.ignore_eos:
-            ends.update(self.model.eos_token_ids)
-        job = Job(
-            request_id=self._ids.next_id(),
-            token_ids=token_ids,
-            sampling=sampling,
-            schedule_style=self.schedule_style,
-            deadline=accepted + self.config.request_timeout_s,
-            conversation_id=request.conversation_id,
-            accepted=accepted,
-        )
-        options = request.stream_options
-        shape = openai.Shape(
-            chat=chat, answer_id=f"{job.request_id:x}", created=int(time.time()), model=self.served_name
-        )
-        return _Call(
-            job=job,
-            chat=chat,
-            stream=bool(request.stream),
-            with_usage=bool(options is not None and options.include_usage),
-            with_ids=bool(request.return_token_ids),
-            stops=openai.stop_strings(request),
-            end_token_ids=frozenset(ends),
-            shape=shape,
-        )
-
-    def _check_model(self, name: str) -> None:
-        if name != self.served_name:
-            raise ApiError(
-                404, f"model: {name!r} is not served here, {self.served_name!r} is", param="model",
-                code="model_not_found",
-            )  # fmt: skip
-
-    async def _encoded(self, encode: Callable[[], list[int]], texts: list[str], field: str) -> list[int]:
-        limits = self.token_limits()
-        at_least = sum(self.tokenizer.tokens_at_least(text) for text in texts)
-        if at_least > min(limits.total, limits.prompt):
-            # Known to be too long by its length alone: a prompt of megabytes is not encoded to find that out.
-            raise ApiError(
-                400,
-                f"{field}: more than {at_least} tokens; prompt and answer together may have {limits.total}",
-                param=field,
-                code="context_length_exceeded",
-            )
-        try:
-            inline = sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS
-            return encode() if inline else await asyncio.to_thread(encode)
-        except EngineError as error:
-            raise ApiError(400, f"{field}: {error}", param=field, code="invalid_value") from error
-
     def token_limits(self) -> TokenLimits:
         """What a request may have: the model's limit, the instances' and their KV pools'."""
         return limits_of(self.directory, self.servers, self.model.context_tokens_max)
 
-    async def tokens(self, call: _Call) -> AsyncGenerator[Tokens, None]:
+    async def tokens(self, call: Call) -> AsyncGenerator[Tokens, None]:
         """A call's tokens; every failure as an :class:`ApiError`."""
         try:
             async with contextlib.aclosing(self.dispatch.run(call.job)) as steps:
@@ -348,7 +216,7 @@ class FrontService:
                 503, "the instance was replaced while the request was sent; try again", code="stale"
             ) from error
         except EndpointError as error:
-            # A wait for an instance that ended without one is no gateway's timeout: nothing was sent.
+            # A wait for an instance that ended without one is a 503, not a 504: nothing was sent.
             status = 503 if isinstance(error, EndpointTimeout) else http_status(error)
             raise ApiError(status, error.message, code="unavailable") from error
 
@@ -403,7 +271,10 @@ class FrontService:
         if not text.isdecimal() or not 1 <= int(text) <= wire.ROUTING_SHOWN_MAX:
             return _error(
                 ApiError(
-                    400, f"limit: want 1..{wire.ROUTING_SHOWN_MAX}, got {text!r}", param="limit", code="invalid_value"
+                    400,
+                    f"limit: want 1..{wire.ROUTING_SHOWN_MAX}, got {text[:32]!r}",
+                    param="limit",
+                    code="invalid_value",
                 )
             )
         return _json(await self.choices.shown(int(text)))
@@ -443,7 +314,7 @@ class FrontService:
 class _Answer(Response):
     """Runs a call and sends its answer, in one piece or as a stream, while watching for the client to leave."""
 
-    def __init__(self, service: FrontService, call: _Call) -> None:
+    def __init__(self, service: FrontService, call: Call) -> None:
         self._service = service
         self._call = call
         self._started = False
@@ -516,9 +387,11 @@ class _Answer(Response):
         async with contextlib.aclosing(service.tokens(call)) as batches:
             async for tokens in batches:
                 text = answer.push(tokens.token_ids, tokens.finish_reason)
+                if answer.finish_reason is not None:
+                    # After a stop string the rest is of no use; leaving here stops the leg.
+                    call.job.satisfied = True
                 yield text, answer
                 if answer.finish_reason is not None:
-                    # After a stop string the rest is of no use; leaving here aborts the leg.
                     return
 
     async def _whole(self, send: Send) -> None:
@@ -530,7 +403,7 @@ class _Answer(Response):
                 answer = progress
         if answer is None or answer.finish_reason is None:
             raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
-        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer), self._ids(answer))
+        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer), self._new_ids(answer))
         await self._send_json(send, 200, body)
 
     async def _stream(self, send: Send) -> None:
@@ -544,7 +417,7 @@ class _Answer(Response):
                     if first is not None:
                         await self._send_event(send, first)
                 if text or answer.finish_reason is not None:
-                    ids = self._ids(answer)
+                    ids = self._new_ids(answer)
                     piece = shape.piece(text, answer.finish_reason, with_usage=with_usage, ids=ids)
                     await self._send_event(send, piece)
         if answer is None or answer.finish_reason is None:
@@ -553,16 +426,17 @@ class _Answer(Response):
             await self._send_event(send, shape.last(self._usage(answer)))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
 
-    def _ids(self, answer: AnswerText) -> openai.AnswerIds | None:
+    def _new_ids(self, answer: AnswerText) -> openai.AnswerIds | None:
         """Ids of the answer's tokens since the last piece, if the client asked for them."""
         if not self._call.with_ids:
             return None
         begun, self._ids_told = self._ids_told, len(answer.token_ids)
-        return openai.AnswerIds(answer.token_ids[begun:], self._call.job.token_ids if begun == 0 else None)
+        prompt = self._call.job.request.token_ids.tolist() if begun == 0 else None
+        return openai.AnswerIds(answer.token_ids[begun:], prompt)
 
     def _usage(self, answer: AnswerText) -> dict[str, Any]:
         job = self._call.job
-        return openai.usage(job.prompt_tokens or len(job.token_ids), answer.completion_tokens, job.cached_tokens)
+        return openai.usage(job.prompt_tokens or job.request.prompt_count, answer.completion_tokens, job.cached_tokens)
 
     def _head(self, kind: bytes) -> list[tuple[bytes, bytes]]:
         return [(b"content-type", kind), (b"x-request-id", f"{self._call.job.request_id:x}".encode())]

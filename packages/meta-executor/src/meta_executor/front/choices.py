@@ -13,7 +13,8 @@ import msgspec
 
 from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, ServerStatus
 from meta_executor import wire
-from meta_executor.front.legs import LegClient, LegError
+from meta_executor.front.leg import LegError
+from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer
 from meta_executor.recent import Recent
 

@@ -18,10 +18,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, EndpointError, StaleGeneration
 from meta_executor import wire
+from meta_executor.executor.request import Request
 from meta_executor.front.choices import Choices
-from meta_executor.front.legs import UNREACHABLE, LegClient, LegError
+from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled
+from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
 
@@ -36,26 +40,26 @@ class Job:
     """One request on its way.
 
     Attributes:
-        request_id: Unique, below 2**63.
-        token_ids: The prompt.
-        sampling: How to answer.
-        schedule_style: ``context_first`` or ``generation_first``.
+        request: What is asked; its deadline is filled in per leg.
         deadline: On the dispatcher's clock (s).
-        conversation_id: For routers that keep conversations together.
+        accepted: When it came, on that clock (s).
+        satisfied: Its reader has all that it wants (a stop string was met): the leg that still runs is stopped, not failed.
         prompt_tokens, cached_tokens: What the context instance counted.
         servers: Role -> server that took the leg.
     """
 
-    request_id: int
-    token_ids: list[int]
-    sampling: wire.Sampling
-    schedule_style: wire.ScheduleStyle
+    request: Request
     deadline: float
-    conversation_id: str | None = None
     accepted: float = 0.0
+    satisfied: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     servers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> int:
+        """The request's."""
+        return self.request.request_id
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class Dispatch:
             LegError: A leg failed.
             EndpointError: No instance can take it.
         """
-        steps = self._context_first(job) if job.schedule_style == "context_first" else self._generation_first(job)
+        steps = self._context_first(job) if not job.request.generation_first else self._generation_first(job)
         async with contextlib.aclosing(steps):
             async for tokens in steps:
                 yield tokens
@@ -140,7 +144,7 @@ class Dispatch:
     # -- context first ------------------------------------------------------------------------------------------------
 
     async def _context_first(self, job: Job) -> AsyncGenerator[Tokens, None]:
-        async def ask_context(leg: _Leg, stack: contextlib.AsyncExitStack) -> wire.ContextResponse:
+        async def ask_context(leg: _Leg, stack: contextlib.AsyncExitStack) -> Prefilled:
             return await self._post_context(leg, job)
 
         async with self._sent("context", job, ask_context) as (context, answer):
@@ -150,11 +154,9 @@ class Dispatch:
                 yield Tokens([answer.first_token], answer.finish_reason)
                 return
             yield Tokens([answer.first_token], None)
-            peer = self._peer(context, answer.endpoint_generation)
+            peer = self._peer(context, str(context.reservation.generation))
 
-            async def ask_generation(
-                leg: _Leg, stack: contextlib.AsyncExitStack
-            ) -> AsyncIterator[wire.GenerationChunk]:
+            async def ask_generation(leg: _Leg, stack: contextlib.AsyncExitStack) -> AsyncIterator[Chunk]:
                 opened = self._open_generation(leg, job, peer, answer.first_token)
                 return await stack.enter_async_context(opened)
 
@@ -181,18 +183,18 @@ class Dispatch:
             context = await stack.enter_async_context(self._leg("context", job, revalidate=True))
             generation = await stack.enter_async_context(self._leg("generation", job))
             peer = self._peer(context, str(context.reservation.generation))
-            events: asyncio.Queue[wire.GenerationChunk | asyncio.Task[Any]] = asyncio.Queue()
+            events: asyncio.Queue[Chunk | asyncio.Task[Any]] = asyncio.Queue()
 
             async def consume() -> None:
                 async with self._open_generation(generation, job, peer, None) as chunks:
                     async for chunk in chunks:
                         events.put_nowait(chunk)
 
-            async def prefill() -> wire.ContextResponse:
+            async def prefill() -> Prefilled:
                 await self._order.turn()
                 return await self._post_context(context, job)
 
-            def prefilled(answer: wire.ContextResponse) -> None:
+            def prefilled(answer: Prefilled) -> None:
                 job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
                 self._ended(context)
                 context.reservation.release("prefilled")
@@ -241,7 +243,7 @@ class Dispatch:
     ) -> AsyncIterator[_Leg]:
         """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
         left_s = max(job.deadline - self._clock(), 0.001)
-        weight = len(job.token_ids) + (job.sampling.max_tokens if role == "generation" else 0)
+        weight = job.request.prompt_count + (job.request.sampling.max_tokens if role == "generation" else 0)
         async with self._directory.reserve(
             role,
             job.request_id,
@@ -249,16 +251,19 @@ class Dispatch:
             revalidate=revalidate,
             timeout_s=min(left_s, 3.0),
             exclude=exclude,
-            affinity=job.conversation_id,
+            affinity=job.request.conversation_id,
         ) as reservation:
             leg = _Leg(role, reservation)
             if self._choices is not None:
-                self._choices.chosen(job.request_id, reservation, weight, job.conversation_id, exclude)
+                self._choices.chosen(job.request_id, reservation, weight, job.request.conversation_id, exclude)
             try:
                 yield leg
             finally:
                 if leg.sent_s is not None and not leg.ended:
-                    self._metrics.role(role).error.inc()
+                    if job.satisfied:
+                        self._ended(leg)
+                    else:
+                        self._metrics.role(role).error.inc()
                     self._abort(leg.server, job.request_id)
 
     @contextlib.asynccontextmanager
@@ -326,18 +331,11 @@ class Dispatch:
         with contextlib.suppress(EndpointError):
             await leg.reservation.prove_stale()
 
-    async def _post_context(self, leg: _Leg, job: Job) -> wire.ContextResponse:
-        request = wire.ContextRequest(
-            request_id=job.request_id,
-            token_ids=job.token_ids,
-            sampling=job.sampling,
-            schedule_style=job.schedule_style,
-            deadline_s=self._left_s(job),
-            endpoint_generation=str(leg.reservation.generation),
-            conversation_id=job.conversation_id,
-        )
+    async def _post_context(self, leg: _Leg, job: Job) -> Prefilled:
+        request = msgspec.structs.replace(job.request, deadline_s=self._left_s(job))
+        generation = str(leg.reservation.generation)
         self._sending(leg, job)
-        answer = await self._legs.context(leg.server, request)
+        answer = await self._legs.context(leg.server, request, generation)
         if leg.sent_s is not None:
             self._metrics.context.first_token.observe(self._clock() - leg.sent_s)
         return answer
@@ -345,28 +343,17 @@ class Dispatch:
     @contextlib.asynccontextmanager
     async def _open_generation(
         self, leg: _Leg, job: Job, peer: wire.PeerContext, first_token: int | None
-    ) -> AsyncIterator[AsyncIterator[wire.GenerationChunk]]:
-        request = wire.GenerationRequest(
-            request_id=job.request_id,
-            token_ids=job.token_ids,
-            sampling=job.sampling,
-            first_token=first_token,
-            context=peer,
-            schedule_style=job.schedule_style,
-            deadline_s=self._left_s(job),
-            endpoint_generation=str(leg.reservation.generation),
-            conversation_id=job.conversation_id,
-        )
+    ) -> AsyncIterator[AsyncIterator[Chunk]]:
+        request = msgspec.structs.replace(job.request, deadline_s=self._left_s(job), first_token=first_token)
+        generation = str(leg.reservation.generation)
         self._sending(leg, job)
         async with (
-            self._legs.generation(leg.server, request) as chunks,
+            self._legs.generation(leg.server, request, generation, peer) as chunks,
             contextlib.aclosing(self._measured(leg, chunks)) as measured,
         ):
             yield measured
 
-    async def _measured(
-        self, leg: _Leg, chunks: AsyncIterator[wire.GenerationChunk]
-    ) -> AsyncGenerator[wire.GenerationChunk, None]:
+    async def _measured(self, leg: _Leg, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[Chunk, None]:
         first_s = None
         count = 0
         async for chunk in chunks:

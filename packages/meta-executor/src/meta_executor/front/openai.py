@@ -6,12 +6,13 @@ the API knows and this service does not is refused by name too, unless it has th
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 #: Tokens of an answer where a completion does not say (the API's own default).
 COMPLETION_TOKENS_DEFAULT = 16
@@ -25,6 +26,12 @@ TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
 TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = str | Annotated[list[str], msgspec.Meta(max_length=STOPS_MAX)] | None
+#: What is only looked at stays a slice of the body; this is one that was not sent.
+_NOTHING = msgspec.Raw(b"null")
+#: Slices of more bytes are not read to compare them with what asks for nothing.
+_NEUTRAL_BYTES_MAX = 64
+#: What of a body is repeated in an error (characters).
+_ECHO_MAX = 200
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -89,26 +96,26 @@ class _Common(_Strict, frozen=True, kw_only=True):
     conversation_id: Name | None = None
     # Known, without effect on the answer.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: msgspec.Raw = _NOTHING
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Known, refused unless it asks for nothing.
-    n: Any = None
-    logprobs: Any = None
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
+    n: msgspec.Raw = _NOTHING
+    logprobs: msgspec.Raw = _NOTHING
+    logit_bias: msgspec.Raw = _NOTHING
+    presence_penalty: msgspec.Raw = _NOTHING
+    frequency_penalty: msgspec.Raw = _NOTHING
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Any
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
+    prompt: msgspec.Raw
+    best_of: msgspec.Raw = _NOTHING
+    echo: msgspec.Raw = _NOTHING
+    suffix: msgspec.Raw = _NOTHING
 
 
 class Message(_Strict, frozen=True, kw_only=True):
@@ -117,11 +124,11 @@ class Message(_Strict, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    tool_calls: Any = None
-    function_call: Any = None
+    refusal: msgspec.Raw = _NOTHING
+    annotations: msgspec.Raw = _NOTHING
+    audio: msgspec.Raw = _NOTHING
+    tool_calls: msgspec.Raw = _NOTHING
+    function_call: msgspec.Raw = _NOTHING
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True):
@@ -129,19 +136,19 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)]
     max_completion_tokens: TokenCount | None = None
-    top_logprobs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    top_logprobs: msgspec.Raw = _NOTHING
+    tools: msgspec.Raw = _NOTHING
+    tool_choice: msgspec.Raw = _NOTHING
+    parallel_tool_calls: msgspec.Raw = _NOTHING
+    functions: msgspec.Raw = _NOTHING
+    function_call: msgspec.Raw = _NOTHING
+    response_format: msgspec.Raw = _NOTHING
+    modalities: msgspec.Raw = _NOTHING
+    audio: msgspec.Raw = _NOTHING
+    prediction: msgspec.Raw = _NOTHING
+    reasoning_effort: msgspec.Raw = _NOTHING
+    verbosity: msgspec.Raw = _NOTHING
+    web_search_options: msgspec.Raw = _NOTHING
 
 
 #: Field -> values besides null that ask for nothing this service lacks.
@@ -184,12 +191,10 @@ def decode_request(body: bytes, kind: type[_Request]) -> _Request:
         field, reason = _field_of(str(error))
         raise ApiError(400, f"{field}: {reason}" if field else reason, param=field, code="invalid_value") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+        raise ApiError(400, f"the body is not JSON: {str(error)[:_ECHO_MAX]}", code="invalid_json") from error
     for field, neutral in _NEUTRAL.items():
-        value = getattr(request, field, None)
-        if value is None:
-            continue
-        if not any(_same(value, allowed) for allowed in neutral):
+        raw = getattr(request, field, _NOTHING)
+        if not _is_empty(raw) and not _is_one_of(raw, neutral):
             allowed = " or ".join(repr(one) for one in neutral) or "null"
             raise ApiError(400, f"{field}: only {allowed} is supported", param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
@@ -207,14 +212,36 @@ def _same(value: Any, allowed: Any) -> bool:
     return bool(value == allowed) and isinstance(value, bool) == isinstance(allowed, bool)
 
 
+def _is_empty(raw: msgspec.Raw) -> bool:
+    """The field was not sent, or is null."""
+    data = memoryview(raw)
+    return len(data) <= _NEUTRAL_BYTES_MAX and bytes(data).strip() == b"null"
+
+
+def _is_one_of(raw: msgspec.Raw, allowed: tuple[Any, ...]) -> bool:
+    data = memoryview(raw)
+    return len(data) <= _NEUTRAL_BYTES_MAX and any(_same(msgspec.json.decode(data), one) for one in allowed)
+
+
+_AT = " - at `$"
+_UNKNOWN, _MISSING = "Object contains unknown field `", "Object missing required field `"
+
+
 def _field_of(message: str) -> tuple[str | None, str]:
-    """Field and reason of a message such as ``Expected `int`, got `str` - at `$.max_tokens```."""
-    match = re.search(r" - at `\$\.?(.*)`$", message)
-    path, reason = (match.group(1), message[: match.start()]) if match else ("", message)
-    named = re.search(r"(?:unknown|missing required) field `(.*?)`", reason)
-    if named:
-        path = f"{path}.{named.group(1)}" if path else named.group(1)
-        reason = "unknown field" if "unknown" in reason else "is required"
+    """Field and reason of a message such as ``Expected `int`, got `str` - at `$.max_tokens```.
+
+    The message may hold a name that the client chose, of any length: it is cut by position, never searched by expression,
+    and what is repeated is bounded.
+    """
+    at = message.rfind(_AT, max(len(message) - _ECHO_MAX, 0))
+    path = ""
+    if at >= 0 and message.endswith("`"):
+        message, path = message[:at], message[at + len(_AT) : -1].lstrip(".")
+    for start, reason in ((_UNKNOWN, "unknown field"), (_MISSING, "is required")):
+        if message.startswith(start):
+            name = message[len(start) : len(start) + _ECHO_MAX].removesuffix("`")
+            return (f"{path}.{name}" if path else name), reason
+    reason = message[:_ECHO_MAX]
     return (path or None), reason[:1].lower() + reason[1:]
 
 
@@ -230,28 +257,72 @@ def seed_of(request: CompletionRequest | ChatRequest) -> int:
     return secrets.randbits(63) if request.seed is None else request.seed % 2**63
 
 
-def prompt_of(request: CompletionRequest) -> str | list[int]:
-    """The one prompt of a completion: text, or token ids.
+_TEXT = msgspec.json.Decoder(str)
+_TOKENS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
+_ONE_TEXT = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)])
+
+
+def prompt_of(request: CompletionRequest, *, tokens_max: int) -> str | npt.NDArray[np.int32]:
+    """The one prompt of a completion: text, or token ids (int32, shape (tokens,)).
+
+    Args:
+        request: The body.
+        tokens_max: More token ids are refused before they are read.
 
     Raises:
-        ApiError: Several prompts, an empty one, or something else.
+        ApiError: Several prompts, an empty one, too long a one, or something else.
     """
-    prompt = request.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        if not prompt:
-            raise ApiError(400, "prompt: is empty", param="prompt", code="invalid_value")
-        return prompt
-    if isinstance(prompt, list):
-        if prompt and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-            return prompt
-        if len(prompt) > 1 and all(isinstance(part, str | list) for part in prompt):
-            raise ApiError(
-                400, f"prompt: one prompt per request is supported, got {len(prompt)}", param="prompt",
-                code="unsupported_value",
-            )  # fmt: skip
-    raise ApiError(400, "prompt: want a string or a list of token ids", param="prompt", code="invalid_type")
+    data = bytes(request.prompt).strip()
+    try:
+        if data.startswith(b'"'):
+            text = _TEXT.decode(data)
+        elif data.startswith(b"[") and data[1:].lstrip().startswith((b'"', b"[")):
+            inner = data[1:].lstrip()
+            if inner.startswith(b"["):
+                return _token_ids(_only_one(inner, tokens_max), tokens_max)
+            text = _ONE_TEXT.decode(data)[0]
+        elif data.startswith(b"["):
+            return _token_ids(data, tokens_max)
+        else:
+            raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type")
+    except msgspec.ValidationError:
+        if data.startswith(b"[") and not data[1:].lstrip().startswith((b'"', b"[")):
+            raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type") from None
+        raise _several() from None
+    if not text:
+        raise _empty()
+    return text
+
+
+_PROMPT_WANTED = "prompt: want a string or a list of token ids"
+
+
+def _only_one(inner: bytes, tokens_max: int) -> bytes:
+    """The one list inside a list."""
+    end = inner.find(b"]") + 1
+    if inner[end:].strip() != b"]":
+        raise _several()
+    return inner[:end]
+
+
+def _token_ids(data: bytes, tokens_max: int) -> npt.NDArray[np.int32]:
+    count = data.count(b",") + 1
+    if count > tokens_max:
+        raise ApiError(
+            400, f"prompt: {count} tokens, at most {tokens_max} fit", param="prompt", code="context_length_exceeded"
+        )
+    tokens = _TOKENS.decode(data)
+    if not tokens:
+        raise _empty()
+    return np.asarray(tokens, np.int32)
+
+
+def _empty() -> ApiError:
+    return ApiError(400, "prompt: is empty", param="prompt", code="invalid_value")
+
+
+def _several() -> ApiError:
+    return ApiError(400, "prompt: one prompt per request is supported", param="prompt", code="unsupported_value")
 
 
 def messages_of(request: ChatRequest) -> list[dict[str, str]]:
@@ -264,7 +335,7 @@ def messages_of(request: ChatRequest) -> list[dict[str, str]]:
     for index, message in enumerate(request.messages):
         at = f"messages[{index}]"
         for field in ("tool_calls", "function_call", "audio"):
-            if getattr(message, field):
+            if not _is_empty(getattr(message, field)) and not _is_one_of(getattr(message, field), ([], {}, "")):
                 raise ApiError(400, f"{at}.{field}: not supported", param=f"{at}.{field}", code="unsupported_value")
         content = message.content
         if isinstance(content, list):

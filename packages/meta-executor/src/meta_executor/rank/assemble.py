@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import msgspec
 import numpy as np
+from mpi4py import MPI
 
 from comm_broadcast import Broadcaster, MpiComm, TokenBatchCodec
-from endpoint_lifecycle import EndpointOwner, EndpointProfile, IdleBackoff
-from kv_bounce_planner.planning import InstanceLayout, default_copier, from_kv_memory
+from endpoint_lifecycle import EndpointOwner, EndpointProfile
+from kv_bounce_planner.planning import InstanceLayout, KVLayout, default_copier, from_kv_memory
 from kv_bounce_planner.sessions import (
     BounceArena,
     MemoryRegion,
@@ -26,21 +27,27 @@ from kv_bounce_planner.sessions import (
     SessionResources,
 )
 from meta_executor import wire
-from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, RunSpec
+from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, Role, RunSpec
 from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec, create_engine, model_info
-from meta_executor.engine.kv_pool import BlockPool
 from meta_executor.executor._mpi import MpiLink
-from meta_executor.executor.admission import ContextAdmission, GenerationAdmission
 from meta_executor.executor.aux_slots import AuxSlots
+from meta_executor.executor.bell import RankBell
+from meta_executor.executor.compose import (
+    ComposedRank,
+    ReceivingParts,
+    SendingParts,
+    Settings,
+    Surroundings,
+    compose_context,
+    compose_generation,
+)
 from meta_executor.executor.control import ReceiverControl, SenderControl
 from meta_executor.executor.desk import Desk
 from meta_executor.executor.loop import RankLoop
-from meta_executor.executor.memory import FollowedBlocks, PlannedBlocks
-from meta_executor.executor.ownership import Registry
+from meta_executor.executor.request import Answers
 from meta_executor.executor.scheduler import StepLimits
 from meta_executor.executor.tiers import TierPolicy
-from meta_executor.executor.transceiver_context import ContextTransceiver
-from meta_executor.executor.transceiver_generation import GenerationTransceiver
+from meta_executor.executor.transceiver_context import AnyAgreement
 from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
 from meta_executor.rank.free_memory import device_free_bytes, host_free_bytes
 from meta_executor.rank.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
@@ -59,6 +66,7 @@ from meta_executor.rank.startup import (
 from pp_agreement import (
     Agreement,
     AgreementConfig,
+    AgreementMode,
     AllgatherAgreement,
     Domain,
     MpiTransport,
@@ -73,42 +81,112 @@ CREDITS_MIN = 256
 AUX_SLOTS = 4096
 
 
-@dataclass
-class Rank:
-    """Everything that one rank is made of."""
+@dataclass(frozen=True)
+class Identity:
+    """Which rank of which lifetime of which instance this is."""
 
     spec: RunSpec
     instance: InstanceSpec
     instance_id: str
-    generation: str
     rank: int
     size: int
-    comm: Any
+
+    @property
+    def role(self) -> Role:
+        """What the instance does."""
+        return self.instance.role
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+        return f"{self.instance.owner_id} rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A rank's memory: KV, slots for first tokens, bounce arena."""
+
+    memory: KVMemory
+    aux: AuxSlots
+    block_count: int
+    block_bytes: int
+    arena_memory: Any
+    arena_bytes: int
+
+    @property
+    def arena(self) -> BounceArena | None:
+        """The bounce arena, if there is one."""
+        if self.arena_memory is None:
+            return None
+        return BounceArena(
+            _address_of(self.arena_memory),
+            self.arena_bytes,
+            memory_kind=self.memory.memory_kind,
+            device_id=self.memory.device_id,
+        )
+
+    def regions(self) -> list[MemoryRegion]:
+        """All that a peer may read or write."""
+        memory = self.memory
+        regions = [MemoryRegion(a, n, memory.memory_kind, memory.device_id) for a, n in memory.regions]
+        regions.append(MemoryRegion(*self.aux.region, memory.memory_kind, memory.device_id))
+        if self.arena_memory is not None:
+            address = _address_of(self.arena_memory)
+            regions.append(MemoryRegion(address, self.arena_bytes, memory.memory_kind, memory.device_id))
+        return regions
+
+
+@dataclass(frozen=True)
+class Negotiated:
+    """What the ranks agreed on before the first request."""
+
+    everyone: list[RankFacts]
+    mode: AgreementMode
+    layout: InstanceLayout
+    info: wire.ServerInfo
+    generation: str
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """A rank's end of the transfers, to be closed on proof only."""
+
+    transport: NixlTransport
+    control: SenderControl | ReceiverControl
+    session: Sender | Receiver
+    #: What gives channel, memory and agents back, in order.
+    release: tuple[Callable[[], object], ...]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Everything that one rank is made of."""
+
+    identity: Identity
     owner: EndpointOwner
     engine: Engine
-    memory: KVMemory
-    block_bytes: int
-    layout: InstanceLayout
-    transport: NixlTransport
-    registration: Any
+    storage: Storage
+    agreed: Negotiated
+    limits: StepLimits
+    transfers: Transfers
     listening: SenderControl
-    control: Any
-    session: Any
-    agreement: Any
+    agreement: AnyAgreement | None
     link: MpiLink
     work: WorkChannel
-    registry: Registry
-    blocks: PlannedBlocks | FollowedBlocks
-    transceiver: Any
-    loop: RankLoop
-    desk: Desk | None
-    admission: Any
-    backoff: IdleBackoff
-    info: wire.ServerInfo
-    modes: dict[str, Any]
+    made: ComposedRank
+    bell: RankBell
     #: Other ranks' processes; None where the agreement looks at them itself.
     watch: PidWatch | None
-    buffers: list[Any]
+
+    @property
+    def loop(self) -> RankLoop:
+        """What is driven."""
+        return self.made.loop
+
+    @property
+    def desk(self) -> Desk | None:
+        """Rank 0's."""
+        return self.made.desk
 
 
 def log(text: str) -> None:
@@ -141,9 +219,9 @@ def assemble(
     spec: RunSpec,
     instance: InstanceSpec,
     instance_id: str,
-    comm: Any,
+    comm: MPI.Intracomm,
     *,
-    deliver: Callable[[list[Any]], None],
+    deliver: Callable[[Answers], None],
     phase: Callable[[str], None],
 ) -> Rank:
     """Build this rank; collective over the instance.
@@ -151,89 +229,177 @@ def assemble(
     Args:
         spec, instance, instance_id: What to build.
         comm: The instance's world.
-        deliver: Gets rank 0's answers.
+        deliver: Gets rank 0's hand-overs.
         phase: Told what happens now, for a person.
 
     Raises:
         ConfigError: The same on every rank, before any request; names rank and field.
     """
-    rank, size = comm.Get_rank(), comm.Get_size()
-    role, config, service = instance.role, instance.config, spec.service
-    check_world(size, config)
-    generation_first = service.schedule_style == "generation_first"
-    transceiver_config = config.cache_transceiver_config
-    owner = EndpointOwner(instance.owner_id, instance_id, role)
+    identity = Identity(spec, instance, instance_id, comm.Get_rank(), comm.Get_size())
+    config = instance.config
+    check_world(identity.size, config)
+    owner = EndpointOwner(instance.owner_id, instance_id, identity.role)
 
     phase("loading weights")
-    model = model_info(service.engine)
-    stage = _stage(role, model, rank, size)
-    engine = create_engine(service.engine, stage)
+    model = model_info(spec.service.engine)
+    stage = _stage(identity, model)
+    engine = create_engine(spec.service.engine, stage)
 
     phase("measuring memory")
-    arena_bytes = transceiver_config.bounce_arena_mib << 20 if transceiver_config.enable_bounce else 0
-    cuda = uses_cuda(service.engine)
+    storage = _storage(identity, comm, owner, engine)
+
+    phase("exchanging layouts")
+    bell = RankBell(lambda rank: spec.path("ipc", f"{instance.owner_id}.{rank}.b"), identity.rank)
+    control_path = spec.path("ipc", f"{instance.owner_id}.{identity.rank}.c")
+    listening = SenderControl(f"ipc://{control_path}", spec.key(), bell.notify)
+    listening.start()
+    limits = StepLimits.for_instance(
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        stage_count=stage.stage_count,
+        pre_active_requests=config.cache_transceiver_config.max_num_generation_first_pre_active_requests,
+    )
+    layout = from_kv_memory(
+        cast(Any, storage.memory),
+        rank=identity.rank,
+        layer_ids=tuple(stage.layers),
+        head_total=model.kv_head_count,
+        dtype=model.kv_dtype,
+    )
+    agreed = _negotiate(identity, comm, owner, model, storage, layout, limits, listening)
+
+    phase("opening transfers")
+    peer = PeerId(instance_id, agreed.generation, identity.rank)
+    link = MpiLink(comm, bell.ring)
+    watch = watch_of(agreed.everyone, identity.rank)
+    asynchronous = agreed.mode.terminal or identity.size == 1
+    agreement: AnyAgreement | None = None
+    work: WorkChannel
+    if identity.role == "context":
+        agreement = _agreement(identity, comm, limits, watch if asynchronous else None)
+        work = ChainWork(link)
+    else:
+        work = _group_work(comm, bell)
+    transfers = _transfers(identity, peer, storage, listening, bell)
+    around = Surroundings(
+        rank=identity.rank,
+        size=identity.size,
+        engine=engine,
+        aux=storage.aux,
+        link=link,
+        work=work,
+        clock=time.monotonic,
+        wake=bell.notify,
+        deliver=deliver,
+        on_fault=lambda diagnosis: bell.notify(),
+        say=lambda text: log(f"{identity.name}: {text}"),
+    )
+    made = _composed(
+        around, _settings(config, limits, storage), agreed.layout, layout, transfers, peer, agreement, config
+    )
+    return Rank(
+        identity=identity,
+        owner=owner,
+        engine=engine,
+        storage=storage,
+        agreed=agreed,
+        limits=limits,
+        transfers=transfers,
+        listening=listening,
+        agreement=agreement,
+        link=link,
+        work=work,
+        made=made,
+        bell=bell,
+        watch=None if identity.role == "context" and agreed.mode.terminal else watch,
+    )
+
+
+def modes_of(rank: Rank) -> dict[str, Any]:
+    """How this rank runs, for its evidence (JSON-able)."""
+    identity, config = rank.identity, rank.identity.instance.config
+    return {
+        "schedule_style": identity.spec.service.schedule_style,
+        "async_terminal": rank.agreed.mode.terminal,
+        "async_ready": rank.agreed.mode.ready,
+        "bounce": config.cache_transceiver_config.enable_bounce,
+        "block_reuse": config.kv_cache_config.enable_block_reuse,
+        "fast_path": bool(config.rpc.local_fastpath),
+        "submit_batch_max": config.rpc.submit_batch_max or 1,
+        "transport": rank.transfers.transport.transport_class.key,
+        "engine": identity.spec.service.engine.kind,
+        "pre_active_requests": rank.limits.pre_active_max,
+        "compute_cap": rank.limits.active_max,
+    }
+
+
+# -- the steps of it --------------------------------------------------------------------------------------------------
+
+
+def _storage(identity: Identity, comm: MPI.Intracomm, owner: EndpointOwner, engine: Engine) -> Storage:
+    """Measure what may be taken, agree on it with the other ranks, take it."""
+    config, spec = identity.instance.config, identity.spec
+    transceiver, pool = config.cache_transceiver_config, config.kv_cache_config
+    arena_bytes = transceiver.bounce_arena_mib << 20 if transceiver.enable_bounce else 0
+    cuda = uses_cuda(spec.service.engine)
     arena_memory = _arena_memory(arena_bytes, cuda)
     budget = measure_budget(
         owner,
         engine,
-        config.kv_cache_config,
-        rank=rank,
+        pool,
+        rank=identity.rank,
         sharing_ranks=max(spec.measuring_ranks, 1),
         arena=None if cuda else arena_memory,
         free_bytes=device_free_bytes if cuda else host_free_bytes,
         together=lambda: barrier(comm),
     )
-    measured = [msgspec.json.decode(p, type=RankBudget) for p in exchange(comm, msgspec.json.encode(budget))]
-    agreed = agreed_budget(measured, config.kv_cache_config, f"{role}_servers")
-    block_count = agreed.block_count
-    if rank == 0:
-        log(f"{instance.owner_id}: KV: {agreed.words}")
-    block_tokens = config.kv_cache_config.tokens_per_block
-    memory = engine.allocate_kv(block_count, block_tokens)
+    measured = [msgspec.json.decode(part, type=RankBudget) for part in exchange(comm, msgspec.json.encode(budget))]
+    agreed = agreed_budget(measured, pool, f"{identity.role}_servers")
+    if identity.rank == 0:
+        log(f"{identity.instance.owner_id}: KV: {agreed.words}")
+    memory = engine.allocate_kv(agreed.block_count, pool.tokens_per_block)
     aux = AuxSlots(AUX_SLOTS, cuda_device=memory.device_id if memory.memory_kind == "VRAM" else None)
+    block_bytes = block_bytes_of(engine, pool.tokens_per_block)
+    return Storage(memory, aux, agreed.block_count, block_bytes, arena_memory, arena_bytes)
 
-    phase("exchanging layouts")
-    backoff = IdleBackoff()
-    listening = SenderControl(f"ipc://{spec.path('ipc', f'{instance.owner_id}.{rank}.c')}", spec.key(), backoff.notify)
-    address = listening.start()
-    limits = StepLimits.for_instance(
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=config.max_num_tokens,
-        stage_count=stage.stage_count,
-        pre_active_requests=transceiver_config.max_num_generation_first_pre_active_requests,
-    )
-    domain = Domain(1, tuple(range(size))) if role == "context" else None
-    bounds = agreement_config(config, limits) if role == "context" else None
-    layout = from_kv_memory(
-        cast(Any, memory),
-        rank=rank,
-        layer_ids=tuple(stage.layers),
-        head_total=model.kv_head_count,
-        dtype=model.kv_dtype,
-    )
+
+def _negotiate(
+    identity: Identity,
+    comm: MPI.Intracomm,
+    owner: EndpointOwner,
+    model: ModelInfo,
+    storage: Storage,
+    layout: KVLayout,
+    limits: StepLimits,
+    listening: SenderControl,
+) -> Negotiated:
+    """One exchange of facts, the same verdict on every rank; then the endpoint is published."""
+    instance = identity.instance
+    config, service = instance.config, identity.spec.service
+    transceiver, context = config.cache_transceiver_config, identity.role == "context"
     facts = RankFacts(
-        rank=rank,
+        rank=identity.rank,
         layout=msgspec.json.decode(layout.to_json()),
-        control_address=address,
-        block_count=block_count,
+        control_address=listening.address,
+        block_count=storage.block_count,
         process=this_process(),
         agreement=contribution(
             {
-                "async_terminal": transceiver_config.enable_async_terminal_agreement,
-                "async_ready": transceiver_config.enable_async_readiness_agreement,
+                "async_terminal": transceiver.enable_async_terminal_agreement,
+                "async_ready": transceiver.enable_async_readiness_agreement,
             },
-            domain,
-            bounds,
+            _domain(identity.size) if context else None,
+            agreement_config(config, limits) if context else None,
             topology={
-                "tensor_parallel": config.tensor_parallel_size if role == "context" else 1,
+                "tensor_parallel": config.tensor_parallel_size if context else 1,
                 "context_parallel": config.context_parallel_size,
-                "attention_dp": bool(config.enable_attention_dp) if role == "context" else False,
-                "backend": transceiver_config.backend,
+                "attention_dp": bool(config.enable_attention_dp) if context else False,
+                "backend": transceiver.backend,
             },
         ),
     )
     try:
-        check_qualified(role, config, generation_first=generation_first)
+        check_qualified(identity.role, config, generation_first=service.schedule_style == "generation_first")
     except ConfigError as error:
         facts = msgspec.structs.replace(facts, refused_field=error.field, refused=str(error))
     everyone = agreed_facts(exchange(comm, msgspec.json.encode(facts)))
@@ -241,184 +407,105 @@ def assemble(
         {fact.rank: fact.agreement for fact in everyone},
         qualified={"tensor_parallel": 1, "context_parallel": 1, "attention_dp": False, "backend": "NIXL"},
     )
-    whole = instance_layout(instance_id, role, everyone)
-    info = _server_info(spec, instance, instance_id, model, whole, block_count, limits)
+    whole = instance_layout(identity.instance_id, identity.role, everyone)
+    info = _server_info(identity, model, whole, storage.block_count, limits)
     info = msgspec.structs.replace(info, processes=tuple(fact.process for fact in everyone))
-    generation = _published(comm, owner, everyone, info, rank)
+    generation = _published(comm, owner, everyone, info, identity.rank)
+    return Negotiated(everyone, mode, whole, info, generation)
 
-    phase("opening transfers")
-    peer = PeerId(instance_id, generation, rank)
+
+def _domain(size: int) -> Domain:
+    return Domain(1, tuple(range(size)))
+
+
+def _agreement(identity: Identity, comm: MPI.Intracomm, limits: StepLimits, watch: PidWatch | None) -> AnyAgreement:
+    """The agreement of a context instance: asynchronous with a watch over the others' processes, else the baseline."""
+    domain, bounds = _domain(identity.size), agreement_config(identity.instance.config, limits)
+    agreement: AnyAgreement
+    if watch is not None:
+        agreement = Agreement(domain, identity.rank, MpiTransport(comm, domain, watch=watch.dead), bounds)
+    else:
+        agreement = AllgatherAgreement(domain, identity.rank, comm, bounds)
+    agreement.open()
+    return agreement
+
+
+def _transfers(
+    identity: Identity, peer: PeerId, storage: Storage, listening: SenderControl, bell: RankBell
+) -> Transfers:
+    """Transport with its memory registered, control channel and session of this rank's role."""
+    config = identity.instance.config.cache_transceiver_config
+    memory = storage.memory
     transport = NixlTransport(peer, config=NixlConfig(spare_agents=1))
-    regions = [MemoryRegion(a, n, memory.memory_kind, memory.device_id) for a, n in memory.regions]
-    regions.append(MemoryRegion(*aux.region, memory.memory_kind, memory.device_id))
-    arena = None
-    if arena_memory is not None:
-        base, size_bytes = _address_of(arena_memory), arena_bytes
-        regions.append(MemoryRegion(base, size_bytes, memory.memory_kind, memory.device_id))
-        arena = BounceArena(base, size_bytes, memory_kind=memory.memory_kind, device_id=memory.device_id)
-    registration = transport.register(regions)
+    registration = transport.register(storage.regions())
     # Making an agent takes tens of milliseconds: the first peer finds one ready.
     transport.prepare_agents()
-    session_config = SessionConfig(
-        drain_deadline_s=transceiver_config.transfer_timeout_s,
-        quarantine_bytes_max=transceiver_config.quarantine_budget_mib << 20,
+    settings = SessionConfig(
+        drain_deadline_s=config.transfer_timeout_s, quarantine_bytes_max=config.quarantine_budget_mib << 20
     )
-    copier = _copier(memory)
 
-    def resources(channel: Any) -> SessionResources:
+    def resources(channel: SenderControl | ReceiverControl) -> SessionResources:
         return SessionResources(
             transport,
             channel,
-            arena=arena,
-            copier=copier,
+            arena=storage.arena,
+            copier=_copier(memory),
             memory_kind=memory.memory_kind,
             device_id=memory.device_id,
         )
 
-    registry = Registry()
-    link = MpiLink(comm)
-    watch = watch_of(everyone, rank)
-    work: WorkChannel
-    desk = None
-    admission: Any = None
-    agreement: Any = None
-    if role == "context":
-        if domain is None or bounds is None:
-            raise ConfigError("role", "a context instance has a domain")
-        blocks: PlannedBlocks | FollowedBlocks
-        if rank == 0:
-            blocks = PlannedBlocks(
-                BlockPool(block_count, block_tokens, enable_reuse=config.kv_cache_config.enable_block_reuse)
-            )
-        else:
-            blocks = FollowedBlocks(block_count, block_tokens)
-        asynchronous = mode.terminal or (size == 1)
-        if asynchronous:
-            agreement = Agreement(domain, rank, MpiTransport(comm, domain, watch=watch.dead), bounds)
-        else:
-            agreement = AllgatherAgreement(domain, rank, comm, bounds)
-        agreement.open()
-        control: Any = listening
-        session: Any = Sender(peer, resources(listening), session_config)
-        transceiver: Any = ContextTransceiver(
-            rank=rank,
-            is_last=rank == size - 1,
-            registry=registry,
-            blocks=blocks,
-            sender=session,
-            agreement=agreement,
-            source=whole,
-            aux=aux,
-            transfer_timeout_s=transceiver_config.transfer_timeout_s,
-            lease_timeout_s=transceiver_config.lease_timeout_s,
-        )
-        work = ChainWork(link)
-        if rank == 0:
-            admission = ContextAdmission(
-                peer_is_ready=transceiver.peer_is_ready,
-                pre_active_count=lambda: transceiver.pre_active_count,
-                pre_active_max=limits.pre_active_max,
-                credits=lambda: agreement.credits_available,
-            )
+    control: SenderControl | ReceiverControl
+    session: Sender | Receiver
+    if identity.role == "context":
+        control = listening
+        session = Sender(peer, resources(listening), settings)
     else:
-        blocks = PlannedBlocks(
-            BlockPool(block_count, block_tokens, enable_reuse=config.kv_cache_config.enable_block_reuse)
-        )
-        control = ReceiverControl(peer, spec.key(), backoff.notify)
-        session = Receiver(peer, resources(control), session_config)
-        key = "cma" if "cma" in transport.transport_class.key else "tcp"
-        transceiver = GenerationTransceiver(
-            self_id=peer,
-            registry=registry,
-            blocks=blocks,
-            receiver=session,
-            connect=control.connect,
-            layout=layout,
-            aux=aux,
-            tiers=TierPolicy.configured(
-                enable_bounce=transceiver_config.enable_bounce,
-                bounce_bytes_min=transceiver_config.bounce_bytes_min,
-                arena_bytes=arena_bytes,
-                transport_key=key,
-            ),
-            transfer_timeout_s=transceiver_config.transfer_timeout_s,
-            log=lambda text: log(f"{instance.owner_id} rank {rank}: {text}"),
-            lost=control.take_lost,
-            process_is_gone=process_is_gone,
-        )
-        work = _group_work(comm)
-        if rank == 0:
-            admission = GenerationAdmission(rank_count=size, policy=config.router.type)
-    if rank == 0:
-        desk = Desk(
-            role=role,
-            admission=admission,
-            requests_max=config.max_queue_size,
-            deliver=deliver,
-            wake=backoff.notify,
-            clock=time.monotonic,
-            peer_wait_max_s=transceiver_config.transfer_timeout_s,
-        )
-    loop = RankLoop(
-        role=role,
-        rank=rank,
-        stage_count=stage.stage_count,
-        engine=engine,
-        registry=registry,
-        blocks=blocks,
+        control = ReceiverControl(peer, identity.spec.key(), bell.notify)
+        session = Receiver(peer, resources(control), settings)
+    release = (control.close, lambda: transport.deregister(registration), transport.close)
+    return Transfers(transport, control, session, release)
+
+
+def _settings(config: InstanceConfig, limits: StepLimits, storage: Storage) -> Settings:
+    transceiver = config.cache_transceiver_config
+    return Settings(
         limits=limits,
-        link=link,
-        work=work,
-        transceiver=transceiver,
-        desk=desk,
-        on_fault=lambda diagnosis: backoff.notify(),
+        block_count=storage.block_count,
+        block_tokens=config.kv_cache_config.tokens_per_block,
+        enable_block_reuse=config.kv_cache_config.enable_block_reuse,
+        transfer_timeout_s=transceiver.transfer_timeout_s,
+        lease_timeout_s=transceiver.lease_timeout_s,
+        requests_max=config.max_queue_size,
+        routing_policy=config.router.type,
     )
-    modes = {
-        "schedule_style": service.schedule_style,
-        "async_terminal": mode.terminal,
-        "async_ready": mode.ready,
-        "bounce": transceiver_config.enable_bounce,
-        "block_reuse": config.kv_cache_config.enable_block_reuse,
-        "fast_path": bool(config.rpc.local_fastpath),
-        "submit_batch_max": config.rpc.submit_batch_max or 1,
-        "transport": transport.transport_class.key,
-        "engine": service.engine.kind,
-        "pre_active_requests": limits.pre_active_max,
-        "compute_cap": limits.active_max,
-    }
-    return Rank(
-        spec=spec,
-        instance=instance,
-        instance_id=instance_id,
-        generation=generation,
-        rank=rank,
-        size=size,
-        comm=comm,
-        owner=owner,
-        engine=engine,
-        memory=memory,
-        block_bytes=block_bytes_of(engine, block_tokens),
-        layout=whole,
-        transport=transport,
-        registration=registration,
-        listening=listening,
-        control=control,
-        session=session,
-        agreement=agreement,
-        link=link,
-        work=work,
-        registry=registry,
-        blocks=blocks,
-        transceiver=transceiver,
-        loop=loop,
-        desk=desk,
-        admission=admission,
-        backoff=backoff,
-        info=info,
-        modes=modes,
-        watch=None if role == "context" and mode.terminal else watch,
-        buffers=[arena_memory, aux],
+
+
+def _composed(
+    around: Surroundings,
+    settings: Settings,
+    whole: InstanceLayout,
+    layout: KVLayout,
+    transfers: Transfers,
+    peer: PeerId,
+    agreement: AnyAgreement | None,
+    config: InstanceConfig,
+) -> ComposedRank:
+    session, control = transfers.session, transfers.control
+    if isinstance(session, Sender) and agreement is not None:
+        return compose_context(around, settings, SendingParts(session, agreement, whole))
+    if not isinstance(session, Receiver) or not isinstance(control, ReceiverControl):
+        raise TypeError(f"a rank without agreement receives, got {type(session).__name__}")
+    transceiver = config.cache_transceiver_config
+    tiers = TierPolicy.configured(
+        enable_bounce=transceiver.enable_bounce,
+        bounce_bytes_min=transceiver.bounce_bytes_min,
+        arena_bytes=transceiver.bounce_arena_mib << 20 if transceiver.enable_bounce else 0,
+        transport_key="cma" if "cma" in transfers.transport.transport_class.key else "tcp",
     )
+    parts = ReceivingParts(
+        session, peer, layout, tiers, control.connect, take_lost=control.take_lost, process_is_gone=process_is_gone
+    )
+    return compose_generation(around, settings, parts)
 
 
 def watch_of(facts: list[RankFacts], rank: int) -> PidWatch:
@@ -432,17 +519,24 @@ def watch_of(facts: list[RankFacts], rank: int) -> PidWatch:
     return PidWatch(pids)
 
 
-def _stage(role: str, model: ModelInfo, rank: int, size: int) -> StageSpec:
-    if role == "context":
-        return StageSpec.split(model.layer_count, size)[rank]
+def _stage(identity: Identity, model: ModelInfo) -> StageSpec:
+    if identity.role == "context":
+        return StageSpec.split(model.layer_count, identity.size)[identity.rank]
     return StageSpec(0, 1, 0, model.layer_count)
 
 
-def _group_work(comm: Any) -> WorkChannel:
+def _group_work(comm: MPI.Intracomm, bell: RankBell) -> WorkChannel:
     """Typed, non-blocking broadcasts from rank 0 on a communicator of their own."""
-    if comm.Get_size() == 1:
+    size = comm.Get_size()
+    if size == 1:
         return BroadcastWork(None, 0)
-    return BroadcastWork(Broadcaster(MpiComm(comm.Dup()), codec=TokenBatchCodec(BroadcastRecord)), comm.Get_rank())
+
+    def ring() -> None:
+        for rank in range(1, size):
+            bell.ring(rank)
+
+    broadcaster = Broadcaster(MpiComm(comm.Dup()), codec=TokenBatchCodec(BroadcastRecord))
+    return BroadcastWork(broadcaster, comm.Get_rank(), ring)
 
 
 def _arena_memory(size_bytes: int, cuda: bool) -> Any:
@@ -467,14 +561,13 @@ def _copier(memory: KVMemory) -> Any:
 
 
 def _server_info(
-    spec: RunSpec,
-    instance: InstanceSpec,
-    instance_id: str,
+    identity: Identity,
     model: ModelInfo,
     layout: InstanceLayout,
     block_count: int,
     limits: StepLimits,
 ) -> wire.ServerInfo:
+    spec, instance = identity.spec, identity.instance
     config = instance.config
     kv_tokens = block_count * config.kv_cache_config.tokens_per_block
     context = instance.role == "context"
@@ -483,7 +576,7 @@ def _server_info(
         state="NEW",
         role=instance.role,
         owner_id=instance.owner_id,
-        instance_id=instance_id,
+        instance_id=identity.instance_id,
         world_size=len(layout.ranks),
         pipeline_parallel_size=len(layout.ranks) if context else 1,
         attention_dp_size=1 if context else len(layout.ranks),
@@ -503,7 +596,9 @@ def _server_info(
     )
 
 
-def _published(comm: Any, owner: EndpointOwner, facts: list[RankFacts], info: wire.ServerInfo, rank: int) -> str:
+def _published(
+    comm: MPI.Intracomm, owner: EndpointOwner, facts: list[RankFacts], info: wire.ServerInfo, rank: int
+) -> str:
     """Publish the final runtime's endpoint on rank 0; every rank learns the generation. The API is not up yet."""
     generation = b""
     if rank == 0:

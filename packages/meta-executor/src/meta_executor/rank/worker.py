@@ -15,59 +15,79 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
 
 import msgspec
 from mpi4py import MPI
 
 from meta_executor import wire
 from meta_executor.api.batching import batching_of
-from meta_executor.api.endpoint import OwnedEndpoint, info_json
+from meta_executor.api.endpoint import OwnedEndpoint
 from meta_executor.api.proxy import Proxy
 from meta_executor.api.server import ApiServer, ServerThread
 from meta_executor.api.service import ExecutorService
+from meta_executor.api.spawned import SpawnedServer
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec
-from meta_executor.executor.account import rank_evidence, rank_statistics
+from meta_executor.executor.account import Lifetime, rank_evidence, rank_statistics
+from meta_executor.executor.admission import GenerationAdmission
 from meta_executor.executor.desk import Desk
 from meta_executor.executor.drive import drive
 from meta_executor.executor.messages import Status
-from meta_executor.rank.assemble import Rank, assemble, log
+from meta_executor.executor.request import Answers
+from meta_executor.rank.assemble import Rank, assemble, log, modes_of
 from meta_executor.rank.startup import barrier
 from meta_executor.rank.teardown import close_transfers
 from meta_executor.supervise.procfs import resident_bytes
 from meta_executor.supervise.report import Reporter
 from meta_executor.supervise.shm import unlink_mpich_segments
-from rpc_local_registry import RpcServer
+from pp_agreement import NegotiationError
+from rpc_local_registry import RpcConfig, RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
-STATISTICS_EVERY_S = 0.1
+STATISTICS_EVERY_S = 0.25
+#: A client that is silent at the transport for so long is gone (s); a process that was stopped for a while is not.
+PEER_TIMEOUT_S = 60.0
+
+
+class _Doorway:
+    """Takes rank 0's hand-overs from the loop to the service, which is made after the loop."""
+
+    def __init__(self) -> None:
+        self.service: ExecutorService | None = None
+
+    def deliver(self, answers: Answers) -> None:
+        """One hand-over (the loop's thread)."""
+        if self.service is not None:
+            self.service.deliver(answers)
 
 
 class FrontOfHouse:
     """What only rank 0 has: the worker's service, and the API server."""
 
     def __init__(self, rank: Rank, service: ExecutorService, endpoint: OwnedEndpoint) -> None:
-        spec, config = rank.spec, rank.instance.config
+        spec, instance = rank.identity.spec, rank.identity.instance
+        config = instance.config
         self.service = service
         self.endpoint = endpoint
         self._rpc = RpcServer(
-            service, f"ipc://{spec.path('ipc', f'{rank.instance.owner_id}.w')}", spec.key(), name=rank.instance.owner_id
+            service,
+            service_address(spec, instance),
+            spec.key(),
+            config=RpcConfig(peer_timeout_s=PEER_TIMEOUT_S),
+            name=instance.owner_id,
         )
         self._rpc.start()
-        self._spawned: Any = None
+        endpoint.service_address = str(self._rpc.address)
+        self._spawned: SpawnedServer | None = None
         self._server: ServerThread | None = None
-        self.url = ""
         if config.proxy == "spawn":
-            from meta_executor.api.spawned import SpawnedServer
-
-            self._spawned = SpawnedServer(spec, rank.instance, str(self._rpc.address))
+            self._spawned = SpawnedServer(spec, instance, endpoint.service_address)
             self.url = self._spawned.url
             return
         proxy = Proxy(
-            str(self._rpc.address),
+            endpoint.service_address,
             spec.key(),
             fast_path=bool(config.rpc.local_fastpath),
-            batching=batching_of(rank.instance),
+            batching=batching_of(instance),
         )
         api = ApiServer(
             proxy,
@@ -76,7 +96,7 @@ class FrontOfHouse:
             fault=lambda: rank.loop.fault,
             drain_timeout_s=spec.service.drain_timeout_s,
         )
-        self._server = ServerThread(api, config.hostname, rank.instance.port)
+        self._server = ServerThread(api, config.hostname, instance.port)
         self._server.start()
         self.url = self._server.url
 
@@ -90,6 +110,14 @@ class FrontOfHouse:
         self._rpc.shutdown()
 
 
+def service_address(spec: RunSpec, instance: InstanceSpec) -> str:
+    """Where rank 0 offers its service: in the run's folder, or over TCP where the instance is reached from other hosts."""
+    hostname = instance.config.hostname
+    if hostname in ("127.0.0.1", "localhost", "::1"):
+        return f"ipc://{spec.path('ipc', f'{instance.owner_id}.w')}"
+    return f"tcp://{hostname}:0"
+
+
 def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     """Build this rank, serve, drain, take apart. Returns the exit code."""
     comm = MPI.COMM_WORLD
@@ -98,57 +126,56 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     barrier(comm)
     if number == 0:
         unlink_mpich_segments()
-
-    holder: dict[str, Any] = {}
-
-    def deliver(answers: list[Any]) -> None:
-        holder["service"].deliver(answers)
-
+    doorway = _Doorway()
     rank = assemble(
         spec,
         instance,
         instance_id,
         comm,
-        deliver=deliver,
+        deliver=doorway.deliver,
         phase=lambda text: _told(reporter, text),
     )
     statistics = _Statistics(rank)
     house = None
     if rank.desk is not None:
-        endpoint = OwnedEndpoint(rank.owner, rank.info)
-        holder["service"] = ExecutorService(
+        endpoint = OwnedEndpoint(rank.owner, rank.agreed.info)
+        doorway.service = ExecutorService(
             rank.desk,
+            role=instance.role,
+            endpoint=endpoint,
             statistics=statistics.instance_json,
-            info=info_json(endpoint),
             routing=lambda count_max: _routing_json(rank, count_max),
         )
-        house = FrontOfHouse(rank, holder["service"], endpoint)
+        house = FrontOfHouse(rank, doorway.service, endpoint)
     _install_signals(rank, house)
-    reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.memory.total_bytes)
+    reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.storage.memory.total_bytes)
     barrier(comm)
     if house is not None:
         reporter.send("ready", url=house.url, instance_id=instance_id)
-        log(f"{instance.owner_id}: ready at {house.url}, {rank.size} ranks, generation {rank.generation}")
+        log(
+            f"{instance.owner_id}: ready at {house.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
+        )
     try:
-        drive(rank.loop, rank.backoff, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
+        drive(rank.loop, rank.bell, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
         if rank.loop.fault:
-            log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}")
+            log(f"{rank.identity.name}: fault: {rank.loop.fault}")
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
         rank.loop.fault = f"{type(error).__name__}: {error}"
-        log(f"{instance.owner_id} rank {number}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
+        log(f"{rank.identity.name}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
     return _leave(rank, house, statistics, reporter)
 
 
 def _routing_json(rank: Rank, count_max: int) -> bytes:
     """The newest decisions of rank 0's desk (any thread)."""
-    if rank.desk is None:
+    admission = rank.made.admission
+    if rank.desk is None or admission is None:
         raise ValueError("decisions are made on rank 0")
     decided, decisions = rank.desk.routing(count_max)
     return wire.encode_json(
         wire.InstanceRouting(
-            role=rank.instance.role,
-            owner_id=rank.instance.owner_id,
-            policy=rank.admission.policy,
+            role=rank.identity.role,
+            owner_id=rank.identity.instance.owner_id,
+            policy=admission.policy,
             decided=decided,
             decisions=decisions,
         )
@@ -164,28 +191,40 @@ class _Statistics:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._last = b""
-        self.latest = wire.RankStatistics(rank=rank.rank)
+        self._stamp: tuple[object, ...] = ()
+        self.latest = wire.RankStatistics(rank=rank.identity.rank)
 
     def update(self, now_s: float) -> None:
-        """Look again."""
+        """Look again; where nothing has moved since the last look, nothing is made."""
         rank = self._rank
         if rank.watch is not None and not rank.loop.left:
             for dead, evidence in rank.watch.dead():
                 rank.loop.fault = rank.loop.fault or f"rank {dead} has died: {evidence}"
-        self.latest = rank_statistics(rank.loop, rank.transceiver, rank.blocks, rank.agreement, rank.block_bytes)
-        data = wire.encode_json(self.latest)
-        if data == self._last:
+        made = rank.made
+        blocks, counters = made.blocks, made.transceiver.counters
+        stamp = (
+            made.loop.compute.step_count,
+            made.loop.taken_count,
+            len(made.registry),
+            blocks.free_count,
+            blocks.quarantined_count,
+            counters.opened,
+            counters.succeeded,
+            counters.ready_votes,
+        )
+        if stamp == self._stamp and not rank.loop.left:
             return
-        self._last = data
+        self._stamp = stamp
+        self.latest = rank_statistics(made, rank.agreement, rank.storage.block_bytes)
+        data = wire.encode_json(self.latest)
         if rank.desk is not None:
             rank.desk.take_statistics(0, data)
         else:
-            rank.link.send(0, Status(rank.rank, data))
+            rank.link.send(0, Status(rank.identity.rank, data))
 
     def instance_json(self) -> bytes:
         """The instance's counters (any thread)."""
-        rank = self._rank
+        rank, identity = self._rank, self._rank.identity
         desk = rank.desk
         if desk is None:
             return b"{}"
@@ -194,19 +233,20 @@ class _Statistics:
             msgspec.json.decode(known[number], type=wire.RankStatistics)
             if number in known
             else wire.RankStatistics(rank=number)
-            for number in range(rank.size)
+            for number in range(identity.size)
         ]
         counts = desk.statistics()
-        steps_ms = sorted(1000.0 * s for s in list(rank.loop.step_times_s))
+        steps_ms = sorted(1000.0 * s for s in list(rank.loop.compute.step_times_s))
+        admission = rank.made.admission
         return wire.encode_json(
             wire.InstanceStatistics(
-                role=rank.instance.role,
-                owner_id=rank.instance.owner_id,
-                instance_id=rank.instance_id,
-                generation=rank.generation,
+                role=identity.role,
+                owner_id=identity.instance.owner_id,
+                instance_id=identity.instance_id,
+                generation=rank.agreed.generation,
                 uptime_s=0.0,
                 ranks=ranks,
-                routed_per_rank=list(getattr(rank.admission, "routed", [])),
+                routed_per_rank=list(admission.routed) if isinstance(admission, GenerationAdmission) else [],
                 requests_live_now=counts.live,
                 requests_waiting_now=counts.waiting,
                 requests_ok=counts.completed,
@@ -228,7 +268,7 @@ def _install_signals(rank: Rank, house: FrontOfHouse | None) -> None:
         return
 
     def drain(received: int, frame: object) -> None:
-        _begin_drain(desk, house, rank.spec.service.drain_timeout_s)
+        _begin_drain(desk, house, rank.identity.spec.service.drain_timeout_s)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)
@@ -246,44 +286,44 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
     while not loop.fault and rank.link.unsent_count and time.monotonic() < deadline:
         # The last frame (Leave, on its way down the pipeline) must be out before its link goes.
         rank.link.poll()
-        time.sleep(0.001)
+        rank.bell.wait(0.001)
     statistics.update(time.monotonic())
     _write_evidence(rank, statistics.latest)
     if house is not None:
         house.close()
     if loop.fault or not loop.drained:
         reporter.send("status", phase="fault" if loop.fault else "undrained")
-        log(f"{rank.instance.owner_id} rank {rank.rank}: leaves without proof: {loop.fault or 'not drained in time'}")
+        log(f"{rank.identity.name}: leaves without proof: {loop.fault or 'not drained in time'}")
         return 1
     proven = close_transfers(
-        rank.session,
-        (rank.control.close, lambda: rank.transport.deregister(rank.registration), rank.transport.close),
-        lambda line: log(f"{rank.instance.owner_id} rank {rank.rank}: {line}"),
+        rank.transfers.session,
+        rank.transfers.release,
+        lambda line: log(f"{rank.identity.name}: {line}"),
     )
     closed = rank.agreement.close(5.0) if rank.agreement is not None else True
     rank.listening.close()
     rank.engine.close()
     if rank.owner.generation is not None:
-        rank.owner.start_draining() if rank.owner.state.name == "PUBLISHED" else None
+        if rank.owner.state.name == "PUBLISHED":
+            rank.owner.start_draining()
         rank.owner.retire(rank.owner.generation, abandon=True)
     rank.work.close()
     rank.link.free()
+    rank.bell.close()
     return 0 if proven and closed else 1
 
 
 def _write_evidence(rank: Rank, statistics: wire.RankStatistics) -> None:
-    evidence = rank_evidence(
-        rank.loop,
-        statistics,
-        rank.transceiver,
-        rank.agreement,
-        owner_id=rank.instance.owner_id,
-        instance_id=rank.instance_id,
-        generation=rank.generation,
-        world_size=rank.size,
-        modes=rank.modes,
+    identity = rank.identity
+    lifetime = Lifetime(
+        owner_id=identity.instance.owner_id,
+        instance_id=identity.instance_id,
+        generation=rank.agreed.generation,
+        world_size=identity.size,
+        modes=modes_of(rank),
     )
-    target = rank.spec.path("evidence", f"{rank.instance.owner_id}.{rank.rank}.json")
+    evidence = rank_evidence(rank.made, statistics, rank.agreement, lifetime)
+    target = identity.spec.path("evidence", f"{identity.instance.owner_id}.{identity.rank}.json")
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(evidence, indent=1, default=str), encoding="utf-8")
     partial.replace(target)
@@ -304,7 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
         log(f"{options.owner} rank {MPI.COMM_WORLD.Get_rank()}: {error}")
         code = 2
     except Exception as error:  # noqa: BLE001 - told in full, then the process leaves
-        named = type(error).__name__ == "NegotiationError"
+        named = isinstance(error, NegotiationError)
         log(f"{options.owner} rank {MPI.COMM_WORLD.Get_rank()}: {type(error).__name__}: {error}")
         if not named:
             log(traceback.format_exc())

@@ -1,0 +1,177 @@
+"""Legs over the one stream that an instance offers: requests, aborts and errors travel on it, and per step one frame with
+the tokens of all requests.
+
+No connection is made per request, and none is kept that the other side might close: a stream ends with its instance, and
+then every request on it hears so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from meta_executor import wire
+from meta_executor.api.proxy import Proxy, ProxyError, Tracked
+from meta_executor.api.service import Submit
+from meta_executor.executor.request import Notice, Request
+from meta_executor.front.leg import CUT, UNREACHABLE, Chunk, LegError, Prefilled
+from rpc_batch_submit import BatchSubmitConfig
+from rpc_local_registry import RpcError
+
+#: Requests that arrive together are sent together; a lone one waits for nobody.
+_BATCHING = BatchSubmitConfig(batch_max=64, delay_ms=1.0, adaptive=True)
+_ABORT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an instance last said of itself: as it came, and read."""
+
+    url: str
+    raw: bytes
+    info: wire.ServerInfo
+
+
+class StreamLegs:
+    """One instance's lifetime.
+
+    Args:
+        known: What it says of itself.
+        key: The run's key.
+    """
+
+    def __init__(self, known: Known, key: bytes) -> None:
+        self._url = known.url
+        self.instance_id = known.info.instance_id
+        self._proxy = Proxy(known.info.service_address, key, fast_path=False, batching=_BATCHING)
+        #: Context instances that the ranks there were told of, by name.
+        self._introduced: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def lost(self) -> bool:
+        """The instance is gone."""
+        return self._proxy.lost
+
+    @property
+    def idle(self) -> bool:
+        """Nobody waits for an answer."""
+        return self._proxy.statistics().tracked == 0
+
+    async def close(self) -> None:
+        """End the stream; what still runs on it fails."""
+        await self._proxy.close()
+
+    async def context(self, request: Request, generation: str) -> Prefilled:
+        """Run a context leg to its end.
+
+        Raises:
+            LegError: See there.
+        """
+        tracked = await self._sent("context", request, generation)
+        try:
+            tokens, notices = await tracked.next(whole=True)
+        except ProxyError as error:
+            raise self._failed("context", error) from error
+        finally:
+            # The first word is the last one here; whoever leaves before it is told apart by the dispatcher's abort.
+            self._proxy.forget(tracked)
+        notice = notices[0]
+        if notice.failed or not tokens:
+            raise LegError.refused("context", self._url, _body_of(notice))
+        return Prefilled(tokens[0], notice.finish_reason or None, request.prompt_count, notice.cached_tokens)
+
+    @contextlib.asynccontextmanager
+    async def generation(
+        self, request: Request, generation: str, context: wire.PeerContext, source: Known | None
+    ) -> AsyncIterator[AsyncIterator[Chunk]]:
+        """Open a generation leg; inside, its chunks.
+
+        Raises:
+            LegError: See there; also from the iterator.
+        """
+        name = f"{context.instance_id}/{context.endpoint_generation}"
+        await self._introduce(name, source)
+        tracked = await self._sent("generation", msgspec.structs.replace(request, peer=name), generation)
+        try:
+            async with contextlib.aclosing(self._chunks(tracked)) as chunks:
+                yield chunks
+        finally:
+            # The dispatcher aborts what has not ended.
+            self._proxy.forget(tracked)
+
+    async def _chunks(self, tracked: Tracked) -> AsyncGenerator[Chunk, None]:
+        while True:
+            try:
+                tokens, notices = await tracked.next()
+            except ProxyError as error:
+                raise self._failed("generation", error) from error
+            end = next((notice for notice in notices if notice.finish_reason), None)
+            if end is None:
+                yield Chunk(tokens, None)
+                continue
+            if end.failed:
+                if tokens:
+                    yield Chunk(tokens, None)
+                body = _body_of(end)
+                raise LegError("generation", self._url, body.error, body.message, status=200, received=True)
+            yield Chunk(tokens, end.finish_reason)
+            return
+
+    async def abort(self, request_id: int, reason: str) -> bool:
+        """Tell the instance that a request is of no use any more; whether it was heard."""
+        try:
+            async with asyncio.timeout(_ABORT_S):
+                await self._proxy.abort_known(request_id, reason)
+        except (RpcError, TimeoutError):
+            return False
+        return True
+
+    # -- within -------------------------------------------------------------------------------------------------------
+
+    async def _sent(self, role: str, request: Request, generation: str) -> Tracked:
+        try:
+            return await self._proxy.submit(Submit(request, generation))
+        except ProxyError as error:
+            raise self._failed(role, error) from error
+
+    async def _introduce(self, name: str, source: Known | None) -> None:
+        """Let the ranks know the context instance, once per lifetime; requests that need it share the work."""
+        if source is None or f"{source.info.instance_id}/{source.info.generation}" != name:
+            raise LegError(
+                "generation",
+                self._url,
+                wire.STALE_GENERATION,
+                f"context instance {name} is not the one that answers now",
+                field="context.endpoint_generation",
+                received=False,
+            )
+        task = self._introduced.get(name)
+        if task is None:
+            task = asyncio.create_task(self._proxy.introduce(source.url, source.raw))
+            self._introduced[name] = task
+        try:
+            await asyncio.shield(task)
+        except (ProxyError, RpcError) as error:
+            # A failure is never remembered: the next request tries again.
+            if self._introduced.get(name) is task:
+                del self._introduced[name]
+            if isinstance(error, ProxyError):
+                raise self._failed("generation", error) from error
+            words = f"{type(error).__name__}: {error}"
+            raise LegError("generation", self._url, UNREACHABLE, words, received=False) from error
+
+    def _failed(self, role: str, error: ProxyError) -> LegError:
+        if not error.reached:
+            return LegError(role, self._url, UNREACHABLE, str(error), received=False)
+        if error.received:
+            return LegError(role, self._url, CUT, str(error), received=True)
+        return LegError.refused(role, self._url, error.body)
+
+
+def _body_of(notice: Notice) -> wire.ErrorBody:
+    code = notice.error_code or (wire.CANCELLED if notice.finish_reason == "cancelled" else wire.INTERNAL)
+    return wire.ErrorBody(error=code, message=notice.message, request_id=notice.request_id)
