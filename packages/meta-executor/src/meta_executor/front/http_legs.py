@@ -23,7 +23,7 @@ _ANSWER_BYTES_MAX = 1 << 20
 #: A closed port answers at once; this is for hosts that say nothing. A burst of thousands of requests can keep the loop
 #: busy for seconds between a connection's two ends, and must not make a healthy server look gone.
 _CONNECT_S = 20.0
-_ABORT_S = 2.0
+_ABORT_S = 10.0
 #: For questions that an operator waits for (s).
 _ASK_S = 3.0
 

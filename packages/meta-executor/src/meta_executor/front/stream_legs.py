@@ -24,7 +24,7 @@ from rpc_local_registry import RpcError
 
 #: Requests that arrive together are sent together; a lone one waits for nobody.
 _BATCHING = BatchSubmitConfig(batch_max=64, delay_ms=1.0, adaptive=True)
-_ABORT_S = 2.0
+_ABORT_S = 10.0
 
 
 @dataclass(frozen=True)
