@@ -27,13 +27,24 @@ def running_loop() -> AbstractEventLoop | None:
         return None
 
 
-def release(loop: asyncio.AbstractEventLoop, gate: asyncio.Future[None]) -> None:
-    """Wake a coroutine from any thread; a loop that closed meanwhile has nobody left to wake."""
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels the task that runs here (a cancellation may also be what an awaited thing ended with)."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def call_on(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+    """Run something on a loop soon, from any thread; a loop that closed meanwhile has nobody left to hear it."""
     try:
-        loop.call_soon_threadsafe(_set, gate)
+        loop.call_soon_threadsafe(function, *args)
     except RuntimeError:
         if not loop.is_closed():
             raise
+
+
+def release(loop: asyncio.AbstractEventLoop, gate: asyncio.Future[None]) -> None:
+    """Wake a coroutine from any thread; a loop that closed meanwhile has nobody left to wake."""
+    call_on(loop, _set, gate)
 
 
 def _set(gate: asyncio.Future[None]) -> None:

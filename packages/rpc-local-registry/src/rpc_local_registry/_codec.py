@@ -44,7 +44,7 @@ class _Encoding:
     __slots__ = ("buffers", "encoder")
 
     def __init__(self) -> None:
-        self.buffers: list[memoryview] = []
+        self.buffers: list[bytes | memoryview] = []
         self.encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
 
     def _hook(self, value: Any) -> Any:
@@ -58,8 +58,8 @@ class _Encoding:
 _encodings: deque[_Encoding] = deque(maxlen=64)
 
 
-def encode(value: Any) -> tuple[bytes, Sequence[memoryview]]:
-    """(body, buffers) of a value; thread-safe.
+def encode(value: Any) -> tuple[bytes, Sequence[bytes | memoryview]]:
+    """(body, buffers) of a value; thread-safe. The value may be changed afterwards, but for what was lent.
 
     Raises:
         RpcArgumentError: Something in it cannot travel.
@@ -76,7 +76,7 @@ def encode(value: Any) -> tuple[bytes, Sequence[memoryview]]:
     except Exception as error:
         encoding.buffers = []
         raise RpcArgumentError(f"cannot be encoded: {error}") from error
-    buffers: Sequence[memoryview] = ()
+    buffers: Sequence[bytes | memoryview] = ()
     if encoding.buffers:
         buffers, encoding.buffers = encoding.buffers, []
     _encodings.append(encoding)

@@ -14,9 +14,9 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -37,13 +37,16 @@ from rpc_local_registry._errors import (
     RpcServerStopped,
     RpcTimeout,
     RpcUnreachable,
+    again,
     rebuild,
 )
-from rpc_local_registry._session import ClientHandshake, Session
+from rpc_local_registry._mac import offer
+from rpc_local_registry._session import ClientHandshake, ClientTerms, ServerTerms, Session
 from rpc_local_registry._streams import Inbox
-from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, MONITORED, READABLE, Link
+from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, MONITORED, READABLE, Link, clock_id
 
 _logger = logging.getLogger("rpc_local_registry")
+_T = TypeVar("_T")
 _error_decode: Final = msgspec.msgpack.Decoder(ErrorBody).decode
 #: Answers collected for one event loop before it is woken, while more are readable.
 _RESOLUTIONS_MAX: Final = 64
@@ -97,17 +100,24 @@ class AsyncPending(Pending):
         engine.resolve_soon(self.loop, self.future, value, error)
 
 
-class RpcFuture(Future[Any]):
+class RpcFuture(Future[_T]):
     """``concurrent.futures.Future`` whose ``cancel`` reaches the server."""
 
-    abandon: Callable[[], object] | None = None
+    #: Takes the call out of the client's table; False if somebody else did. None once there is nothing to take.
+    abandon: Callable[[], bool] | None = None
+    #: Keeps the client alive.
+    anchor: object = None
 
     def cancel(self) -> bool:
         """Cancel the call; False if its outcome is already here."""
-        if not super().cancel():
-            return False
-        if self.abandon is not None:
-            self.abandon()
+        abandon = self.abandon
+        if abandon is None:
+            return self.cancelled() or super().cancel()
+        if not abandon():
+            return self.cancelled()
+        # Ours alone from here on: nobody else will end it. Whoever waits in ``concurrent.futures.wait`` is told as well.
+        super().cancel()
+        self.set_running_or_notify_cancel()
         return True
 
 
@@ -118,11 +128,9 @@ class FuturePending(Pending):
 
     def __init__(self, decoder: TypedDecoder, text: str) -> None:
         super().__init__(decoder, text)
-        self.future = RpcFuture()
+        self.future: RpcFuture[Any] = RpcFuture()
 
     def finish(self, engine: Engine, value: Any, error: BaseException | None) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
         if error is not None:
             self.future.set_exception(error)
         else:
@@ -130,20 +138,55 @@ class FuturePending(Pending):
 
 
 class StreamPending(Pending):
-    """A stream's consumer waits."""
+    """A stream's consumer waits. Its inbox holds (item, bytes that it took on the wire)."""
 
-    __slots__ = ("inbox", "next_index")
+    __slots__ = ("inbox", "next_index", "opened")
 
     def __init__(self, decoder: TypedDecoder, text: str) -> None:
         super().__init__(decoder, text)
-        self.inbox: Inbox[Any] = Inbox()
+        self.inbox: Inbox[tuple[Any, int]] = Inbox()
         self.next_index = 0
+        #: The worker's method has been called: what the client does now can no longer overtake it.
+        self.opened = False
 
     def finish(self, engine: Engine, value: Any, error: BaseException | None) -> None:
         self.inbox.close(error)
 
 
-_Outgoing = tuple[int, int, int, bytes, bytes, Sequence[memoryview], int]
+class Totals:
+    """Counts over all sessions of one client."""
+
+    def __init__(self) -> None:
+        self.oneway_sent = 0
+        self.oneway_done = 0
+        self.oneway_failed = 0
+        self.oneway_lost = 0
+        self.pending_high_water = 0
+        self.late_answers = 0
+        self.refused: dict[str, int] = {}
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def refuse(self, reason: str) -> None:
+        """Count a message that was not accepted."""
+        self.refused[reason] = self.refused.get(reason, 0) + 1
+
+
+def client_terms(config: RpcConfig) -> ClientTerms:
+    """What a client with this configuration says in its HELLO."""
+    return ClientTerms(
+        message_bytes_max=config.message_bytes_max,
+        buffers_max=config.buffers_max,
+        stream_items=config.stream_credit,
+        stream_bytes=config.stream_bytes,
+        unread_bytes_max=config.unread_bytes_max,
+        macs=offer(config.macs),
+        clock=clock_id(),
+    )
+
+
+#: Kind, call, argument, deadline on the monotonic clock, payload, flags.
+_Outgoing = tuple[int, int, int, float | None, wire.Payload, int]
 
 
 class Engine:
@@ -156,22 +199,17 @@ class Engine:
         config: RpcConfig,
         name: str,
         causes: Mapping[str, type[Exception]],
-        on_lost: Callable[[RpcError], None] | None,
+        totals: Totals,
+        on_lost: Callable[[Engine, RpcError], None],
     ) -> None:
         self.address = address
         self.config = config
         self.pending: dict[int, Pending] = {}
         self.failure: RpcError | None = None
-        #: Whether the failure ended an open session: then it stays until ``reconnect``.
+        #: Whether a session was ever open here.
         self.was_open = False
-        self.oneway_sent = 0
-        self.oneway_done = 0
-        self.oneway_failed = 0
-        self.pending_high_water = 0
-        self.late_answers = 0
-        self.refused: dict[str, int] = {}
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self.mac_name = ""
+        self.totals = totals
         self.pid = os.getpid()
         self._key = key
         self._name = name
@@ -182,7 +220,18 @@ class Engine:
         self._outbox: deque[_Outgoing] = deque()
         self._next_call_id = 1
         self._pending_bytes = 0
+        #: This session's one-way calls.
+        self._oneway_sent = 0
+        self._oneway_done = 0
+        self._oneway_failed = 0
         self._oneway_bytes: deque[int] = deque()
+        self._opened_streams = 0
+        self._unacknowledged_bytes = 0
+        # What the server allows is known after the handshake.
+        self._message_bytes_max = config.message_bytes_max
+        self._buffers_max = config.buffers_max
+        self._pending_calls_max = config.pending_calls_max
+        self._pending_bytes_max = config.pending_bytes_max
         self._deadlines: list[tuple[float, int, str]] = []
         self._new_deadlines: deque[tuple[float, int, str]] = deque()
         self._closing = False
@@ -199,16 +248,19 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether something sent is not yet answered or acknowledged."""
-        return bool(self.pending) or self.oneway_sent != self.oneway_done
+        """Whether something sent could still be overtaken: a call unanswered, a stream not opened, a one-way call not done."""
+        return len(self.pending) > self._opened_streams or self._oneway_sent != self._oneway_done
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of calls that are not answered or done."""
+        return self._pending_bytes
 
     def submit(
         self,
         kind: int,
         pending: Pending | None,
-        name: bytes,
-        body: bytes,
-        buffers: Sequence[memoryview],
+        payload: wire.Payload,
         flags: int,
         timeout_s: float | None,
         *,
@@ -220,49 +272,60 @@ class Engine:
             timed: The I/O thread watches the deadline (the caller does when it blocks itself).
 
         Raises:
+            RpcArgumentError: It is larger than a message may be. Nothing was queued.
             RpcBackpressure: Too many calls or bytes are unanswered. Nothing was queued.
             RpcError: The session's failure.
         """
-        size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-        config = self.config
-        if size + wire.HEADER_BYTES + 512 + 8 * len(buffers) > config.message_bytes_max:
-            raise RpcArgumentError(f"arguments of {size} bytes; a message holds at most {config.message_bytes_max}")
-        if len(buffers) > config.buffers_max:
-            raise RpcArgumentError(f"{len(buffers)} arrays; a message holds at most {config.buffers_max}")
+        size = payload.size_bytes
         with self._lock:
             if self.failure is not None:
                 raise again(self.failure)
-            unanswered = len(self.pending) + self.oneway_sent - self.oneway_done
-            if unanswered >= config.pending_calls_max:
+            if self._closing:
+                raise RpcClosed(f"client of {self.address} was closed")
+            self._check_size(payload)
+            unanswered = len(self.pending) + self._oneway_sent - self._oneway_done
+            if unanswered >= self._pending_calls_max:
                 raise RpcBackpressure(f"{unanswered} calls are unanswered")
-            if self._pending_bytes + size > config.pending_bytes_max:
-                raise RpcBackpressure(f"{self._pending_bytes} bytes of calls are unanswered")
-            if unanswered >= self.pending_high_water:
-                self.pending_high_water = unanswered + 1
+            if self._pending_bytes + size > self._pending_bytes_max:
+                raise RpcBackpressure(
+                    f"{self._pending_bytes} bytes of calls are unanswered, and {size} more would exceed "
+                    f"{self._pending_bytes_max}"
+                )
+            if unanswered >= self.totals.pending_high_water:
+                self.totals.pending_high_water = unanswered + 1
             call_id = self._next_call_id
             self._next_call_id = call_id + 1
             self._pending_bytes += size
-            argument = 0
+            deadline_s = None
             if timeout_s is not None:
-                argument = max(1, int(timeout_s * 1e6))
+                deadline_s = time.monotonic() + timeout_s
                 if timed:
                     text = pending.text if pending is not None else ""
-                    self._new_deadlines.append((time.monotonic() + timeout_s, call_id, f"{text} after {timeout_s} s"))
+                    self._new_deadlines.append((deadline_s, call_id, f"{text} after {timeout_s} s"))
             if pending is None:
-                self.oneway_sent += 1
+                self._oneway_sent += 1
+                self.totals.oneway_sent += 1
                 self._oneway_bytes.append(size)
             else:
                 pending.size_bytes = size
                 pending.call_id = call_id
                 self.pending[call_id] = pending
-            self._outbox.append((kind, call_id, argument, name, body, buffers, flags))
+            self._outbox.append((kind, call_id, 0, deadline_s, payload, flags))
         self._link.wake()
         return call_id
+
+    def _check_size(self, payload: wire.Payload) -> None:
+        if payload.size_bytes > self._message_bytes_max:
+            raise RpcArgumentError(
+                f"a message of {payload.size_bytes} bytes; one holds at most {self._message_bytes_max}"
+            )
+        if payload.buffer_count > self._buffers_max:
+            raise RpcArgumentError(f"{payload.buffer_count} arrays; a message holds at most {self._buffers_max}")
 
     def control(self, kind: int, call_id: int, argument: int = 0) -> None:
         """Queue a message that expects no answer."""
         if self.failure is None:
-            self._outbox.append((kind, call_id, argument, b"", b"", (), 0))
+            self._outbox.append((kind, call_id, argument, None, wire.NOTHING, 0))
             self._link.wake()
 
     def remove(self, call_id: int) -> Pending | None:
@@ -271,6 +334,8 @@ class Engine:
             pending = self.pending.pop(call_id, None)
             if pending is not None:
                 self._pending_bytes -= pending.size_bytes
+                if isinstance(pending, StreamPending) and pending.opened:
+                    self._opened_streams -= 1
         return pending
 
     def abandon(self, call_id: int) -> bool:
@@ -286,29 +351,35 @@ class Engine:
         if self.failure is not None:
             raise again(self.failure)
 
-    def close(self, error: RpcError | None = None) -> None:
-        """End: pending calls fail with ``RpcClosed``, one-way calls are flushed for up to ``drain_s``. Idempotent."""
+    def close(self, *, wait: bool = True) -> None:
+        """End: pending calls fail with ``RpcClosed``, one-way calls are flushed for up to ``flush_s``. Idempotent.
+
+        Args:
+            wait: Until that is done. Without it the I/O thread does it by itself.
+        """
         with self._lock:
             already = self._closing
             self._closing = True
         if self.pid != os.getpid():
             return
         if not already:
-            self._take_all_pending(error or RpcClosed(f"client of {self.address} was closed"))
+            self._take_all_pending(RpcClosed(f"client of {self.address} was closed"))
         self._link.wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(self.config.drain_s + 1.0)
-        elif self._thread.ident is None:
+        if self._thread.ident is None:
             self._link.close()
+        elif wait and self._thread is not threading.current_thread():
+            self._thread.join(self.config.flush_s + self.config.drain_s + 1.0)
 
     def _take_all_pending(self, error: RpcError) -> None:
         with self._lock:
             taken = list(self.pending.values())
             self.pending.clear()
-            self._pending_bytes = 0
+            self._pending_bytes = sum(self._oneway_bytes)
+            self._opened_streams = 0
         for pending in taken:
             pending.finish(self, None, again(error))
-        self._flush_resolutions()
+        if threading.current_thread() is self._thread:
+            self._flush_resolutions()
 
     # ---- the I/O thread
 
@@ -316,7 +387,8 @@ class Engine:
         link = self._link
         try:
             session = self._handshake(link)
-            self.was_open = True
+            self._agree(session)
+            self.mac_name = session.mac_name
             self._opened.set()
             self._serve(link, session)
         except RpcConnectionError as error:
@@ -329,23 +401,27 @@ class Engine:
             link.close()
 
     def _fail(self, error: RpcError) -> None:
-        """The session is over: every call, waiting or coming, gets this error."""
+        """The session is over: every call, waiting or coming, gets this error; one-way calls are counted as lost."""
         with self._lock:
-            if self.failure is None:
-                self.failure = error
+            self.failure = error
             self._outbox.clear()
+            lost = self._oneway_sent - self._oneway_done
+            self._oneway_done = self._oneway_sent
+            self._oneway_bytes.clear()
+            self.totals.oneway_lost += lost
+        if lost:
+            _logger.warning("%d one-way calls to %s were not confirmed done: %s", lost, self.address, error)
         self._take_all_pending(error)
         self._opened.set()
-        if self._on_lost is not None and self.was_open and not self._closing:
-            try:
-                self._on_lost(error)
-            except Exception:
-                _logger.exception("on_lost failed")
+        self._on_lost(self, error)
 
     def resolve_soon(
         self, loop: aio.AbstractEventLoop, future: aio.Future[Any], value: Any, error: BaseException | None
     ) -> None:
         """Collect an answer for a loop; delivered by ``_flush_resolutions``."""
+        if threading.current_thread() is not self._thread:
+            aio.call_on(loop, aio.resolve, [(future, value, error)])
+            return
         self._resolutions.setdefault(loop, []).append((future, value, error))
 
     def _flush_resolutions(self) -> None:
@@ -353,29 +429,17 @@ class Engine:
             return
         resolutions, self._resolutions = self._resolutions, {}
         for loop, answers in resolutions.items():
-            try:
-                loop.call_soon_threadsafe(aio.resolve, answers)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise
+            aio.call_on(loop, aio.resolve, answers)
 
-    def _count_refusal(self, reason: str) -> None:
-        self.refused[reason] = self.refused.get(reason, 0) + 1
-
-    def _handshake(self, link: Link) -> Session:
+    def _handshake(self, link: Link) -> Session[ServerTerms]:
         """Connect and agree, or raise the error that says why not."""
         deadline_s = time.monotonic() + self.config.handshake_timeout_s
         connected = self.address.startswith("inproc://")
         closing = False
+        terms = client_terms(self.config)
 
         def begin() -> ClientHandshake:
-            attempt = ClientHandshake(
-                self._key,
-                secrets.token_bytes(wire.NONCE_BYTES),
-                self._name,
-                message_bytes_max=self.config.message_bytes_max,
-                buffers_max=self.config.buffers_max,
-            )
+            attempt = ClientHandshake(self._key, secrets.token_bytes(wire.NONCE_BYTES), self._name, terms)
             link.send(attempt.hello())
             return attempt
 
@@ -386,8 +450,8 @@ class Engine:
                 # Only one-way calls that were sent before ``close`` are worth the wait.
                 if not closing:
                     closing = True
-                    left_s = min(left_s, self.config.drain_s if self._outbox else 0.0)
-                    deadline_s = time.monotonic() + left_s
+                    deadline_s = min(deadline_s, time.monotonic() + (self.config.flush_s if self._outbox else 0.0))
+                    left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise RpcClosed(f"client of {self.address} was closed")
             if left_s <= 0:
@@ -408,7 +472,8 @@ class Engine:
                 try:
                     return attempt.answer(link.receive(1))
                 except wire.Refused as refusal:
-                    self._count_refusal(refusal.reason)
+                    # Also the answer to an earlier hello of ours, which a listener that died left in the pipe.
+                    self.totals.refuse(refusal.reason)
             self._expire()
             self._flush_resolutions()
 
@@ -436,44 +501,72 @@ class Engine:
                 self._deadlines = [entry for entry in deadlines if entry[1] in self.pending]
                 heapq.heapify(self._deadlines)
 
-    def _send_outbox(self, link: Link, session: Session) -> None:
+    def _agree(self, session: Session[ServerTerms]) -> None:
+        """Keep to what the server allows from here on."""
+        peer, config = session.peer, self.config
+        with self._lock:
+            self._message_bytes_max = min(config.message_bytes_max, peer.message_bytes_max)
+            self._buffers_max = min(config.buffers_max, peer.buffers_max)
+            self._pending_calls_max = min(config.pending_calls_max, peer.pending_calls_max)
+            self._pending_bytes_max = min(config.pending_bytes_max, peer.pending_bytes_max)
+            self.was_open = True
+
+    def _send_outbox(self, link: Link, session: Session[ServerTerms]) -> None:
         outbox = self._outbox
         seal = session.sealer.seal
-        inline_bytes_max = self.config.inline_bytes_max
         while outbox:
             try:
-                kind, call_id, argument, name, body, buffers, flags = outbox.popleft()
+                kind, call_id, argument, deadline_s, payload, flags = outbox.popleft()
             except IndexError:
                 return
-            size = len(body) + sum(map(len, buffers)) if buffers else len(body)
-            overhead = wire.HEADER_BYTES + 512 + 16 * len(buffers)
-            if size + overhead > session.peer_message_bytes_max or len(buffers) > session.peer_buffers_max:
-                self._refuse_outgoing(kind, call_id, size, session)
-                continue
-            frames = seal(kind, call_id, argument, name, body, buffers, flags=flags, inline_bytes_max=inline_bytes_max)
-            self.bytes_sent += size
+            if kind <= wire.ONEWAY:
+                if kind != wire.ONEWAY and call_id not in self.pending:
+                    # Nobody waits for it any more; it need not run.
+                    continue
+                try:
+                    self._check_size(payload)
+                except RpcArgumentError as error:
+                    self._refuse_outgoing(kind, call_id, payload.size_bytes, error)
+                    continue
+                if deadline_s is not None:
+                    if session.shared_clock:
+                        flags |= wire.FLAG_SHARED_CLOCK
+                        argument = int(deadline_s * 1e6)
+                    else:
+                        argument = max(1, int((deadline_s - time.monotonic()) * 1e6))
+            frames = seal(kind, call_id, argument, payload, flags)
+            self.totals.bytes_sent += payload.size_bytes
             if not link.send(frames):
                 raise RpcPeerDead(f"{self.address}: the connection takes nothing more")
 
-    def _refuse_outgoing(self, kind: int, call_id: int, size: int, session: Session) -> None:
-        error = RpcArgumentError(f"arguments of {size} bytes; the server takes {session.peer_message_bytes_max}")
+    def _refuse_outgoing(self, kind: int, call_id: int, size: int, error: RpcArgumentError) -> None:
+        """A call that was taken before the server's bounds were known does not fit them."""
         if kind == wire.ONEWAY:
             with self._lock:
                 # It was counted as sent; nobody will acknowledge it.
-                self.oneway_sent -= 1
-                self._pending_bytes -= self._oneway_bytes.pop()
-                self.oneway_failed += 1
+                self._oneway_sent -= 1
+                self._oneway_bytes.remove(size)
+                self._pending_bytes -= size
+                self.totals.oneway_done += 1
+                self.totals.oneway_failed += 1
+            _logger.warning("a one-way call to %s was not sent: %s", self.address, error)
             return
         pending = self.remove(call_id)
         if pending is not None:
             pending.finish(self, None, error)
 
-    def _on_message(self, link: Link, session: Session, message: wire.Message) -> None:
+    def _mark_opened(self, stream: StreamPending) -> None:
+        with self._lock:
+            if not stream.opened and stream.call_id in self.pending:
+                stream.opened = True
+                self._opened_streams += 1
+
+    def _on_message(self, link: Link, session: Session[ServerTerms], message: wire.Message) -> None:
         kind = message.kind
         if kind == wire.RESULT or kind == wire.ERROR:
             pending = self.remove(message.call_id)
             if pending is None:
-                self.late_answers += 1
+                self.totals.late_answers += 1
                 return
             if kind == wire.ERROR:
                 pending.finish(self, None, self._error_of(message))
@@ -487,8 +580,10 @@ class Engine:
         elif kind == wire.ITEM:
             stream = self.pending.get(message.call_id)
             if not isinstance(stream, StreamPending):
-                self.late_answers += 1
+                self.totals.late_answers += 1
                 return
+            if not stream.opened:
+                self._mark_opened(stream)
             if message.argument != stream.next_index:
                 raise RpcProtocolError(f"{stream.text}: item {message.argument} where {stream.next_index} was due")
             stream.next_index += 1
@@ -498,24 +593,38 @@ class Engine:
                 if self.abandon(message.call_id):
                     stream.finish(self, None, RpcProtocolError(f"{stream.text}: item does not fit its type: {error}"))
                 return
-            stream.inbox.put(item)
+            stream.inbox.put((item, message.size_bytes))
         elif kind == wire.END:
             pending = self.remove(message.call_id)
             if pending is None:
-                self.late_answers += 1
+                self.totals.late_answers += 1
             else:
                 pending.finish(self, None, None)
+        elif kind == wire.OPENED:
+            stream = self.pending.get(message.call_id)
+            if isinstance(stream, StreamPending):
+                self._mark_opened(stream)
         elif kind == wire.DONE:
-            with self._lock:
-                if not self.oneway_done <= message.argument <= self.oneway_sent:
-                    raise RpcProtocolError(f"{message.argument} of {self.oneway_sent} one-way calls acknowledged")
-                for _ in range(message.argument - self.oneway_done):
-                    self._pending_bytes -= self._oneway_bytes.popleft()
-                self.oneway_done = message.argument
-                self.oneway_failed = message.call_id
+            self._on_done(message.argument, message.call_id)
         elif kind == wire.GOODBYE:
             link.send(session.sealer.seal(wire.BYE))
+            if self._closing:
+                raise RpcClosed(f"client of {self.address} was closed")
+            if message.body:
+                raise again(self._error_of(message))
             raise RpcServerStopped(f"{self.address} stopped")
+
+    def _on_done(self, done: int, failed: int) -> None:
+        """So many one-way calls of this session have ended, so many of them with an exception."""
+        with self._lock:
+            if not self._oneway_done <= done <= self._oneway_sent or not self._oneway_failed <= failed <= done:
+                raise RpcProtocolError(f"{done} of {self._oneway_sent} one-way calls acknowledged, {failed} failed")
+            for _ in range(done - self._oneway_done):
+                self._pending_bytes -= self._oneway_bytes.popleft()
+            self.totals.oneway_done += done - self._oneway_done
+            self.totals.oneway_failed += failed - self._oneway_failed
+            self._oneway_done = done
+            self._oneway_failed = failed
 
     def _error_of(self, message: wire.Message) -> RpcError:
         try:
@@ -523,20 +632,26 @@ class Engine:
         except DECODE_ERRORS as error:
             return RpcProtocolError(f"unreadable error: {error}")
 
-    def _receive(self, link: Link, session: Session) -> None:
+    def _receive(self, link: Link, session: Session[ServerTerms]) -> None:
         """One message."""
         frames = link.receive(self.config.buffers_max + 1)
         try:
             message = session.opener.open(frames)
         except wire.Refused as refusal:
-            self._count_refusal(refusal.reason)
-            if refusal.authentic and refusal.reason != "replayed":
-                raise RpcProtocolError(f"{self.address}: {refusal}") from refusal
-            return
-        self.bytes_received += message.size_bytes
+            self.totals.refuse(refusal.reason)
+            if refusal.authentic and refusal.reason == "replayed":
+                return
+            # The transport loses and reorders nothing: whatever else is wrong with a message, the next one could not be
+            # accepted either, and its call would wait for ever.
+            raise RpcProtocolError(f"{self.address}: refused a message inside the session: {refusal}") from refusal
+        self.totals.bytes_received += message.size_bytes
+        self._unacknowledged_bytes += message.size_bytes
+        if self._unacknowledged_bytes * 2 >= self.config.unread_bytes_max:
+            self.control(wire.CREDIT, 0, wire.pack_credit(0, self._unacknowledged_bytes))
+            self._unacknowledged_bytes = 0
         self._on_message(link, session, message)
 
-    def _serve(self, link: Link, session: Session) -> None:
+    def _serve(self, link: Link, session: Session[ServerTerms]) -> None:
         """The open session, until it ends with an exception or by ``close``."""
         link.send(session.sealer.seal(wire.PING))
         close_by_s: float | None = None
@@ -548,8 +663,9 @@ class Engine:
             if self._closing:
                 now_s = time.monotonic()
                 if close_by_s is None:
-                    close_by_s = now_s + self.config.drain_s
-                    # Answered by GOODBYE once everything before it was taken in.
+                    flush = self._oneway_sent != self._oneway_done
+                    close_by_s = now_s + (self.config.flush_s if flush else self.config.drain_s)
+                    # Answered by GOODBYE once every one-way call before it is done.
                     link.send(session.sealer.seal(wire.BYE))
                 if now_s >= close_by_s:
                     raise RpcClosed(f"client of {self.address} was closed")
@@ -571,10 +687,3 @@ class Engine:
                 raise RpcPeerDead(f"{self.address}: the connection broke")
             if self._deadlines:
                 self._expire()
-
-
-def again(error: RpcError) -> RpcError:
-    """A fresh exception of the same kind, so that tracebacks of several callers do not pile up on one object."""
-    fresh = type(error)(*error.args)
-    fresh.__cause__ = error.__cause__
-    return fresh

@@ -1,8 +1,9 @@
 """The one error tree, and the translation between exceptions and their wire form.
 
-User exceptions never travel as objects: a handler's exception becomes (code, type name, message, traceback text) and is
-rebuilt on the other side as ``RpcRemoteError``; its ``cause`` is rebuilt only for types on an allow-list. The local
-path goes through the same two functions, so both paths raise the same thing.
+User exceptions never travel as objects: whatever a handler raises becomes (code, type name, message, traceback text) and is
+rebuilt on the other side as ``RpcRemoteError``; its ``cause`` is rebuilt only for types on an allow-list. That holds for a
+handler's own ``RpcError`` too: its troubles with *its* peers must not look like the caller's transport. Codes other than
+``remote`` are the server's own words. The local path goes through the same functions, so both paths raise the same thing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import traceback
 from collections.abc import Iterable, Mapping
 
 import msgspec
+
+from rpc_local_registry._asyncio import CancelledError
 
 #: Bounds on what a remote error may carry; longer text is cut in the middle.
 MESSAGE_CHARS_MAX = 4096
@@ -58,7 +61,7 @@ class RpcRemoteError(RpcError):
         message: ``str()`` of the exception.
         remote_traceback: Text of the worker's traceback (bounded).
         cause: The exception rebuilt from its message when its type is on the allow-list (plain built-in exceptions and
-            ``RpcConfig.exceptions``), else None.
+            ``RpcConfig.exceptions``, and this package's own errors), else None.
     """
 
     def __init__(
@@ -148,9 +151,16 @@ _SAFE_CAUSES: dict[str, type[Exception]] = {
 }
 
 
+def _own_causes() -> dict[str, type[Exception]]:
+    kinds: list[type[Exception]] = [RpcError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    return {type_name_of(kind): kind for kind in kinds if kind.__module__ == __name__ and kind is not RpcRemoteError}
+
+
 def cause_table(extra: Iterable[type[Exception]]) -> Mapping[str, type[Exception]]:
-    """Allow-list of exception types by qualified name: safe built-ins and the user's own."""
-    table = dict(_SAFE_CAUSES)
+    """Allow-list of exception types by qualified name: safe built-ins, this package's errors, and the user's own."""
+    table = {**_SAFE_CAUSES, **_own_causes()}
     for kind in extra:
         table[type_name_of(kind)] = kind
     return table
@@ -168,19 +178,34 @@ def _cut(text: str, chars_max: int) -> str:
     return f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
-def describe(error: BaseException) -> ErrorBody:
-    """Wire form of an exception. Never raises, whatever ``str(error)`` does."""
+def _text_of(error: BaseException) -> str:
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 - a broken __str__ must not hide the error that carries it
         message = "<message unavailable>"
-    message = _cut(message, MESSAGE_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
-    code = _CODES.get(type(error))
-    if code is not None:
-        return ErrorBody(code, type_name_of(type(error)), message)
+    return _cut(message, MESSAGE_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def describe(error: BaseException) -> ErrorBody:
+    """Wire form of what a handler raised. Never raises, whatever ``str(error)`` does."""
+    message = _text_of(error)
+    if isinstance(error, CancelledError):
+        return ErrorBody("cancelled", type_name_of(type(error)), message or "the handler was cancelled")
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     text = _cut(text, TRACEBACK_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
     return ErrorBody("remote", type_name_of(type(error)), message, text)
+
+
+def describe_own(error: RpcError) -> ErrorBody:
+    """Wire form of the server's own word about a call: the caller gets this very kind of error."""
+    return ErrorBody(_CODES[type(error)], type_name_of(type(error)), _text_of(error))
+
+
+def again(error: RpcError) -> RpcError:
+    """A fresh exception of the same kind, so that tracebacks of several callers do not pile up on one object."""
+    fresh = type(error)(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh
 
 
 def rebuild(body: ErrorBody, causes: Mapping[str, type[Exception]]) -> RpcError:

@@ -200,8 +200,8 @@ def _typed(owner: str, annotation: Any) -> TypedDecoder:
         raise RpcConfigError(f"{owner}: {annotation!r} cannot be decoded: {error}") from None
 
 
-def _spec_of(owner: type, name: str, function: Callable[..., Any], options: _Options) -> MethodSpec:
-    where = f"{owner.__qualname__}.{name}"
+def _spec_of(owner: str, name: str, function: Callable[..., Any], options: _Options) -> MethodSpec:
+    where = f"{owner}.{name}"
     if name in RESERVED_NAMES or name.startswith("_") or not name.isascii() or len(name) > NAME_BYTES_MAX:
         raise RpcConfigError(f"{where}: this name cannot be called from outside")
     try:
@@ -258,6 +258,18 @@ def _spec_of(owner: type, name: str, function: Callable[..., Any], options: _Opt
     )
 
 
+def spec_of(function: Callable[..., Any]) -> MethodSpec:
+    """Declaration of one function that ``rpc_method`` marked.
+
+    Raises:
+        RpcConfigError: It is not marked, or cannot be served.
+    """
+    options = getattr(function, _MARK, None)
+    if not isinstance(options, _Options):
+        raise RpcConfigError(f"{function!r} is not declared with rpc_method")
+    return _spec_of(function.__qualname__.rpartition(".")[0], function.__name__, function, options)
+
+
 _known: weakref.WeakKeyDictionary[type, Mapping[str, MethodSpec]] = weakref.WeakKeyDictionary()
 
 
@@ -275,6 +287,6 @@ def methods_of(owner: type) -> Mapping[str, MethodSpec]:
         function = inspect.getattr_static(owner, name, None)
         options = getattr(function, _MARK, None)
         if isinstance(options, _Options) and inspect.isfunction(function):
-            found[name] = _spec_of(owner, name, function, options)
+            found[name] = _spec_of(owner.__qualname__, name, function, options)
     _known[owner] = found
     return found

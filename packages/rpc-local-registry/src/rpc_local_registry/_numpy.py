@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from rpc_local_registry._errors import RpcArgumentError
@@ -11,6 +15,8 @@ try:
 except ImportError:  # pragma: no cover - exercised by a subprocess test that blocks the import
     numpy = None  # type: ignore[assignment]
 
+_logger = logging.getLogger("rpc_local_registry")
+_BASE: Any = object if numpy is None else numpy.ndarray
 DIMENSIONS_MAX = 32
 #: Element types that may travel, by their wire name (little endian, fixed size): no objects, no structures.
 DTYPES: dict[str, Any] = (
@@ -36,21 +42,103 @@ def is_array_like(value: object) -> bool:
     )
 
 
-def export(value: Any) -> tuple[str, tuple[int, ...], memoryview]:
-    """(dtype name, shape, flat byte view) of an array; copies only if it is not C-contiguous.
+def export(value: Any) -> tuple[str, tuple[int, ...], bytes | memoryview]:
+    """(dtype name, shape, flat bytes) of an array: a copy, or the memory itself if it was lent (``Loan``).
 
     Raises:
         RpcArgumentError: Element type that may not travel.
     """
-    array = numpy.asarray(value)
+    array = value if isinstance(value, numpy.ndarray) else numpy.asarray(value)
     name = _NAMES.get(array.dtype)
     if name is None:
         raise RpcArgumentError(f"arrays of dtype {array.dtype} cannot travel")
-    shape = array.shape
+    if type(array) is not LentArray or not _is_lent(array):
+        return name, array.shape, array.tobytes()
+    flat: Any = array.view(numpy.ndarray).reshape(-1).view(numpy.uint8)
+    return name, array.shape, memoryview(flat)
+
+
+class LentArray(_BASE):  # type: ignore[misc]  # numpy may be missing
+    """View of an array that its owner has lent; travels uncopied. Made by ``Loan.view`` only."""
+
+
+def _is_lent(array: Any) -> bool:
+    """Whether this is really the lent memory (arithmetic on it gives the same class over memory of its own)."""
     if not array.flags.c_contiguous:
-        array = numpy.ascontiguousarray(array)
-    flat: Any = array.reshape(-1).view(numpy.uint8)
-    return name, shape, memoryview(flat)
+        return False
+    base = array.base
+    while isinstance(base, numpy.ndarray):
+        base = base.base
+    return isinstance(base, memoryview)
+
+
+class Loan:
+    """Lends an array to calls or results without a copy, and tells when its memory is free again.
+
+    A call owns its bytes when it returns: arrays are copied. Where a copy is too dear, pass ``loan.view()`` instead of the
+    array, to any verb, one-way included, or return it from a handler. Until the loan is free nobody may change the array: not
+    its author (a change in flight breaks the message's code and with it the session), nor, on the local path, the worker.
+
+    Free means that no view of it exists any more, in flight, in the worker or anywhere else: keep none yourself.
+
+    Args:
+        array: C-contiguous memory (numpy, or CPU memory that offers itself as an array).
+        on_free: Called each time the loan becomes free, on whichever thread dropped the last view; must not block.
+
+    Raises:
+        RpcArgumentError: The array cannot travel, or is not contiguous.
+    """
+
+    def __init__(self, array: Any, on_free: Callable[[], object] | None = None) -> None:
+        if numpy is None:
+            raise RpcArgumentError("numpy is not installed here")
+        source = numpy.asarray(array)
+        if source.dtype not in _NAMES:
+            raise RpcArgumentError(f"arrays of dtype {source.dtype} cannot travel")
+        if not source.flags.c_contiguous:
+            raise RpcArgumentError("only contiguous memory can be lent; make a copy with numpy.ascontiguousarray")
+        self._source = source
+        self._on_free = on_free
+        self._views = 0
+        # Re-entrant: the last view can be dropped by a collection inside any of these sections.
+        self._changed = threading.Condition(threading.RLock())
+
+    def view(self) -> Any:
+        """A read-only view to pass on; the loan is not free while it, or anything made from it, exists."""
+        source = self._source
+        # An object of its own, which every view keeps alive through the buffer protocol, however it was sliced.
+        exporter = source.reshape(-1).view(numpy.uint8)
+        exporter = exporter.view()
+        with self._changed:
+            self._views += 1
+        weakref.finalize(exporter, self._returned).atexit = False
+        data: Any = exporter
+        flat = numpy.frombuffer(memoryview(data), numpy.uint8)
+        view = flat.view(source.dtype).reshape(source.shape).view(LentArray)
+        view.flags.writeable = False
+        return view
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody holds a view any more."""
+        return self._views == 0
+
+    def wait_free(self, timeout_s: float | None = None) -> bool:
+        """Block until the loan is free; False if it was not in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._views == 0, timeout_s)
+
+    def _returned(self) -> None:
+        with self._changed:
+            self._views -= 1
+            if self._views:
+                return
+            self._changed.notify_all()
+        if self._on_free is not None:
+            try:
+                self._on_free()
+            except Exception:
+                _logger.exception("on_free failed")
 
 
 def rebuild(name: str, shape: tuple[int, ...], buffer: memoryview) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from rpc_local_registry import _asyncio as aio
 from rpc_local_registry._errors import RpcBackpressure, RpcStreamingError, RpcTimeout
 
+_logger = logging.getLogger("rpc_local_registry")
 _T = TypeVar("_T")
 _EMPTY: Any = object()
 
@@ -100,7 +102,13 @@ class Inbox(Generic[_T]):
                     continue
                 return _EMPTY
             left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            if not gate.acquire(timeout=left_s):
+            try:
+                woken = gate.acquire(timeout=left_s)
+            except BaseException:
+                # An interrupt, usually: the next reader must not find this one still waiting.
+                self.unwatch()
+                raise
+            if not woken:
                 self.unwatch()
                 item = self.take_nowait()
                 if item is not _EMPTY:
@@ -200,3 +208,27 @@ class StreamSource(Generic[_T]):
             self.cancelled = True
             if self._on_cancel is not None:
                 self._on_cancel()
+
+
+def take_source(name: str, made: object) -> Inbox[Any]:
+    """The consumer's end of what a push method returned.
+
+    Raises:
+        RpcStreamingError: It is not a fresh ``StreamSource``.
+    """
+    if not isinstance(made, StreamSource):
+        raise RpcStreamingError(f"{name} returned {type(made).__qualname__}, not a StreamSource")
+    return made._take()
+
+
+def close_generator(generator: Any) -> bool:
+    """Close a generator, whatever it does about it; False if it is running just now and must be closed after that."""
+    try:
+        generator.close()
+    except ValueError as error:
+        if "already executing" in str(error):
+            return False
+        _logger.exception("closing a stream's generator failed")
+    except Exception:
+        _logger.exception("closing a stream's generator failed")
+    return True

@@ -2,7 +2,8 @@
 
 One message is one ZeroMQ message of 1 + n frames. The first frame:
 
-    mac        32  HMAC-SHA256 over everything that follows in this frame, then over every further frame, in order
+    mac        32  over everything that follows in this frame, then over every further frame, in order; HMAC-SHA256 in
+                   the handshake, then the code that the handshake chose
     magic       2  b"RL"
     version     1
     kind        1
@@ -15,7 +16,7 @@ One message is one ZeroMQ message of 1 + n frames. The first frame:
     session    16  zero in the handshake
     sequence    8  0 in the handshake, then 1, 2, 3, … per direction, without a gap
     call_id     8
-    argument    8  by kind: a deadline in microseconds, a count of credits, an item's index
+    argument    8  by kind: a deadline in microseconds, credits, an item's index
     name           method name, ASCII
     table          per array 8 bytes: its length; the top bit says that it is a frame of its own
     body           msgpack
@@ -24,17 +25,22 @@ One message is one ZeroMQ message of 1 + n frames. The first frame:
 Large arrays follow as frames of their own, in table order. Every length is thus under the MAC. Sizes are checked before
 the MAC, the MAC before the sequence, the sequence before any decoding.
 
-Each direction has a key of its own, derived from the shared key and both sides' nonces, so a message cannot be replayed
-into another session nor reflected to its author; inside a session the sequence refuses it.
+Each direction has a key of its own, derived from the shared key and the whole handshake as it was spoken, so a message
+cannot be replayed into another session nor reflected to its author, and nobody can talk two peers into a weaker code
+than they would have chosen; inside a session the sequence refuses a replay.
+
+``prepare`` is done in the caller's thread: it copies what must not change any more. ``Sealer`` adds number and tag later,
+in the thread that sends.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
+
+from rpc_local_registry._mac import MACS, HmacSha256, Mac
 
 MAGIC: Final = b"RL"
 VERSION: Final = 1
@@ -43,6 +49,8 @@ NONCE_BYTES: Final = 16
 SESSION_BYTES: Final = 16
 NO_SESSION: Final = bytes(SESSION_BYTES)
 _HEADER: Final = struct.Struct("<2sBBBBHIHH16sQQQ")
+_pack: Final = _HEADER.pack
+_unpack_from: Final = _HEADER.unpack_from
 HEADER_BYTES: Final = MAC_BYTES + _HEADER.size
 _EXTERNAL: Final = 1 << 63
 NAME_BYTES_MAX: Final = 255
@@ -69,21 +77,27 @@ END: Final = 35
 DONE: Final = 36
 GOODBYE: Final = 37
 PONG: Final = 38
+OPENED: Final = 39
 
 KIND_NAMES: Final = {
     HELLO: "HELLO", WELCOME: "WELCOME", REJECT: "REJECT", CALL: "CALL", STREAM: "STREAM", ONEWAY: "ONEWAY", CANCEL:
         "CANCEL",
     CREDIT: "CREDIT", BYE: "BYE", PING: "PING", RESULT: "RESULT", ERROR: "ERROR", ITEM: "ITEM", END: "END", DONE:
         "DONE",
-    GOODBYE: "GOODBYE", PONG: "PONG",
+    GOODBYE: "GOODBYE", PONG: "PONG", OPENED: "OPENED",
 }  # fmt: skip
 CLIENT_KINDS: Final = frozenset({CALL, STREAM, ONEWAY, CANCEL, CREDIT, BYE, PING})
-SERVER_KINDS: Final = frozenset({RESULT, ERROR, ITEM, END, DONE, GOODBYE, PONG})
+SERVER_KINDS: Final = frozenset({RESULT, ERROR, ITEM, END, DONE, GOODBYE, PONG, OPENED})
 _HANDSHAKE_KINDS: Final = (frozenset({HELLO}), frozenset({WELCOME, REJECT}))
 _SESSION_KINDS: Final = (CLIENT_KINDS, SERVER_KINDS)
 
 #: Flag: the body is [positional, {name: value}] instead of the positional arguments alone.
 FLAG_KEYWORDS: Final = 1
+#: Flag: the deadline is a time on the monotonic clock that both sides share (same boot of the same machine), not a span.
+FLAG_SHARED_CLOCK: Final = 2
+
+#: A credit's bytes stand in the lower bits of its argument, its items above them.
+_CREDIT_BYTES_BITS: Final = 40
 
 #: Why a message can be refused; each is a counter.
 REFUSALS: Final = (
@@ -104,43 +118,86 @@ class Refused(Exception):
         self.authentic = authentic
 
 
-class MacKey:
-    """HMAC-SHA256 with both pads absorbed once; equal to ``hmac.digest(key, data, "sha256")`` at a third of its fixed cost."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, key: bytes) -> None:
-        block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
-        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in block))
-        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in block))
-
-    def digest(self, first: bytes | memoryview, rest: Sequence[bytes | memoryview] = ()) -> bytes:
-        """MAC over the concatenation of all parts."""
-        inner = self._inner.copy()
-        inner.update(first)
-        for part in rest:
-            inner.update(part)
-        outer = self._outer.copy()
-        outer.update(inner.digest())
-        return outer.digest()
+def is_hello(first: bytes | memoryview) -> bool:
+    """Whether a first frame claims to be a HELLO; nothing of it is checked."""
+    return len(first) >= HEADER_BYTES and first[MAC_BYTES + 3] == HELLO
 
 
-def handshake_keys(key: bytes) -> tuple[MacKey, MacKey]:
+def pack_credit(items: int, size_bytes: int) -> int:
+    """Argument of CREDIT: the consumer took so many items and bytes."""
+    return items << _CREDIT_BYTES_BITS | size_bytes
+
+
+def unpack_credit(argument: int) -> tuple[int, int]:
+    """(items, bytes) of a CREDIT's argument."""
+    return argument >> _CREDIT_BYTES_BITS, argument & ((1 << _CREDIT_BYTES_BITS) - 1)
+
+
+def handshake_keys(key: bytes) -> tuple[Mac, Mac]:
     """Keys of the handshake: (client to server, server to client)."""
     return (
-        MacKey(hmac.digest(key, b"rpc-local-registry handshake client->server", "sha256")),
-        MacKey(hmac.digest(key, b"rpc-local-registry handshake server->client", "sha256")),
+        HmacSha256(hmac.digest(key, b"rpc-local-registry handshake client->server", "sha256")),
+        HmacSha256(hmac.digest(key, b"rpc-local-registry handshake server->client", "sha256")),
     )
 
 
-def session_keys(key: bytes, client_nonce: bytes, server_nonce: bytes) -> tuple[bytes, MacKey, MacKey]:
-    """(session id, client to server, server to client), fresh for each pair of nonces."""
-    salt = client_nonce + server_nonce
+def session_keys(key: bytes, transcript: bytes, mac_name: str) -> tuple[bytes, Mac, Mac]:
+    """(session id, client to server, server to client), fresh for each handshake.
+
+    Args:
+        transcript: Digest of HELLO and WELCOME as they were sent, both nonces and both sides' terms among them.
+        mac_name: The code that WELCOME chose.
+    """
+    make = MACS[mac_name]
     return (
-        hmac.digest(key, b"rpc-local-registry session id" + salt, "sha256")[:SESSION_BYTES],
-        MacKey(hmac.digest(key, b"rpc-local-registry session client->server" + salt, "sha256")),
-        MacKey(hmac.digest(key, b"rpc-local-registry session server->client" + salt, "sha256")),
+        hmac.digest(key, b"rpc-local-registry session id" + transcript, "sha256")[:SESSION_BYTES],
+        make(hmac.digest(key, b"rpc-local-registry session client->server" + transcript, "sha256")),
+        make(hmac.digest(key, b"rpc-local-registry session server->client" + transcript, "sha256")),
     )
+
+
+class Payload(NamedTuple):
+    """Everything of a message that its author decides; nothing in it changes any more."""
+
+    #: Name, table, body and small arrays, as they follow the header.
+    tail: bytes
+    name_bytes: int
+    body_bytes: int
+    buffer_count: int
+    #: Large arrays, each a frame of its own.
+    external: Sequence[bytes | memoryview]
+    #: The whole message, all frames.
+    size_bytes: int
+
+
+NOTHING: Final = Payload(b"", 0, 0, 0, (), HEADER_BYTES)
+
+
+def prepare(name: bytes, body: bytes, buffers: Sequence[bytes | memoryview] = (), inline_bytes_max: int = 0) -> Payload:
+    """Lay a message out. Small arrays are copied; large ones stay as they are given (bytes, or memory that was lent)."""
+    if not buffers:
+        tail = name + body
+        return Payload(tail, len(name), len(body), 0, (), HEADER_BYTES + len(tail))
+    table: list[int] = []
+    inline: list[bytes | memoryview] = []
+    external: list[bytes | memoryview] = []
+    offset = HEADER_BYTES + len(name) + 8 * len(buffers) + len(body)
+    external_bytes = 0
+    for buffer in buffers:
+        size = len(buffer)
+        if size > inline_bytes_max:
+            table.append(size | _EXTERNAL)
+            external.append(buffer)
+            external_bytes += size
+        else:
+            table.append(size)
+            padding = -offset & 7
+            if padding:
+                inline.append(bytes(padding))
+            inline.append(buffer)
+            offset += padding + size
+    tail = b"".join((name, struct.pack(f"<{len(table)}Q", *table), body, *inline))
+    return Payload(tail, len(name), len(body), len(buffers), external, HEADER_BYTES + len(tail) + external_bytes)
 
 
 class Message:
@@ -172,58 +229,32 @@ class Message:
 class Sealer:
     """Writes one direction of one session."""
 
-    __slots__ = ("_direction", "_mac", "_session", "sequence")
+    __slots__ = ("_direction", "_session", "_step", "_tag", "sequence")
 
-    def __init__(self, mac: MacKey, direction: int, session: bytes) -> None:
-        self._mac = mac
+    def __init__(self, mac: Mac, direction: int, session: bytes) -> None:
+        self._tag = mac.tag
         self._direction = direction
         self._session = session
+        self._step = 0 if session == NO_SESSION else 1
         #: Number of the last message sealed.
         self.sequence = 0
 
     def seal(
-        self,
-        kind: int,
-        call_id: int = 0,
-        argument: int = 0,
-        name: bytes = b"",
-        body: bytes = b"",
-        buffers: Sequence[memoryview] = (),
-        *,
-        flags: int = 0,
-        inline_bytes_max: int = 0,
+        self, kind: int, call_id: int = 0, argument: int = 0, payload: Payload = NOTHING, flags: int = 0
     ) -> list[bytes | memoryview]:
-        """Frames of the next message.
-
-        ``buffers`` are flat byte views; those above ``inline_bytes_max`` are not copied.
-        """
-        if self._session != NO_SESSION:
-            self.sequence += 1
-        header = _HEADER.pack(
-            MAGIC, VERSION, kind, self._direction, flags, len(buffers), len(body), len(name), 0, self._session,
-            self.sequence, call_id, argument,
+        """Frames of the next message."""
+        self.sequence = number = self.sequence + self._step
+        tail, name_bytes, body_bytes, buffer_count, external, _ = payload
+        covered = (
+            _pack(
+                MAGIC, VERSION, kind, self._direction, flags, buffer_count, body_bytes, name_bytes, 0, self._session,
+                number, call_id, argument,
+            )
+            + tail
         )  # fmt: skip
-        if not buffers:
-            covered = b"".join((header, name, body))
-            return [self._mac.digest(covered) + covered]
-        table: list[int] = []
-        inline: list[bytes | memoryview] = []
-        external: list[bytes | memoryview] = []
-        offset = HEADER_BYTES + len(name) + 8 * len(buffers) + len(body)
-        for buffer in buffers:
-            size = len(buffer)
-            if size > inline_bytes_max:
-                table.append(size | _EXTERNAL)
-                external.append(buffer)
-            else:
-                table.append(size)
-                padding = -offset & 7
-                if padding:
-                    inline.append(bytes(padding))
-                inline.append(buffer)
-                offset += padding + size
-        covered = b"".join((header, name, struct.pack(f"<{len(table)}Q", *table), body, *inline))
-        return [self._mac.digest(covered, external) + covered, *external]
+        if external:
+            return [self._tag(number, covered, external) + covered, *external]
+        return [self._tag(number, covered) + covered]
 
 
 class Opener:
@@ -234,16 +265,14 @@ class Opener:
         "_direction",
         "_handshake",
         "_kinds",
-        "_mac",
         "_message_bytes_max",
         "_session",
+        "_tag",
         "sequence",
     )
 
-    def __init__(
-        self, mac: MacKey, direction: int, session: bytes, *, message_bytes_max: int, buffers_max: int
-    ) -> None:
-        self._mac = mac
+    def __init__(self, mac: Mac, direction: int, session: bytes, *, message_bytes_max: int, buffers_max: int) -> None:
+        self._tag = mac.tag
         self._direction = direction
         self._session = session
         self._handshake = session == NO_SESSION
@@ -265,13 +294,17 @@ class Opener:
         if size < HEADER_BYTES:
             raise Refused("truncated", f"{size} bytes")
         total = size
-        for frame in frames[1:]:
-            total += len(frame)
-        if total > self._message_bytes_max or len(frames) > 1 + self._buffers_max:
-            raise Refused("oversized", f"{total} bytes in {len(frames)} frames")
+        count = len(frames)
+        rest: Sequence[bytes | memoryview] = ()
+        if count > 1:
+            rest = frames[1:]
+            for frame in rest:
+                total += len(frame)
+        if total > self._message_bytes_max or count > 1 + self._buffers_max:
+            raise Refused("oversized", f"{total} bytes in {count} frames")
         (magic, version, kind, direction, flags, buffer_count, body_bytes, name_bytes, reserved, session, sequence,
         call_id,
-         argument) = _HEADER.unpack_from(first, MAC_BYTES)  # fmt: skip
+         argument) = _unpack_from(first, MAC_BYTES)  # fmt: skip
         if magic != MAGIC:
             raise Refused("magic")
         if version != VERSION:
@@ -281,7 +314,7 @@ class Opener:
         if session != self._session:
             raise Refused("session")
         view = memoryview(first)
-        if not hmac.compare_digest(self._mac.digest(view[MAC_BYTES:], frames[1:]), view[:MAC_BYTES]):
+        if not hmac.compare_digest(self._tag(sequence, view[MAC_BYTES:], rest), view[:MAC_BYTES]):
             raise Refused("mac")
         if self._handshake:
             if sequence != 0:

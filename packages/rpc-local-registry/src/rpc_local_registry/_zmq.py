@@ -18,6 +18,7 @@ import stat
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -45,6 +46,9 @@ MONITORED: Final = 4
 CONNECTED: Final = "connected"
 DISCONNECTED: Final = "disconnected"
 CLOSED: Final = "closed"
+LISTENING: Final = "listening"
+#: Longest single wait in the poller, which counts milliseconds in 32 bits: an hour.
+_POLL_MS_MAX: Final = 3_600_000
 #: Longest wait for libzmq to let go of a port.
 _RELEASE_S: Final = 0.2
 _EVENTS: Final = {
@@ -52,6 +56,7 @@ _EVENTS: Final = {
     int(zmq.Event.ACCEPTED): CONNECTED,
     int(zmq.Event.DISCONNECTED): DISCONNECTED,
     int(zmq.Event.CLOSED): CLOSED,
+    int(zmq.Event.LISTENING): LISTENING,
 }
 
 
@@ -88,10 +93,22 @@ def check_address(address: object, *, bind: bool) -> str:
     return address
 
 
+def clock_id() -> bytes:
+    """Identity of this process's monotonic clock: the machine's boot and the time namespace; empty if unknown."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/time')}".encode()
+    except OSError:
+        # Deadlines then travel as spans.
+        return b""
+
+
 def _private_folder(folder: Path) -> None:
     """Make or check the folder of an ipc socket: ours, and nobody else may enter."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise RpcAddressError(f"the socket's folder {folder} cannot be used: {error}") from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise RpcAddressError(
             f"{folder} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: an ipc socket wants a folder "
@@ -129,7 +146,10 @@ class Link:
         self._ipc_identity = (0, 0)
         self._monitor: zmq.Socket[bytes] | None = None
         self._bound = False
+        #: Descriptor that listens, for a forked child to close; -1 before ``bind`` and for in-process sockets.
+        self.listener_fd = -1
         self.address = ""
+        _links.add(self)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
         socket: zmq.Socket[bytes] = self._socket
         socket.setsockopt(zmq.LINGER, 0)
@@ -151,7 +171,11 @@ class Link:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         if monitored:
             self._monitor = socket.get_monitor_socket(
-                zmq.Event.CONNECTED | zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED
+                zmq.Event.CONNECTED
+                | zmq.Event.ACCEPTED
+                | zmq.Event.DISCONNECTED
+                | zmq.Event.CLOSED
+                | zmq.Event.LISTENING
             )
             # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
             self._poller.register(int(self._monitor.getsockopt(zmq.FD)), zmq.POLLIN)
@@ -189,6 +213,7 @@ class Link:
                 link._bind(address)
                 link._bound = True
                 link.address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            link.events()
         except BaseException:
             link.close()
             raise
@@ -205,7 +230,10 @@ class Link:
     def _bind_ipc(self, address: str) -> None:
         path = address.removeprefix("ipc://")
         if not path:
-            self._folder = Path(tempfile.mkdtemp(prefix="rpc-"))
+            try:
+                self._folder = Path(tempfile.mkdtemp(prefix="rpc-"))
+            except OSError as error:
+                raise RpcAddressError(f"no folder for the socket: {error}") from error
             path = str(self._folder / "s")
             if len(os.fsencode(path)) > IPC_PATH_BYTES_MAX:
                 raise RpcAddressError(f"the temporary folder's name is too long for a socket: {path}")
@@ -213,23 +241,27 @@ class Link:
         _private_folder(folder)
         # The listening socket is made here and lent to libzmq: left to itself it unlinks whatever is at the path,
         # before it binds and again some time after it was closed. The folder's lock makes looking and binding one act.
-        folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RpcAddressError(f"the socket's folder {folder} cannot be used: {error}") from error
         listener = stdlib_socket.socket(stdlib_socket.AF_UNIX, stdlib_socket.SOCK_STREAM)
         try:
             fcntl.flock(folder_fd, fcntl.LOCK_EX)
-            if os.path.lexists(path):
-                if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    raise RpcAddressInUse(f"{path} exists and is no socket")
-                if _is_live(path):
-                    raise RpcAddressInUse(f"{path} is served already")
-                os.unlink(path)
             try:
+                if os.path.lexists(path):
+                    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                        raise RpcAddressInUse(f"{path} exists and is not a socket")
+                    if _is_live(path):
+                        raise RpcAddressInUse(f"{path} is served already")
+                    os.unlink(path)
                 listener.bind(path)
                 listener.listen(128)
             except OSError as error:
                 raise RpcAddressError(f"cannot bind {path}: {error}") from error
+            self._ipc_path = path
             status = os.lstat(path)
-            self._ipc_path, self._ipc_identity = path, (status.st_dev, status.st_ino)
+            self._ipc_identity = (status.st_dev, status.st_ino)
             self._socket.setsockopt(zmq.USE_FD, listener.fileno())
             self._bind(f"ipc://{path}")
             listener.detach()
@@ -255,7 +287,9 @@ class Link:
         through the binding costs more than polling all three, and an empty receive three times as much.
         """
         ready = 0
-        for source, _ in self._poller.poll(None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))):
+        for source, _ in self._poller.poll(
+            None if timeout_s is None else min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
+        ):
             if source is self._socket:
                 ready |= READABLE
             elif source == self._wake_fd:
@@ -272,8 +306,11 @@ class Link:
         found: list[str] = []
         monitor = self._monitor
         while monitor is not None and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            event = _EVENTS.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
-            if event is not None:
+            told = parse_monitor_message(monitor.recv_multipart())
+            event = _EVENTS.get(int(told["event"]))
+            if event == LISTENING:
+                self.listener_fd = int(told["value"])
+            elif event is not None:
                 found.append(event)
         return found
 
@@ -343,7 +380,28 @@ class Link:
                 status = os.lstat(self._ipc_path)
                 if (status.st_dev, status.st_ino) == self._ipc_identity:
                     os.unlink(self._ipc_path)
-            except FileNotFoundError:
+            except OSError:
+                # Gone already, or its folder is: nothing of ours is left there.
                 pass
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def after_fork_in_child(self) -> None:
+        """Let go of what only the parent may hold: a listener that lives on here would keep the address in use."""
+        self._wake_lock = threading.Lock()
+        self._closed = True
+        if self.listener_fd >= 0:
+            os.close(self.listener_fd)
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_links):
+        # The parent's links that it closed have given their descriptors' numbers away.
+        if not link._closed:
+            link.after_fork_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

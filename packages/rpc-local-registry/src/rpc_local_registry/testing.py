@@ -22,6 +22,7 @@ from rpc_local_registry import _wire as wire
 from rpc_local_registry._client import RpcClient
 from rpc_local_registry._codec import encode
 from rpc_local_registry._config import RpcConfig, new_key
+from rpc_local_registry._engine import client_terms
 from rpc_local_registry._errors import (
     RpcArgumentError,
     RpcCancelled,
@@ -34,7 +35,7 @@ from rpc_local_registry._errors import (
 )
 from rpc_local_registry._methods import rpc_method
 from rpc_local_registry._server import RpcServer
-from rpc_local_registry._session import ClientHandshake, Session
+from rpc_local_registry._session import ClientHandshake, ServerTerms, Session
 from rpc_local_registry._streams import StreamSource
 from rpc_local_registry._zmq import READABLE, Link
 
@@ -149,14 +150,10 @@ class RawPeer:
             if self._link.poll(left_s) & READABLE:
                 return self._link.receive(self.config.buffers_max + 1)
 
-    def open_session(self, key: bytes, nonce: bytes | None = None) -> Session:
+    def open_session(self, key: bytes, nonce: bytes | None = None) -> Session[ServerTerms]:
         """Do the client's handshake by hand."""
         handshake = ClientHandshake(
-            key,
-            os.urandom(wire.NONCE_BYTES) if nonce is None else nonce,
-            "raw",
-            message_bytes_max=self.config.message_bytes_max,
-            buffers_max=self.config.buffers_max,
+            key, os.urandom(wire.NONCE_BYTES) if nonce is None else nonce, "raw", client_terms(self.config)
         )
         self._link.send(handshake.hello())
         answer = self.receive(PATIENCE_S)

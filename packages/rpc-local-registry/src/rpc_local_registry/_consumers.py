@@ -1,0 +1,333 @@
+"""The consuming ends of streams: over the socket, from a worker's ``StreamSource``, from a worker's generator."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from rpc_local_registry import _asyncio as aio
+from rpc_local_registry import _wire as wire
+from rpc_local_registry._core import Core, Handle
+from rpc_local_registry._engine import Engine, StreamPending
+from rpc_local_registry._errors import RpcError, RpcStreamingError, RpcTimeout, again, describe, rebuild
+from rpc_local_registry._streams import _EMPTY, Inbox, StreamSource, close_generator
+
+_T = TypeVar("_T")
+
+
+class RpcStream(Generic[_T]):
+    """Items of a streaming call.
+
+    One consumer, ``for`` or ``async for``; leave early with ``cancel`` or the context manager. It is open once the worker's
+    method was called; a method that is declared non-blocking is called before any later call of this client.
+    """
+
+    text = "stream"
+
+    def __iter__(self) -> RpcStream[_T]:
+        return self
+
+    def __aiter__(self) -> RpcStream[_T]:
+        return self
+
+    def __next__(self) -> _T:
+        raise NotImplementedError
+
+    async def __anext__(self) -> _T:
+        raise NotImplementedError
+
+    def cancel(self) -> None:
+        """Leave: the producer stops, unread items are dropped. Idempotent; harmless after the end."""
+        raise NotImplementedError
+
+    def __enter__(self) -> RpcStream[_T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def __aenter__(self) -> RpcStream[_T]:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class RemoteStream(RpcStream[Any]):
+    """A stream over the socket."""
+
+    def __init__(self, engine: Engine, pending: StreamPending, item_timeout_s: float | None, handle: Handle) -> None:
+        self._engine = engine
+        self._pending = pending
+        self._inbox: Inbox[tuple[Any, int]] = pending.inbox
+        self._item_timeout_s = item_timeout_s
+        self._taken = 0
+        self._taken_bytes = 0
+        self._grant = max(1, engine.config.stream_credit // 2)
+        self._grant_bytes = max(1, engine.config.stream_bytes // 2)
+        self._handle = handle
+        self.text = pending.text
+
+    def _took(self, item: tuple[Any, int]) -> Any:
+        value, size_bytes = item
+        self._taken += 1
+        self._taken_bytes += size_bytes
+        if self._taken >= self._grant or self._taken_bytes >= self._grant_bytes:
+            if not self._inbox.closed:
+                credit = wire.pack_credit(self._taken, self._taken_bytes)
+                self._engine.control(wire.CREDIT, self._pending.call_id, credit)
+            self._taken = 0
+            self._taken_bytes = 0
+        return value
+
+    def _ended(self, stop: type[Exception]) -> Exception:
+        error = self._inbox.error
+        if error is None:
+            return stop()
+        # Told once; afterwards the stream is simply over.
+        self._inbox.error = None
+        return error if isinstance(error, Exception) else RpcError(str(error))
+
+    def __next__(self) -> Any:
+        try:
+            item = self._inbox.get(self._item_timeout_s)
+        except RpcTimeout:
+            self.cancel()
+            raise
+        if item is _EMPTY:
+            raise self._ended(StopIteration)
+        return self._took(item)
+
+    async def __anext__(self) -> Any:
+        try:
+            item = await self._inbox.get_async(self._item_timeout_s)
+        except (RpcTimeout, aio.CancelledError):
+            self.cancel()
+            raise
+        if item is _EMPTY:
+            raise self._ended(StopAsyncIteration)
+        return self._took(item)
+
+    def cancel(self) -> None:
+        self._engine.abandon(self._pending.call_id)
+        self._inbox.close(discard=True)
+
+    def __del__(self) -> None:
+        if not self._inbox.closed:
+            self.cancel()
+
+
+class LocalStream(RpcStream[Any]):
+    """Shared by the kinds of local stream: deadlines, the worker's and the client's end, errors."""
+
+    def __init__(self, handle: Handle, text: str, deadline_s: float | None, item_timeout_s: float | None) -> None:
+        self._handle = handle
+        self._core: Core = handle.core
+        self._deadline_s = deadline_s
+        self._item_timeout_s = item_timeout_s
+        self._over = False
+        #: Why worker or client ended it; told once.
+        self._ended_by: RpcError | None = None
+        self.text = text
+
+    def end_with(self, error: RpcError) -> None:
+        """The worker or the client left."""
+        self._ended_by = error
+
+    def _error(self, error: BaseException) -> RpcError:
+        return rebuild(describe(error), self._core.causes)
+
+    def _wait_s(self) -> float | None:
+        if self._deadline_s is None:
+            return self._item_timeout_s
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        return left_s if self._item_timeout_s is None else min(left_s, self._item_timeout_s)
+
+    def _check(self, stop: type[Exception]) -> None:
+        ended_by, self._ended_by = self._ended_by, None
+        if ended_by is not None and not self._over:
+            self.cancel()
+            raise again(ended_by)
+        if self._over:
+            raise stop
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            self.cancel()
+            raise RpcTimeout(f"{self.text}: timed out")
+
+    def __del__(self) -> None:
+        if not self._over:
+            self.cancel()
+
+
+class FailedStream(LocalStream):
+    """A stream that could not be opened: told with the first item, as over the socket."""
+
+    def __init__(self, handle: Handle, text: str, error: RpcError) -> None:
+        super().__init__(handle, text, None, None)
+        self._ended_by = error
+
+    def end_with(self, error: RpcError) -> None:
+        """It has its error already."""
+
+    def __next__(self) -> Any:
+        self._check(StopIteration)
+        raise StopIteration
+
+    async def __anext__(self) -> Any:
+        self._check(StopAsyncIteration)
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self._over = True
+
+
+class PushStream(LocalStream):
+    """A worker's ``StreamSource``, read directly: what was pushed is what comes out."""
+
+    def __init__(
+        self,
+        handle: Handle,
+        text: str,
+        source: StreamSource[Any],
+        inbox: Inbox[Any],
+        deadline_s: float | None,
+        item_timeout_s: float | None,
+    ) -> None:
+        super().__init__(handle, text, deadline_s, item_timeout_s)
+        self._source = source
+        self._inbox = inbox
+
+    def _ended(self, stop: type[Exception]) -> Exception:
+        error, self._inbox.error = self._inbox.error, None
+        ended_by, self._ended_by = self._ended_by, None
+        over, self._over = self._over, True
+        if ended_by is not None and not over:
+            return again(ended_by)
+        return stop() if error is None else self._error(error)
+
+    def __next__(self) -> Any:
+        item = self._inbox.take_nowait()
+        if item is not _EMPTY:
+            return item
+        self._check(StopIteration)
+        try:
+            item = self._inbox.get(self._wait_s())
+        except RpcTimeout:
+            self.cancel()
+            raise
+        if item is _EMPTY:
+            raise self._ended(StopIteration)
+        return item
+
+    async def __anext__(self) -> Any:
+        item = self._inbox.take_nowait()
+        if item is not _EMPTY:
+            return item
+        self._check(StopAsyncIteration)
+        try:
+            item = await self._inbox.get_async(self._wait_s())
+        except (RpcTimeout, aio.CancelledError):
+            self.cancel()
+            raise
+        if item is _EMPTY:
+            raise self._ended(StopAsyncIteration)
+        return item
+
+    def cancel(self) -> None:
+        self._over = True
+        self._source._cancel()
+
+    def end_with(self, error: RpcError) -> None:
+        super().end_with(error)
+        self._inbox.close()
+
+
+class GeneratorStream(LocalStream):
+    """A worker's generator, advanced directly by its consumer."""
+
+    def __init__(
+        self, handle: Handle, text: str, generator: Any, deadline_s: float | None, item_timeout_s: float | None
+    ) -> None:
+        super().__init__(handle, text, deadline_s, item_timeout_s)
+        self._generator = generator
+        self._loop = aio.running_loop()
+
+    def _advance(self, stop: type[Exception]) -> Any:
+        self._check(stop)
+        try:
+            item = next(self._generator)
+        except StopIteration:
+            self._over = True
+            raise stop from None
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self._over = True
+            raise self._error(error) from error
+        if self._over:
+            # Cancelled by another thread while the generator ran: it could not be closed then.
+            close_generator(self._generator)
+            raise stop
+        if self._ended_by is not None:
+            self._check(stop)
+        return item
+
+    def __next__(self) -> Any:
+        if hasattr(self._generator, "__anext__"):
+            raise RpcStreamingError(f"{self.text} is an async generator: use 'async for'")
+        return self._advance(StopIteration)
+
+    async def __anext__(self) -> Any:
+        if not hasattr(self._generator, "__anext__"):
+            return self._advance(StopAsyncIteration)
+        self._check(StopAsyncIteration)
+        try:
+            async with aio.timeout(self._wait_s()):
+                item = await anext(self._generator)
+        except StopAsyncIteration:
+            self._over = True
+            raise
+        except TimeoutError as error:
+            if self._wait_s() == 0.0 or self._item_timeout_s is not None:
+                self.cancel()
+                raise RpcTimeout(f"{self.text}: timed out") from None
+            self._over = True
+            raise self._error(error) from error
+        except aio.CancelledError as error:
+            if aio.is_being_cancelled():
+                self.cancel()
+                raise
+            self._over = True
+            raise self._error(error) from error
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            self._over = True
+            raise self._error(error) from error
+        if self._ended_by is not None:
+            self._check(StopAsyncIteration)
+        return item
+
+    def cancel(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        if hasattr(self._generator, "close"):
+            close_generator(self._generator)
+        elif self._loop is not None:
+            aio.call_on(self._loop, _close_soon, self._loop, self._generator)
+
+
+def _close_soon(loop: aio.AbstractEventLoop, generator: Any) -> None:
+    task = loop.create_task(generator.aclose())
+    # The loop keeps only a weak reference.
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
+
+
+_closing: set[aio.Task[None]] = set()
