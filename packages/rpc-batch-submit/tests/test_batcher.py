@@ -100,7 +100,7 @@ def test_scenario(text: str) -> None:
 @pytest.mark.parametrize("end", EntryState)
 def test_table_of_moves(start: EntryState, end: EntryState) -> None:
     """Every pair: the table's moves are made, every other raises and leaves the entry as it was."""
-    entry = Entry("r", "r", 0, 0.0, None)
+    entry = Entry("r", "r", 0, None)
     entry.state = start
     if end in TRANSITIONS[start]:
         Batcher._move(entry, end)

@@ -269,16 +269,20 @@ class TestThreads:
         assert sender.batches == []
         assert submitter.statistics().submitted == 0
 
-    def test_a_duplicate_id_is_rolled_back(self) -> None:
-        """Registered, refused by the core, and taken back."""
-        rolled: list[int] = []
+    def test_a_duplicate_id_touches_nothing(self) -> None:
+        """Refused before it is registered: the first request's registration stays, and it is served."""
+        tracker = Tracker()
+        sender = FakeSender(immediate=True)
         submitter = ThreadBatchSubmitter(
-            FakeSender(), NEVER, register=lambda r: None, rollback=lambda r, e: rolled.append(r), id_of=lambda r: 1
+            sender, NEVER, register=tracker.register, rollback=tracker.rollback, id_of=lambda request: request % 10
         )
-        submitter.submit(1)
-        with pytest.raises(BatchUsageError):
-            submitter.submit(2)
-        assert rolled == [2]
+        ticket = submitter.submit(1)
+        with pytest.raises(BatchUsageError, match="buffered already"):
+            submitter.submit(11)
+        assert (tracker.tracked, tracker.rolled_back) == ([1], [])
+        submitter.flush()
+        assert ticket.result(PATIENCE_S) is None
+        assert sender.requests == [1]
 
     def test_an_awaitable_is_an_error_here(self) -> None:
         """A thread cannot await; said, not ignored."""
@@ -488,8 +492,10 @@ class TestAsyncio:
             with pytest.raises(BatchUsageError, match="another event loop"):
                 submitter.submit(2)
 
-        asyncio.run(one())
+        first = asyncio.new_event_loop()
+        first.run_until_complete(one())
         asyncio.run(two())
+        first.close()
 
     def test_a_submitter_serves_one_loop_after_another(self) -> None:
         """Once nothing is open it may be used from a new loop."""

@@ -33,9 +33,13 @@ from rpc_local_registry import (
 )
 from rpc_local_registry import _session as session
 from rpc_local_registry import _wire as wire
+from rpc_local_registry._engine import client_terms
+from rpc_local_registry._mac import HmacSha256
+from rpc_local_registry._server import server_terms
 from rpc_local_registry.testing import RawPeer, eventually
 
 QUICK = RpcConfig(handshake_timeout_s=0.3)
+TERMS = client_terms(RpcConfig())
 TOUCHED: list[int] = []
 
 
@@ -50,15 +54,15 @@ def test_strangers_are_refused_counted_and_never_answered(server: RpcServer, cli
     """Without the key nothing gets an answer: noise, pickles, short, empty, reflected and foreign-key messages."""
     sealer = wire.Sealer(wire.handshake_keys(key)[0], wire.TO_SERVER, wire.NO_SESSION)
     back = wire.Sealer(wire.handshake_keys(key)[1], wire.TO_CLIENT, wire.NO_SESSION)
-    foreign = session.ClientHandshake(new_key(), bytes(16), "x", message_bytes_max=1 << 20, buffers_max=1).hello()
-    inside = wire.Sealer(wire.MacKey(bytes(32)), wire.TO_SERVER, b"s" * 16).seal(wire.CALL, 1, 0, b"echo", b"\x91\x01")
+    foreign = session.ClientHandshake(new_key(), bytes(16), "x", TERMS).hello()
+    inside = wire.Sealer(HmacSha256(bytes(32)), wire.TO_SERVER, b"s" * 16).seal(wire.CALL, 1, 0, wire.prepare(b"echo", b"\x91\x01"))
     messages: dict[str, list[Any]] = {
         "truncated": [b""],
         "magic": [pickle.dumps(Bomb()).ljust(100)],
         "mac": foreign,
         "unknown_peer": inside,
-        "reflected": back.seal(wire.WELCOME, body=b""),
-        "structure": sealer.seal(wire.HELLO, body=pickle.dumps(Bomb())),
+        "reflected": back.seal(wire.WELCOME),
+        "structure": sealer.seal(wire.HELLO, payload=wire.prepare(b"", pickle.dumps(Bomb()))),
         "oversized": [bytes(70_000)],
     }
     with RawPeer(server.address) as stranger:
@@ -76,20 +80,20 @@ def test_recorded_messages_do_nothing(server: RpcServer, service: Any, key: byte
     """A whole recorded session, replayed on its own connection and on another, runs nothing a second time."""
     with RawPeer(server.address) as peer, RawPeer(server.address) as thief:
         opened = peer.open_session(key)
-        note = [bytes(frame) for frame in opened.sealer.seal(wire.ONEWAY, 1, 0, b"note", b"\x91\x05")]
+        note = [bytes(frame) for frame in opened.sealer.seal(wire.ONEWAY, 1, 0, wire.prepare(b"note", b"\x91\x05"))]
         peer.send(*note)
         eventually(lambda: service.log == [5])
         peer.send(*note)
         thief.send(*note)
         eventually(lambda: server.statistics().refused["replayed"] == 1)
         eventually(lambda: server.statistics().refused["unknown_peer"] == 1)
-        peer.send(*opened.sealer.seal(wire.ONEWAY, 2, 0, b"note", b"\x91\x06"))
+        peer.send(*opened.sealer.seal(wire.ONEWAY, 2, 0, wire.prepare(b"note", b"\x91\x06")))
         eventually(lambda: service.log == [5, 6])
 
 
 def test_a_replayed_hello_opens_nothing(server: RpcServer, key: bytes) -> None:
     """Counted as a replay, not answered."""
-    hello = session.ClientHandshake(key, b"n" * 16, "x", message_bytes_max=1 << 20, buffers_max=1).hello()
+    hello = session.ClientHandshake(key, b"n" * 16, "x", TERMS).hello()
     with RawPeer(server.address) as first, RawPeer(server.address) as second:
         first.send(*hello)
         assert first.receive(10) is not None
@@ -110,7 +114,7 @@ def test_a_holder_of_the_key_who_breaks_the_protocol_ends_only_itself(
     with RawPeer(server.address) as peer:
         opened = peer.open_session(key)
         for _ in range(2):
-            peer.send(*opened.sealer.seal(wire.CALL, 7, 0, b"hold_async", b"\x90"))
+            peer.send(*opened.sealer.seal(wire.CALL, 7, 0, wire.prepare(b"hold_async", b"\x90")))
         eventually(lambda: server.statistics().refused["structure"] == 1)
     assert client.echo(1).remote() == 1
     eventually(lambda: server.statistics().sessions == 1)
@@ -120,7 +124,7 @@ def test_pickled_arguments_are_arguments_that_do_not_fit(server: RpcServer, key:
     """Even an authentic pickle is never loaded."""
     with RawPeer(server.address) as peer:
         opened = peer.open_session(key)
-        peer.send(*opened.sealer.seal(wire.CALL, 1, 0, b"submit", pickle.dumps(Bomb())))
+        peer.send(*opened.sealer.seal(wire.CALL, 1, 0, wire.prepare(b"submit", pickle.dumps(Bomb()))))
         frames = peer.receive(10)
         assert frames is not None
         answer = opened.opener.open(frames)
@@ -138,7 +142,7 @@ def test_half_open_sessions_are_bounded(server: RpcServer, key: bytes, monkeypat
     try:
         for peer in peers:
             peer.send(
-                *session.ClientHandshake(key, os.urandom(16), "x", message_bytes_max=1 << 20, buffers_max=1).hello()
+                *session.ClientHandshake(key, os.urandom(16), "x", TERMS).hello()
             )
         eventually(lambda: server.statistics().refused["half_open"] == 2)
         assert server.statistics().sessions == 3
@@ -199,7 +203,7 @@ class TestHandshakeErrors:
             original(self, *args, **{**options, "versions": (2, 2)})
 
         monkeypatch.setattr(session.ClientHandshake, "__init__", future_version)
-        with pytest.raises(RpcProtocolMismatch, match="versions 1 to 1"):
+        with pytest.raises(RpcProtocolMismatch, match="versions 1 to 1; this client speaks versions 2 to 2"):
             connect().start()
 
     def test_the_server_may_come_later(self, service: Any, key: bytes, tmp_path: Path) -> None:
@@ -228,7 +232,7 @@ def test_an_authentic_server_that_breaks_the_protocol(key: bytes) -> None:
     try:
         with contextlib.closing(RpcClient(f"tcp://127.0.0.1:{port}", key)) as client:
             future = client.method("x")().remote_future()
-            server = session.ServerHandshake(key, "", message_bytes_max=1 << 20, buffers_max=1)
+            server = session.ServerHandshake(key, "", server_terms(RpcConfig()))
             identity, hello = router.recv_multipart()
             answer, opened = server.answer([hello], bytes(16))
             assert opened is not None
@@ -314,7 +318,7 @@ class TestAddresses:
             assert client.echo(1).remote() == 1
         assert not (tmp_path / "s").exists()
         (tmp_path / "file").write_text("mine")
-        with pytest.raises(RpcAddressInUse, match="no socket"):
+        with pytest.raises(RpcAddressInUse, match="not a socket"):
             RpcServer(service, f"ipc://{tmp_path}/file", key).start()
         assert (tmp_path / "file").read_text() == "mine"
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import hmac
 import random
 import struct
+from typing import Any
 
+import msgspec
 import pytest
 
-from rpc_local_registry import RpcProtocolMismatch
+from rpc_local_registry import RpcConfig, RpcProtocolMismatch
 from rpc_local_registry import _session as session
 from rpc_local_registry import _wire as wire
+from rpc_local_registry._engine import client_terms
+from rpc_local_registry._mac import AES_GMAC, BLAKE2B, HMAC_SHA256, MACS, HmacSha256, choose
+from rpc_local_registry._server import server_terms
 
 LIMITS = {"message_bytes_max": 1 << 20, "buffers_max": 16}
+CLIENT = client_terms(RpcConfig(message_bytes_max=1 << 20, buffers_max=16))
+SERVER = server_terms(RpcConfig(message_bytes_max=1 << 20, buffers_max=16))
 SESSION = b"s" * 16
 
 
-def ends(direction: int = wire.TO_SERVER) -> tuple[wire.Sealer, wire.Opener]:
+def ends(direction: int = wire.TO_SERVER, make: Any = HmacSha256) -> tuple[wire.Sealer, wire.Opener]:
     """Both ends of one direction."""
-    mac = wire.MacKey(b"k" * 32)
+    mac = make(b"k" * 32)
     return wire.Sealer(mac, direction, SESSION), wire.Opener(mac, direction, SESSION, **LIMITS)
 
 
@@ -35,7 +42,7 @@ def refusal(opener: wire.Opener, frames: list) -> str:
 def test_mac_is_hmac_sha256(length: int) -> None:
     """The pre-keyed MAC equals the standard library's, for keys of every length."""
     key, data = bytes(range(256))[:length], b"some data"
-    assert wire.MacKey(key).digest(data[:4], [data[4:]]) == hmac.digest(key, data, "sha256")
+    assert HmacSha256(key).tag(7, data[:4], [data[4:]]) == hmac.digest(key, data, "sha256")
 
 
 def test_round_trip_of_random_messages() -> None:
@@ -46,7 +53,9 @@ def test_round_trip_of_random_messages() -> None:
         arrays = [pick.randbytes(pick.choice((0, 1, 7, 8, 9, 64, 65, 500))) for _ in range(pick.randrange(5))]
         body, name = pick.randbytes(pick.randrange(50)), b"n" * pick.randrange(20)
         kind, call_id, argument = pick.choice(sorted(wire.CLIENT_KINDS)), pick.getrandbits(64), pick.getrandbits(64)
-        frames = sealer.seal(kind, call_id, argument, name, body, [memoryview(a) for a in arrays], inline_bytes_max=64)
+        payload = wire.prepare(name, body, [memoryview(a) for a in arrays], 64)
+        frames = sealer.seal(kind, call_id, argument, payload)
+        assert payload.size_bytes == sum(map(len, frames))
         assert len(frames) == 1 + sum(len(a) > 64 for a in arrays)
         message = opener.open(frames)
         assert (message.kind, message.call_id, message.argument, message.name) == (kind, call_id, argument, name)
@@ -58,16 +67,18 @@ def test_round_trip_of_random_messages() -> None:
 def test_inline_arrays_are_aligned() -> None:
     """Each starts at a multiple of eight bytes from the frame's start."""
     sealer, _ = ends()
-    frame = sealer.seal(wire.CALL, 1, 0, b"abc", b"12345", [memoryview(b"X"), memoryview(b"Y")], inline_bytes_max=9)[0]
+    payload = wire.prepare(b"abc", b"12345", [memoryview(b"X"), memoryview(b"Y")], 9)
+    frame = sealer.seal(wire.CALL, 1, 0, payload)[0]
     assert frame.index(b"X") % 8 == 0
     assert frame.index(b"Y") % 8 == 0
 
 
-def test_every_altered_bit_is_refused() -> None:
+@pytest.mark.parametrize("mac", MACS)
+def test_every_altered_bit_is_refused(mac: str) -> None:
     """Header, name, table, body, padding, inline and external arrays: all under the MAC."""
-    sealer, opener = ends()
+    sealer, opener = ends(make=MACS[mac])
     frames = sealer.seal(
-        wire.CALL, 1, 2, b"n", b"body", [memoryview(b"in"), memoryview(b"external")], inline_bytes_max=4
+        wire.CALL, 1, 2, wire.prepare(b"n", b"body", [memoryview(b"in"), memoryview(b"external")], 4)
     )
     frames = [bytes(frame) for frame in frames]
     for index, frame in enumerate(frames):
@@ -105,7 +116,7 @@ def test_replay_gap_and_reflection() -> None:
     opener.open(second)
     opener.open(third)
     assert refusal(opener, second) == "replayed"
-    back = wire.Opener(wire.MacKey(b"k" * 32), wire.TO_CLIENT, SESSION, **LIMITS)
+    back = wire.Opener(HmacSha256(b"k" * 32), wire.TO_CLIENT, SESSION, **LIMITS)
     assert refusal(back, first) == "reflected"
 
 
@@ -114,24 +125,24 @@ def test_directions_and_sessions_have_keys_of_their_own() -> None:
     key = bytes(32)
     made = [
         *wire.handshake_keys(key),
-        *wire.session_keys(key, b"a" * 16, b"b" * 16)[1:],
-        *wire.session_keys(key, b"b" * 16, b"a" * 16)[1:],
+        *wire.session_keys(key, b"a" * 32, HMAC_SHA256)[1:],
+        *wire.session_keys(key, b"b" * 32, HMAC_SHA256)[1:],
     ]
-    assert len({mac.digest(b"same") for mac in made}) == len(made)
+    assert len({mac.tag(0, b"same") for mac in made}) == len(made)
 
 
 def test_sizes_come_before_the_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     """Truncated and oversized messages cost no MAC at all."""
     sealer, _ = ends()
-    opener = wire.Opener(wire.MacKey(b"k" * 32), wire.TO_SERVER, SESSION, message_bytes_max=500, buffers_max=2)
-    big = sealer.seal(wire.CALL, body=bytes(500))
-    many = sealer.seal(wire.CALL, buffers=[memoryview(b"xx")] * 3, inline_bytes_max=1)
-    split = sealer.seal(wire.CALL, buffers=[memoryview(bytes(400))], inline_bytes_max=1)
+    opener = wire.Opener(HmacSha256(b"k" * 32), wire.TO_SERVER, SESSION, message_bytes_max=500, buffers_max=2)
+    big = sealer.seal(wire.CALL, payload=wire.prepare(b"", bytes(500)))
+    many = sealer.seal(wire.CALL, payload=wire.prepare(b"", b"", [memoryview(b"xx")] * 3, 1))
+    split = sealer.seal(wire.CALL, payload=wire.prepare(b"", b"", [memoryview(bytes(400))], 1))
 
     def no_mac(*_: object) -> bytes:
         raise AssertionError("a MAC was computed")
 
-    monkeypatch.setattr(wire.MacKey, "digest", no_mac)
+    monkeypatch.setattr(HmacSha256, "tag", no_mac)
     assert refusal(opener, [b"x" * 87]) == "truncated"
     for frames in (big, many, [*split, bytes(100)]):
         assert refusal(opener, frames) == "oversized"
@@ -139,15 +150,15 @@ def test_sizes_come_before_the_mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_authentic_nonsense_is_refused() -> None:
     """A holder of the key who lies about lengths gets a refusal, not an exception of another kind."""
-    mac = wire.MacKey(b"k" * 32)
+    mac = HmacSha256(b"k" * 32)
     header = struct.Struct("<2sBBBBHIHH16sQQQ")
 
     def frames(buffers: int, body: int, name: int, reserved: int, rest: bytes, kind: int = wire.CALL) -> list[bytes]:
         covered = header.pack(b"RL", 1, kind, 0, 0, buffers, body, name, reserved, SESSION, 1, 0, 0) + rest
-        return [mac.digest(covered) + covered]
+        return [mac.tag(1, covered) + covered]
 
     covered = frames(0, 0, 0, 0, b"")[0][wire.MAC_BYTES :]
-    two_frames = [mac.digest(covered, [b"extra"]) + covered, b"extra"]
+    two_frames = [mac.tag(1, covered, [b"extra"]) + covered, b"extra"]
     cases = [
         frames(0, 5, 0, 0, b"1234"), frames(0, 3, 0, 0, b"1234"), frames(0, 0, 5, 0, b"1234"), frames(0, 4, 0, 1, b"1234"),
         frames(1, 0, 0, 0, b"1234"), frames(1, 0, 0, 0, struct.pack("<Q", 1 << 62)), frames(17, 0, 0, 0, bytes(8 * 17)),
@@ -171,11 +182,11 @@ class TestHandshake:
         self, nonce: bytes = b"n" * 16, key: bytes = KEY, versions: tuple[int, int] = (1, 1)
     ) -> session.ClientHandshake:
         """A client's half."""
-        return session.ClientHandshake(key, nonce, "client", versions=versions, **LIMITS)
+        return session.ClientHandshake(key, nonce, "client", CLIENT, versions=versions)
 
     def server(self) -> session.ServerHandshake:
         """The server's half."""
-        return session.ServerHandshake(self.KEY, "server", **LIMITS)
+        return session.ServerHandshake(self.KEY, "server", SERVER)
 
     def test_both_ends_agree(self) -> None:
         """Each side's sealer fits the other's opener, in both directions, and names and limits arrive."""
@@ -234,8 +245,87 @@ class TestHandshake:
         client = self.client(versions=versions)
         answer, opened = self.server().answer(client.hello(), b"m" * 16)
         assert opened is None
-        with pytest.raises(RpcProtocolMismatch, match=rf"1 to 1, this client {versions[0]} to {versions[1]}"):
+        with pytest.raises(RpcProtocolMismatch, match=rf"1 to 1; this client speaks versions {versions[0]} to {versions[1]}"):
             client.answer(answer)
         replayed, _ = self.server().answer(self.client(b"z" * 16, versions=versions).hello(), b"m" * 16)
         with pytest.raises(wire.Refused, match="another hello"):
             client.answer(replayed)
+
+    def test_terms_reach_the_other_side(self) -> None:
+        """Every number that both sides use is told to the other; the code is the one that is cheapest for both together."""
+        mine = msgspec.structs.replace(CLIENT, stream_items=7, stream_bytes=70, macs={HMAC_SHA256: 10, BLAKE2B: 9})
+        yours = msgspec.structs.replace(SERVER, pending_calls_max=3, macs={HMAC_SHA256: 10, BLAKE2B: 12, AES_GMAC: 1})
+        client = session.ClientHandshake(self.KEY, b"n" * 16, "client", mine)
+        answer, theirs = session.ServerHandshake(self.KEY, "server", yours).answer(client.hello(), b"m" * 16)
+        ours = client.answer(answer)
+        assert theirs is not None
+        assert (theirs.peer, ours.peer) == (mine, yours)
+        assert (ours.mac_name, theirs.mac_name, ours.shared_clock) == (HMAC_SHA256, HMAC_SHA256, True)
+
+    def test_no_common_code(self) -> None:
+        """An authenticated refusal that names the codes of both."""
+        mine = msgspec.structs.replace(CLIENT, macs={BLAKE2B: 1})
+        yours = msgspec.structs.replace(SERVER, macs={HMAC_SHA256: 1})
+        client = session.ClientHandshake(self.KEY, b"n" * 16, "client", mine)
+        answer, opened = session.ServerHandshake(self.KEY, "server", yours).answer(client.hello(), b"m" * 16)
+        assert opened is None
+        with pytest.raises(RpcProtocolMismatch, match=r"hmac-sha256; this client .* blake2b"):
+            client.answer(answer)
+
+    def test_a_downgrade_is_impossible(self) -> None:
+        """Even who could write valid handshake messages under the key of the handshake alone gets two ends that do not meet."""
+        mine = msgspec.structs.replace(CLIENT, macs={HMAC_SHA256: 2, BLAKE2B: 1})
+        client = session.ClientHandshake(self.KEY, b"n" * 16, "client", mine)
+        weaker = session.ClientHandshake(
+            self.KEY, b"n" * 16, "client", msgspec.structs.replace(mine, macs={HMAC_SHA256: 2})
+        )
+        answer, theirs = self.server().answer(weaker.hello(), b"m" * 16)
+        ours = client.answer(answer)
+        assert theirs is not None
+        assert (ours.mac_name, theirs.mac_name) == (HMAC_SHA256, HMAC_SHA256)
+        with pytest.raises(wire.Refused, match="session"):
+            theirs.opener.open(ours.sealer.seal(wire.PING))
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"stream_items": 0}, {"stream_bytes": -1}, {"macs": {"x": 0}}, {"message_bytes_max": 1 << 60}, {"clock": b"c" * 65}],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_terms_out_of_range_are_refused(self, change: dict[str, Any]) -> None:
+        """Even from a holder of the key."""
+        bad = msgspec.structs.replace(CLIENT, **change)
+        with pytest.raises(wire.Refused, match="structure"):
+            self.server().answer(session.ClientHandshake(self.KEY, b"n" * 16, "client", bad).hello(), b"m" * 16)
+
+
+def test_the_cheapest_common_code() -> None:
+    """By the sum of both costs; names that this process does not know are not chosen; no common name is no code."""
+    assert choose({HMAC_SHA256: 5, BLAKE2B: 4}, {HMAC_SHA256: 5, BLAKE2B: 9}) == HMAC_SHA256
+    assert choose({HMAC_SHA256: 5, "rot13": 1}, {HMAC_SHA256: 5, "rot13": 1}) == HMAC_SHA256
+    assert choose({HMAC_SHA256: 5}, {BLAKE2B: 1}) is None
+
+
+@pytest.mark.parametrize("mac", MACS)
+def test_parts_do_not_matter(mac: str) -> None:
+    """One piece or several, as bytes or views: the same tag, of 32 bytes; another number or key, another tag."""
+    code, data = MACS[mac](b"k" * 32), bytes(range(256)) * 9
+    whole = code.tag(5, data)
+    assert len(whole) == 32
+    assert code.tag(5, memoryview(data)[:100], [data[100:1000], memoryview(data)[1000:]]) == whole
+    assert MACS[mac](b"l" * 32).tag(5, data) != whole
+    if mac == AES_GMAC:
+        assert code.tag(6, data) != whole
+
+
+def test_gmac_is_aes_gcm_of_nothing() -> None:
+    """Equal to the library's one-shot construction over the same nonce, padded with zeros."""
+    aead = pytest.importorskip("cryptography.hazmat.primitives.ciphers.aead")
+    tag = MACS[AES_GMAC](b"k" * 32).tag(258, b"data")
+    assert tag[16:] == bytes(16)
+    assert tag[:16] == aead.AESGCM(b"k" * 32).encrypt((258).to_bytes(12, "little"), b"", b"data")
+
+
+def test_credit_holds_items_and_bytes() -> None:
+    """Packed and unpacked, at the edges of both."""
+    for items, size in ((0, 0), (1, 1), ((1 << 20), (1 << 39)), (0, (1 << 40) - 1)):
+        assert wire.unpack_credit(wire.pack_credit(items, size)) == (items, size)

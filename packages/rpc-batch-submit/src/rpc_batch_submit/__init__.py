@@ -16,10 +16,11 @@ from rpc_batch_submit._errors import (
     BatchItemFailed,
     BatchOutcomeError,
     BatchSendFailed,
+    BatchSendUnknown,
     BatchSubmitError,
     BatchUsageError,
 )
-from rpc_batch_submit._outcomes import take_in, unpack_outcomes
+from rpc_batch_submit._outcomes import never_ran, take_in, unpack_outcomes
 from rpc_batch_submit._threads import ThreadBatchSubmitter
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "AsyncioBatchSubmitter",
     "ThreadBatchSubmitter",
     "BatchStatistics",
+    "never_ran",
     # the worker's side
     "take_in",
     "unpack_outcomes",
@@ -46,6 +48,7 @@ __all__ = [
     "BatchBackpressure",
     "BatchAborted",
     "BatchSendFailed",
+    "BatchSendUnknown",
     "BatchItemFailed",
     "BatchOutcomeError",
     "__version__",

@@ -1,9 +1,11 @@
 """The pure core: which requests leave together, when, and why. No clock, no thread, no I/O.
 
-Theory of operation. Each request is one ``Entry`` and walks BUFFERED → SENT → SETTLED, or BUFFERED → SETTLED when it is
-aborted or dropped. There is one buffer, in order of submission. Every way to leave it (``FLUSH_REASONS``) takes the
-whole buffer from its front, so order holds across flush kinds. Methods return the batches to send, in order; the driver
-sends them in exactly that order, and tells the core when a send is over (only the adaptive delay depends on it).
+Theory of operation. Each request is one ``Entry`` and walks ADMITTED → BUFFERED → SENT → SETTLED, or to SETTLED from
+wherever it is when it is withdrawn, aborted or dropped. Admission checks everything and takes the id and a place, so the
+caller's registration in between cannot meet a refusal. There is one buffer, in order. Every way to leave it
+(``FLUSH_REASONS``) takes the whole buffer from its front, so order holds across flush kinds. Methods return the batches to
+send, in order; the driver sends them in exactly that order, and tells the core when a send is over (only the adaptive delay
+depends on it).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ FLUSH_REASONS: Final = (SIZE, BYTES, DELAY, IDLE, BYPASS, EXPLICIT, CLOSE)
 class EntryState(enum.Enum):
     """Where a request is."""
 
+    ADMITTED = "admitted"
     BUFFERED = "buffered"
     SENT = "sent"
     SETTLED = "settled"
@@ -43,6 +46,7 @@ class EntryState(enum.Enum):
 
 #: Legal moves of an entry.
 TRANSITIONS: Final[Mapping[EntryState, frozenset[EntryState]]] = {
+    EntryState.ADMITTED: frozenset({EntryState.BUFFERED, EntryState.SETTLED}),
     EntryState.BUFFERED: frozenset({EntryState.SENT, EntryState.SETTLED}),
     EntryState.SENT: frozenset({EntryState.SETTLED}),
     EntryState.SETTLED: frozenset(),
@@ -54,13 +58,14 @@ class Entry(Generic[_T]):
 
     __slots__ = ("request", "request_id", "size_bytes", "state", "submitted_s", "ticket")
 
-    def __init__(self, request: _T, request_id: Hashable, size_bytes: int, submitted_s: float, ticket: Any) -> None:
+    def __init__(self, request: _T, request_id: Hashable, size_bytes: int, ticket: Any) -> None:
         self.request = request
         self.request_id = request_id
         self.size_bytes = size_bytes
-        self.submitted_s = submitted_s
+        #: When it was buffered.
+        self.submitted_s = 0.0
         self.ticket = ticket
-        self.state = EntryState.BUFFERED
+        self.state = EntryState.ADMITTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +85,8 @@ class BatchStatistics:
     settled: int
     aborted: int
     failed: int
+    #: Of the failed ones: they may have been served.
+    unknown: int
     batches: int
     flushes: Mapping[str, int]
     buffered: int
@@ -103,11 +110,14 @@ class Batcher(Generic[_T]):
         self._closed = False
         self._batches_in_flight = 0
         self._outstanding = 0
+        #: Requests between ``admit`` and ``buffer``.
+        self._admitted = 0
         self._submitted = 0
         self._sent = 0
         self._settled = 0
         self._aborted = 0
         self._failed = 0
+        self._unknown = 0
         self._batches = 0
         self._flushes = dict.fromkeys(FLUSH_REASONS, 0)
         self._outstanding_high_water = 0
@@ -128,16 +138,75 @@ class Batcher(Generic[_T]):
         """When the buffer must be sent at the latest; None while it is empty."""
         return self._buffer[0].submitted_s + self.config.delay_s if self._buffer else None
 
-    def check(self) -> None:
-        """Whether a request may be added now.
+    def admit(self, request: _T, *, request_id: Hashable = None, size_bytes: int = 0, ticket: Any = None) -> Entry[_T]:
+        """Check a request and take its id and a place for it; ``buffer`` or ``withdraw`` must follow.
+
+        Args:
+            request_id: For ``abort``; None if it will never be aborted.
+            size_bytes: Its share of ``bytes_max``, >= 0.
 
         Raises:
-            BatchClosed, BatchBackpressure: Nothing was changed.
+            BatchClosed, BatchBackpressure, BatchUsageError: Not taken; nothing was changed.
         """
         if self._closed:
             raise BatchClosed("the submitter is closed")
         if self._outstanding >= self.config.outstanding_max:
             raise BatchBackpressure(f"{self._outstanding} requests are not settled")
+        if not isinstance(size_bytes, int) or size_bytes < 0:
+            raise BatchUsageError(f"size_bytes must be an integer >= 0, got {size_bytes!r}")
+        if request_id is not None:
+            try:
+                known = request_id in self._by_id
+            except TypeError as error:
+                raise BatchUsageError(f"request id {request_id!r} cannot be an id: {error}") from None
+            if known:
+                raise BatchUsageError(f"request {request_id!r} is buffered already")
+        entry = Entry(request, request_id, size_bytes, ticket)
+        if request_id is not None:
+            self._by_id[request_id] = entry
+        self._submitted += 1
+        self._admitted += 1
+        self._outstanding += 1
+        if self._outstanding > self._outstanding_high_water:
+            self._outstanding_high_water = self._outstanding
+        return entry
+
+    def withdraw(self, entry: Entry[_T]) -> None:
+        """An admitted request will not be buffered after all: as if it had never been there."""
+        if entry.state is not EntryState.ADMITTED:
+            return
+        self._move(entry, EntryState.SETTLED)
+        self._forget_id(entry)
+        self._admitted -= 1
+        self._submitted -= 1
+        self._outstanding -= 1
+
+    def buffer(self, entry: Entry[_T], now_s: float, *, bypass: bool = False) -> tuple[SendBatch[_T], ...]:
+        """Put an admitted request into the buffer.
+
+        Args:
+            bypass: Send at once, with whatever was buffered before it.
+        """
+        config, buffer = self.config, self._buffer
+        self._move(entry, EntryState.BUFFERED)
+        self._admitted -= 1
+        effects: tuple[SendBatch[_T], ...] = ()
+        if buffer and self._buffer_bytes + entry.size_bytes > config.bytes_max:
+            effects = self._flush(BYTES)
+        entry.submitted_s = now_s
+        buffer.append(entry)
+        self._buffer_bytes += entry.size_bytes
+        if len(buffer) >= config.batch_max:
+            return effects + self._flush(SIZE)
+        if bypass:
+            return effects + self._flush(BYPASS)
+        if self._buffer_bytes >= config.bytes_max:
+            return effects + self._flush(BYTES)
+        if self._closed:
+            return effects + self._flush(CLOSE)
+        if config.adaptive and not self._batches_in_flight:
+            return effects + self._flush(IDLE)
+        return effects
 
     def add(
         self,
@@ -149,41 +218,13 @@ class Batcher(Generic[_T]):
         ticket: Any = None,
         bypass: bool = False,
     ) -> tuple[SendBatch[_T], ...]:
-        """Take a request.
-
-        Args:
-            request_id: For ``abort``; None if it will never be aborted.
-            size_bytes: Its share of ``bytes_max``.
-            bypass: Send at once, with whatever was buffered before it.
+        """``admit`` and ``buffer`` in one.
 
         Raises:
             BatchClosed, BatchBackpressure, BatchUsageError: Not taken; nothing was changed.
         """
-        self.check()
-        if request_id is not None and request_id in self._by_id:
-            raise BatchUsageError(f"request {request_id!r} is buffered already")
-        config, buffer = self.config, self._buffer
-        effects: tuple[SendBatch[_T], ...] = ()
-        if buffer and self._buffer_bytes + size_bytes > config.bytes_max:
-            effects = self._flush(BYTES)
-        entry = Entry(request, request_id, size_bytes, now_s, ticket)
-        buffer.append(entry)
-        self._buffer_bytes += size_bytes
-        if request_id is not None:
-            self._by_id[request_id] = entry
-        self._submitted += 1
-        self._outstanding += 1
-        if self._outstanding > self._outstanding_high_water:
-            self._outstanding_high_water = self._outstanding
-        if len(buffer) >= config.batch_max:
-            return effects + self._flush(SIZE)
-        if bypass:
-            return effects + self._flush(BYPASS)
-        if self._buffer_bytes >= config.bytes_max:
-            return effects + self._flush(BYTES)
-        if config.adaptive and not self._batches_in_flight:
-            return effects + self._flush(IDLE)
-        return effects
+        entry = self.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
+        return self.buffer(entry, now_s, bypass=bypass)
 
     def tick(self, now_s: float) -> tuple[SendBatch[_T], ...]:
         """Send the buffer if its oldest request has waited long enough."""
@@ -201,23 +242,33 @@ class Batcher(Generic[_T]):
 
     def abort(self, request_id: Hashable) -> Entry[_T] | None:
         """Remove a request that is still buffered and settle it; None if it is not buffered (any more)."""
-        entry = self._by_id.pop(request_id, None)
-        if entry is None:
+        try:
+            entry = self._by_id.get(request_id)
+        except TypeError:
             return None
+        if entry is None or entry.state is not EntryState.BUFFERED:
+            return None
+        del self._by_id[request_id]
         self._buffer.remove(entry)
         self._buffer_bytes -= entry.size_bytes
         self._aborted += 1
         self.settle(entry)
         return entry
 
-    def settle(self, entry: Entry[_T], *, failed: bool = False) -> bool:
-        """The request's outcome is known. False if it was settled before: then nothing changes."""
+    def settle(self, entry: Entry[_T], *, failed: bool = False, unknown: bool = False) -> bool:
+        """The request's outcome is there. False if it was settled before: then nothing changes.
+
+        Args:
+            failed: It was not, or perhaps not, served.
+            unknown: Perhaps.
+        """
         if entry.state is EntryState.SETTLED:
             return False
         self._move(entry, EntryState.SETTLED)
         self._outstanding -= 1
         self._settled += 1
         self._failed += failed
+        self._unknown += unknown
         return True
 
     def send_over(self) -> tuple[SendBatch[_T], ...]:
@@ -232,6 +283,7 @@ class Batcher(Generic[_T]):
 
     def drop(self) -> tuple[Entry[_T], ...]:
         """Forget everything outstanding (in a forked child it is the parent's); returns what was buffered."""
+        self._admitted = 0
         dropped = tuple(self._buffer)
         self._dropped += self._outstanding
         for entry in dropped:
@@ -251,6 +303,7 @@ class Batcher(Generic[_T]):
             settled=self._settled,
             aborted=self._aborted,
             failed=self._failed,
+            unknown=self._unknown,
             batches=self._batches,
             flushes=dict(self._flushes),
             buffered=len(self._buffer),
@@ -271,12 +324,15 @@ class Batcher(Generic[_T]):
             (len(entries) < max(2, self.config.batch_max), "the buffer never holds a full batch"),
             (self._buffer_bytes == sum(e.size_bytes for e in entries), "bytes are the buffer's"),
             (all(e.state is EntryState.BUFFERED for e in entries), "only buffered entries are in the buffer"),
-            (set(self._by_id.values()) <= set(entries), "ids name buffered entries"),
             (
-                self._submitted == self._sent + self._aborted + len(entries) or bool(self._dropped),
+                {e for e in self._by_id.values() if e.state is not EntryState.ADMITTED} <= set(entries),
+                "ids name buffered entries",
+            ),
+            (
+                self._submitted == self._sent + self._aborted + self._admitted + len(entries) or bool(self._dropped),
                 "every request is somewhere",
             ),
-            (self._outstanding >= len(entries), "buffered requests are outstanding"),
+            (self._outstanding >= len(entries) + self._admitted, "admitted and buffered requests are outstanding"),
             (self._submitted == self._settled + self._outstanding + self._dropped, "settled and outstanding are all"),
             (0 <= self._batches_in_flight <= self._batches, "sends in flight were made"),
         ]
@@ -290,14 +346,18 @@ class Batcher(Generic[_T]):
             raise BatchUsageError(f"request {entry.request_id!r}: {entry.state.value} cannot become {state.value}")
         entry.state = state
 
+    def _forget_id(self, entry: Entry[_T]) -> None:
+        if entry.request_id is not None:
+            self._by_id.pop(entry.request_id, None)
+
     def _flush(self, reason: str) -> tuple[SendBatch[_T], ...]:
         if not self._buffer:
             return ()
         entries = tuple(self._buffer)
         self._buffer.clear()
         self._buffer_bytes = 0
-        self._by_id.clear()
         for entry in entries:
+            self._forget_id(entry)
             self._move(entry, EntryState.SENT)
         self._sent += len(entries)
         self._batches += 1

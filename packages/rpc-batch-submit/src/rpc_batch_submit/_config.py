@@ -60,6 +60,8 @@ class BatchSubmitConfig:
     def from_env(cls, environ: Mapping[str, str] | None = None, /, **overrides: object) -> BatchSubmitConfig:
         """Configuration from ``TLLM_RPC_SUBMIT_BATCH_MAX`` and ``TLLM_RPC_SUBMIT_BATCH_DELAY_MS``.
 
+        Submitters that are given no configuration use this one.
+
         Unset means the default. Anything but plain decimal digits (with one point for the delay) is an error: signs,
         spaces, exponents, ``nan``, an empty value.
 

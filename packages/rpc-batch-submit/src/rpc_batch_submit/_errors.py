@@ -28,7 +28,14 @@ class BatchAborted(BatchSubmitError):
 
 
 class BatchSendFailed(BatchSubmitError):
-    """The whole send failed; ``__cause__`` is the send's own exception. The registration was rolled back."""
+    """The whole send failed and no request of it was served; ``__cause__`` is the send's own exception."""
+
+
+class BatchSendUnknown(BatchSendFailed):
+    """The send failed in a way that does not say whether the requests were served (a time-out, a dead peer, an interrupt).
+
+    ``__cause__`` is the send's own exception. A retry could serve a request twice.
+    """
 
 
 class BatchItemFailed(BatchSubmitError):
@@ -36,4 +43,4 @@ class BatchItemFailed(BatchSubmitError):
 
 
 class BatchOutcomeError(BatchSubmitError):
-    """The worker answered with something that is not one outcome per request; every request of the batch gets this."""
+    """The worker answered with something that is not one outcome per request; whether they were served is unknown."""

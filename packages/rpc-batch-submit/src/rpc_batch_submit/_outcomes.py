@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Final, TypeVar
 
-from rpc_batch_submit._errors import BatchItemFailed, BatchOutcomeError
+from rpc_batch_submit._errors import BatchItemFailed, BatchOutcomeError, BatchSendFailed, BatchSendUnknown
+
+_logger = logging.getLogger("rpc_batch_submit")
 
 _T = TypeVar("_T")
 
 #: Text of an item's failure that travels back, characters.
 _TEXT_MAX = 2048
+#: Requests in a row that ``next`` may refuse to give before an iterator without a length counts as endless.
+UNREADABLE_MAX: Final = 1024
 
 
 def unpack_outcomes(result: object, count: int) -> list[BaseException | None]:
-    """One outcome per request from what ``send_batch`` gave back.
+    """One outcome per request from what ``send_batch`` gave back. Never raises.
 
     Args:
         result: None (all accepted) or a sequence with one entry per request: None for accepted, a text or an exception
@@ -24,33 +28,61 @@ def unpack_outcomes(result: object, count: int) -> list[BaseException | None]:
         count: Requests that were sent.
 
     Returns:
-        One exception or None per request, in order. A result of any other form gives every request
-        ``BatchOutcomeError``.
+        One exception or None per request, in order. A result of any other form gives every request a
+        ``BatchOutcomeError`` of its own.
     """
-    if result is None or (type(result) is list and result == _accepted(count)):
+    if result is None:
         return [None] * count
-    if not isinstance(result, Sequence) or isinstance(result, (str, bytes)) or len(result) != count:
-        problem = BatchOutcomeError(f"{count} requests were answered by {_short(result)}")
-        return [problem] * count
-    outcomes: list[BaseException | None] = []
-    for item in result:
-        if item is None or isinstance(item, BaseException):
-            outcomes.append(item)
-        elif isinstance(item, str):
-            outcomes.append(BatchItemFailed(item))
-        else:
-            outcomes.append(BatchOutcomeError(f"an outcome is None, a text or an exception, not {_short(item)}"))
-    return outcomes
+    try:
+        if isinstance(result, Sequence) and not isinstance(result, (str, bytes)) and len(result) == count:
+            outcomes = [_outcome(item) for item in result]
+            if len(outcomes) == count:
+                return outcomes
+    except Exception as error:  # noqa: BLE001 - a sequence that cannot be read is an answer of another form
+        return [
+            BatchOutcomeError(f"{count} requests were answered by what cannot be read: {error!r}") for _ in range(count)
+        ]
+    return [BatchOutcomeError(f"{count} requests were answered by {_short(result)}") for _ in range(count)]
 
 
-@functools.lru_cache(maxsize=8)
-def _accepted(count: int) -> list[None]:
-    """What a worker that took everything answers; only ever compared with."""
-    return [None] * count
+def _outcome(item: object) -> BaseException | None:
+    if item is None or isinstance(item, BaseException):
+        return item
+    if isinstance(item, str):
+        return BatchItemFailed(item)
+    return BatchOutcomeError(f"an outcome is None, a text or an exception, not {_short(item)}")
+
+
+def never_ran(error: BaseException) -> bool:
+    """Whether a failed send certainly reached nobody: its exception says so with a true ``nothing_ran`` attribute.
+
+    rpc-local-registry's errors have that attribute. An exception without it leaves the outcome unknown.
+    """
+    return getattr(error, "nothing_ran", False) is True
+
+
+def send_failure(cause: BaseException, count: int, refused: Callable[[BaseException], bool]) -> BatchSendFailed:
+    """The error of one request of a send that failed. Never raises."""
+    try:
+        kind = BatchSendFailed if refused(cause) else BatchSendUnknown
+    except Exception:
+        _logger.exception("classifying a failed send failed")
+        kind = BatchSendUnknown
+    error = kind(f"sending {count} requests failed: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
+def is_unknown(error: BaseException | None) -> bool:
+    """Whether this outcome leaves open if the request was served."""
+    return isinstance(error, (BatchSendUnknown, BatchOutcomeError))
 
 
 def _short(value: object) -> str:
-    length = f" of length {len(value)}" if isinstance(value, Sequence) else ""
+    try:
+        length = f" of length {len(value)}" if isinstance(value, Sequence) else ""
+    except Exception:  # noqa: BLE001 - only for the text of an error
+        length = ""
     return f"{type(value).__qualname__}{length}"
 
 
@@ -77,24 +109,34 @@ def take_in(
     then ``offer`` gives it up, so a loop in another thread runs between requests however long the batch is.
 
     Args:
-        batch: Requests. An iterator whose ``next`` can go on after an exception loses only the bad request.
+        batch: Requests. An iterator whose ``next`` can go on after an exception loses only the bad request; one that tells
+            its length is asked no oftener than that.
         submit: Takes one request; raises to refuse it.
         hold_s: Longest stretch without an offer, seconds, beyond the request under way.
 
     Returns:
         Per request None or the refusal's text, as ``unpack_outcomes`` reads it.
+
+    Raises:
+        BatchOutcomeError: An iterator without a length raised ``UNREADABLE_MAX`` times in a row: it has no end.
     """
     outcomes: list[str | None] = []
     requests = iter(batch)
+    left = len(requests) if isinstance(requests, Sized) else None
+    unreadable = 0
     held_since_s = clock()
-    while True:
+    while left is None or len(outcomes) < left:
         try:
             request = next(requests)
         except StopIteration:
-            return outcomes
-        except Exception as error:  # noqa: BLE001 - one unreadable request must not cost the others
+            break
+        except Exception as error:
             outcomes.append(_text_of(error))
+            unreadable += 1
+            if left is None and unreadable >= UNREADABLE_MAX:
+                raise BatchOutcomeError(f"{unreadable} requests in a row could not be read: {error!r}") from error
             continue
+        unreadable = 0
         try:
             submit(request)
         except Exception as error:  # noqa: BLE001 - one refused request must not cost the others
@@ -104,12 +146,11 @@ def take_in(
         if clock() - held_since_s >= hold_s:
             offer()
             held_since_s = clock()
+    return outcomes
 
 
 def _text_of(error: Exception) -> str:
-    return f"{type(error).__qualname__}: {error}"[:_TEXT_MAX]
-
-
-def is_pending_result(result: Any) -> bool:
-    """Whether a send's result is still to come (it can be awaited or asked)."""
-    return hasattr(result, "add_done_callback") or hasattr(result, "__await__")
+    try:
+        return f"{type(error).__qualname__}: {error}"[:_TEXT_MAX]
+    except Exception:  # noqa: BLE001 - a broken __str__ must not cost the other requests
+        return f"{type(error).__qualname__}: <message unavailable>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import inspect
+import logging
 import os
 import threading
 import time
@@ -16,11 +17,15 @@ from typing import Any, Generic, TypeVar
 
 from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, SendBatch
 from rpc_batch_submit._config import BatchSubmitConfig
-from rpc_batch_submit._errors import BatchAborted, BatchSendFailed, BatchSubmitError, BatchUsageError
-from rpc_batch_submit._outcomes import unpack_outcomes
+from rpc_batch_submit._errors import BatchAborted, BatchUsageError
+from rpc_batch_submit._hooks import Hooks, first_interrupt
+from rpc_batch_submit._outcomes import is_unknown, unpack_outcomes
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("rpc_batch_submit")
 _submitters: weakref.WeakSet[ThreadBatchSubmitter[Any]] = weakref.WeakSet()
+#: Submitters with something in their buffer: alive until their timer has sent it, whoever has forgotten them.
+_waiting: set[ThreadBatchSubmitter[Any]] = set()
 
 
 def _after_fork_in_child() -> None:
@@ -35,9 +40,9 @@ class ThreadBatchSubmitter(Generic[_T]):
     """Coalesces submits of any threads into calls of ``send_batch``.
 
     Batches leave in order, one ``send_batch`` call at a time, on whichever thread completed the first of them; other
-    threads queue theirs behind it and go on. No lock is held across ``send_batch``, ``register`` or ``rollback``.
+    threads queue theirs behind it and go on. No lock is held across the caller's own functions.
     Arguments as in ``AsyncioBatchSubmitter``; an awaitable result is an error here, a ``concurrent.futures.Future`` is
-    what one wants.
+    what one wants. A submitter that is forgotten with requests in its buffer lives until they have been sent.
     """
 
     def __init__(
@@ -47,19 +52,17 @@ class ThreadBatchSubmitter(Generic[_T]):
         *,
         register: Callable[[_T], object] | None = None,
         rollback: Callable[[_T, BaseException], object] | None = None,
+        on_unknown: Callable[[_T, BaseException], object] | None = None,
+        refused: Callable[[BaseException], bool] | None = None,
         size_of: Callable[[_T], int] | None = None,
         id_of: Callable[[_T], Hashable] | None = None,
         bypass: Callable[[], bool] | None = None,
     ) -> None:
-        self._send_batch = send_batch
-        self._config = config or BatchSubmitConfig()
+        self._hooks = Hooks(send_batch, register, rollback, on_unknown, refused, size_of, id_of, bypass)
+        self._config = BatchSubmitConfig.from_env() if config is None else config
         self._core: Batcher[_T] = Batcher(self._config)
-        self._register = register
-        self._rollback = rollback
-        self._size_of = size_of
-        self._id_of = id_of
-        self._bypass = bypass
-        self._changed = threading.Condition(threading.Lock())
+        # Re-entrant: an interrupt handler or a collection may submit, abort or close inside any of these sections.
+        self._changed = threading.Condition(threading.RLock())
         self._timer: threading.Thread | None = None
         self._timer_stop = False
         self._to_send: deque[SendBatch[_T]] = deque()
@@ -68,31 +71,24 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def submit(self, request: _T) -> concurrent.futures.Future[None]:
         """Take a request; same contract as ``AsyncioBatchSubmitter.submit``."""
-        size_bytes = 0 if self._size_of is None else self._size_of(request)
-        request_id = None if self._id_of is None else self._id_of(request)
-        if self._register is not None:
-            with self._changed:
-                self._core.check()
-            self._register(request)
-        bypass = self._bypass is not None and self._bypass()
+        hooks, core = self._hooks, self._core
+        request_id, size_bytes, bypass = hooks.look_at(request)
         ticket: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._changed:
+            entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
         try:
+            if hooks.register is not None:
+                hooks.register(request)
             with self._changed:
-                was_empty = self._core.due_s() is None
-                batches = self._core.add(
-                    request,
-                    time.monotonic(),
-                    request_id=request_id,
-                    size_bytes=size_bytes,
-                    ticket=ticket,
-                    bypass=bypass,
-                )
+                was_empty = core.due_s() is None
+                batches = core.buffer(entry, time.monotonic(), bypass=bypass)
                 self._to_send.extend(batches)
-                if was_empty and self._core.due_s() is not None:
+                if was_empty and core.due_s() is not None:
                     self._wake_timer()
-        except BatchSubmitError as error:
-            if self._rollback is not None and self._register is not None:
-                self._rollback(request, error)
+        except BaseException:
+            with self._changed:
+                core.withdraw(entry)
+                self._changed.notify_all()
             raise
         if batches:
             self._drain()
@@ -151,6 +147,7 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _wake_timer(self) -> None:
         """The buffer has become non-empty; called with the lock."""
+        _waiting.add(self)
         if self._timer is None:
             self._timer = threading.Thread(
                 target=_run_timer, args=(weakref.ref(self), self._changed), name="batch-submit-timer", daemon=True
@@ -162,6 +159,8 @@ class ThreadBatchSubmitter(Generic[_T]):
     def _timer_turn(self) -> tuple[bool, float | None]:
         """(go on, seconds to wait); called with the lock."""
         due_s = self._core.due_s()
+        if due_s is None:
+            _waiting.discard(self)
         if self._timer_stop and due_s is None:
             return False, None
         if due_s is None:
@@ -200,26 +199,28 @@ class ThreadBatchSubmitter(Generic[_T]):
             self._over()
             return
         try:
-            result = self._send_batch([entry.request for entry in entries])
-        except Exception as error:  # noqa: BLE001 - goes to every caller whose request was in it
+            result = self._hooks.send_batch([entry.request for entry in entries])
+            if isinstance(result, concurrent.futures.Future):
+                result.add_done_callback(functools.partial(self._on_result, entries))
+                return
+            if hasattr(result, "__await__"):
+                if inspect.iscoroutine(result):
+                    result.close()
+                raise BatchUsageError("a thread cannot await: send_batch must return a concurrent future")
+        except BaseException as error:
+            # Also an interrupt: the batch is over, its requests perhaps served.
             self._failed(entries, error)
+            if not isinstance(error, Exception):
+                raise
             return
-        if isinstance(result, concurrent.futures.Future):
-            result.add_done_callback(functools.partial(self._on_result, entries))
-        elif hasattr(result, "__await__"):
-            if inspect.iscoroutine(result):
-                result.close()
-            self._failed(entries, BatchUsageError("a thread cannot await: send_batch must return a concurrent future"))
-        else:
-            self._settled(entries, result)
+        self._finish(entries, unpack_outcomes(result, len(entries)))
 
     def _withdraw(self, entries: list[Entry[_T]]) -> None:
         with self._changed:
             for entry in entries:
                 self._core.settle(entry)
-        if self._rollback is not None:
-            for entry in entries:
-                self._rollback(entry.request, BatchAborted("cancelled before it was sent"))
+        for entry in entries:
+            self._hooks.failed(entry.request, BatchAborted("cancelled before it was sent"))
 
     def _on_result(self, entries: tuple[Entry[_T], ...], result: concurrent.futures.Future[Any]) -> None:
         if result.cancelled():
@@ -229,33 +230,30 @@ class ThreadBatchSubmitter(Generic[_T]):
         if error is not None:
             self._failed(entries, error)
         else:
-            self._settled(entries, result.result())
+            self._finish(entries, unpack_outcomes(result.result(), len(entries)))
 
     def _failed(self, entries: tuple[Entry[_T], ...], cause: BaseException) -> None:
-        errors: list[BaseException | None] = []
-        for _ in entries:
-            error = BatchSendFailed(f"sending {len(entries)} requests failed: {cause!r}")
-            error.__cause__ = cause
-            errors.append(error)
-        self._finish(entries, errors)
-
-    def _settled(self, entries: tuple[Entry[_T], ...], result: object) -> None:
-        self._finish(entries, unpack_outcomes(result, len(entries)))
+        self._finish(entries, self._hooks.send_failures(cause, len(entries)))
 
     def _finish(self, entries: tuple[Entry[_T], ...], outcomes: list[BaseException | None]) -> None:
         """Tell a batch's callers, then settle it under one lock: whoever waits for ``close`` finds every ticket done."""
+        interrupt: BaseException | None = None
         try:
             for entry, error in zip(entries, outcomes):
-                if error is None:
-                    entry.ticket.set_result(None)
-                else:
-                    self._tell(entry, error)
+                try:
+                    if error is None:
+                        entry.ticket.set_result(None)
+                    else:
+                        self._tell(entry, error)
+                except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
+                    interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
         finally:
-            settle = self._core.settle
             with self._changed:
                 for entry, error in zip(entries, outcomes):
-                    settle(entry, failed=error is not None)
+                    self._core.settle(entry, failed=error is not None, unknown=is_unknown(error))
             self._over()
+        if interrupt is not None:
+            raise interrupt
 
     def _over(self) -> None:
         with self._changed:
@@ -265,15 +263,16 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _tell(self, entry: Entry[_T], error: BaseException) -> None:
         ticket: concurrent.futures.Future[None] = entry.ticket
-        # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller already.
-        if ticket.running() or (not ticket.done() and ticket.set_running_or_notify_cancel()):
-            ticket.set_exception(error)
-        if self._rollback is not None:
-            self._rollback(entry.request, error)
+        try:
+            # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller.
+            if ticket.running() or (not ticket.done() and ticket.set_running_or_notify_cancel()):
+                ticket.set_exception(error)
+        finally:
+            self._hooks.failed(entry.request, error)
 
     def _after_fork_in_child(self) -> None:
         # The requests are the parent's; its timer thread and whoever held the lock do not exist here.
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition(threading.RLock())
         self._timer = None
         self._to_send.clear()
         self._sending = False
@@ -281,7 +280,10 @@ class ThreadBatchSubmitter(Generic[_T]):
 
 
 def _run_timer(reference: weakref.ref[ThreadBatchSubmitter[Any]], changed: threading.Condition) -> None:
-    """Sends what has waited long enough. Holds no strong reference while it waits, so a forgotten submitter can go."""
+    """Sends what has waited long enough.
+
+    Holds no strong reference while it waits for something to be buffered, so a forgotten submitter can go.
+    """
     while True:
         with changed:
             submitter: ThreadBatchSubmitter[Any] | None = reference()
@@ -290,9 +292,15 @@ def _run_timer(reference: weakref.ref[ThreadBatchSubmitter[Any]], changed: threa
             going_on, wait_s = submitter._timer_turn()
             if not going_on:
                 return
-            if wait_s != 0.0:
+            if wait_s is None:
                 submitter = None
-                changed.wait(1.0 if wait_s is None else wait_s)
+                changed.wait(1.0)
                 continue
-        submitter._drain()
+            if wait_s > 0.0:
+                changed.wait(wait_s)
+                continue
+        try:
+            submitter._drain()
+        except BaseException:  # the timer serves all later requests too; this batch has been settled
+            _logger.exception("sending a batch failed")
         submitter = None

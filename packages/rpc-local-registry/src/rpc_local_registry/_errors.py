@@ -22,15 +22,25 @@ TRACEBACK_CHARS_MAX = 16384
 
 
 class RpcError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of everything that this package raises on purpose.
+
+    Attributes:
+        nothing_ran: Whether the call certainly did not reach its handler, so that making it again cannot run it twice.
+    """
+
+    nothing_ran: bool = False
 
 
 class RpcConfigError(RpcError, ValueError):
     """A setting, key, environment variable or method declaration is wrong. Names the culprit."""
 
+    nothing_ran = True
+
 
 class RpcAddressError(RpcError, ValueError):
     """The address cannot be used: malformed, too long, or in a folder that others can enter."""
+
+    nothing_ran = True
 
 
 class RpcAddressInUse(RpcError):
@@ -40,9 +50,13 @@ class RpcAddressInUse(RpcError):
 class RpcMethodNotFound(RpcError, AttributeError):
     """No such method, or it is not declared with ``rpc_method``."""
 
+    nothing_ran = True
+
 
 class RpcArgumentError(RpcError, TypeError):
     """The arguments do not fit the method's signature or annotations, or cannot be encoded. Nothing ran."""
+
+    nothing_ran = True
 
 
 class RpcEncodeError(RpcError):
@@ -85,6 +99,8 @@ class RpcCancelled(RpcError):
 class RpcBackpressure(RpcError):
     """A bound is reached (pending calls, pending bytes, unread items). Nothing was sent: the one retryable refusal."""
 
+    nothing_ran = True
+
 
 class RpcConnectionError(RpcError, ConnectionError):
     """There is no usable session."""
@@ -93,13 +109,19 @@ class RpcConnectionError(RpcError, ConnectionError):
 class RpcUnreachable(RpcConnectionError):
     """Nobody listens at the address (within the handshake's time)."""
 
+    nothing_ran = True
+
 
 class RpcAuthenticationError(RpcConnectionError):
     """Somebody listens but gave no answer under our key: wrong key, or not a server of this kind."""
 
+    nothing_ran = True
+
 
 class RpcProtocolMismatch(RpcConnectionError):
     """The peer shares the key but speaks other protocol versions."""
+
+    nothing_ran = True
 
 
 class RpcPeerDead(RpcConnectionError):

@@ -96,6 +96,18 @@ class ServerStatistics:
     lane_threads: int
 
 
+def server_terms(config: RpcConfig) -> ServerTerms:
+    """What a server with this configuration says in its WELCOME."""
+    return ServerTerms(
+        message_bytes_max=config.message_bytes_max,
+        buffers_max=config.buffers_max,
+        pending_calls_max=config.pending_calls_max,
+        pending_bytes_max=config.pending_bytes_max,
+        macs=offer(config.macs),
+        clock=clock_id(),
+    )
+
+
 class _Peer:
     """One client's session at the server."""
 
@@ -258,7 +270,7 @@ class RpcServer:
                 return self
             link = Link.bind(self._address, self._config)
             try:
-                self._handshake = ServerHandshake(self._key, self._name, self._terms())
+                self._handshake = ServerHandshake(self._key, self._name, server_terms(self._config))
                 _registry.register_local_worker(link.address, self._worker, self._key)
             except BaseException:
                 link.close()
@@ -271,17 +283,6 @@ class RpcServer:
             )
             self._thread.start()
         return self
-
-    def _terms(self) -> ServerTerms:
-        config = self._config
-        return ServerTerms(
-            message_bytes_max=config.message_bytes_max,
-            buffers_max=config.buffers_max,
-            pending_calls_max=config.pending_calls_max,
-            pending_bytes_max=config.pending_bytes_max,
-            macs=offer(config.macs),
-            clock=clock_id(),
-        )
 
     def shutdown(self) -> None:
         """Stop: no new calls, an answer to every pending one, then release everything. Idempotent; from any thread."""
