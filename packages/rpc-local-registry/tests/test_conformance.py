@@ -7,10 +7,17 @@ import pytest
 from rpc_local_registry import RpcConfig
 from rpc_local_registry.testing import (
     CONFORMANCE_CHECKS,
+    DIFFERENCES,
+    OUTCOMES,
+    PATHS,
+    VERBS,
     HandOffGuard,
     HandOffViolation,
     Item,
+    matrix_differences,
+    matrix_table,
     open_pair,
+    run_cell,
     run_conformance,
 )
 
@@ -80,3 +87,23 @@ def test_worker_that_mutates_is_detected() -> None:
     array = HandOffGuard().give(np.arange(3))
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_every_verb_and_outcome(outcome: str) -> None:
+    """Local path, ipc and tcp say the same of every verb, or differ for a documented reason; nothing hangs or escapes raw."""
+    cells = {(verb, outcome): {path: run_cell(verb, outcome, path) for path in PATHS} for verb in VERBS}
+    print(matrix_table(cells))
+    assert matrix_differences(cells) == []
+    assert not [told for cell in cells.values() for told in cell.values() if "raw" in told or told in ("hangs", "")]
+
+
+def test_the_comparison_can_fail() -> None:
+    """Sockets that disagree, an undocumented difference and a documented one that is none are each told."""
+    same = dict.fromkeys(PATHS, "x")
+    documented = next(iter(DIFFERENCES))
+    assert matrix_differences({("remote", "value"): same}) == []
+    assert len(matrix_differences({("remote", "value"): {**same, "tcp": "y"}})) == 1
+    assert len(matrix_differences({("remote", "value"): {**same, "local": "y"}})) == 1
+    assert len(matrix_differences({documented: same})) == 1
+    assert matrix_differences({documented: {**same, "local": "y"}}) == []

@@ -421,7 +421,7 @@ class TestBounds:
         """Arguments and results beyond the limit of either side are errors of the call; the session lives on."""
         small = RpcConfig(message_bytes_max=10_000)
         with RpcServer(service, "ipc://", key, config=small) as server, RpcClient(server.address, key) as client:
-            with pytest.raises(RpcArgumentError, match="the server takes 10000"):
+            with pytest.raises(RpcArgumentError, match="one holds at most 10000"):
                 client.echo(b"x" * 20_000).remote()
             client.echo(b"x" * 20_000).remote_oneway()
             assert client.echo(b"ok").remote() == b"ok"
@@ -431,7 +431,7 @@ class TestBounds:
             RpcClient(server.address, key, config=small) as client,
             RpcClient(server.address, key) as big,
         ):
-            with pytest.raises(RpcArgumentError, match="holds at most 10000"):
+            with pytest.raises(RpcArgumentError, match="one holds at most 10000"):
                 client.echo(b"x" * 20_000).remote()
             with pytest.raises(RpcEncodeError, match="at most 10000"):
                 client.repeat("x" * 990, 10).remote()

@@ -55,7 +55,9 @@ def test_strangers_are_refused_counted_and_never_answered(server: RpcServer, cli
     sealer = wire.Sealer(wire.handshake_keys(key)[0], wire.TO_SERVER, wire.NO_SESSION)
     back = wire.Sealer(wire.handshake_keys(key)[1], wire.TO_CLIENT, wire.NO_SESSION)
     foreign = session.ClientHandshake(new_key(), bytes(16), "x", TERMS).hello()
-    inside = wire.Sealer(HmacSha256(bytes(32)), wire.TO_SERVER, b"s" * 16).seal(wire.CALL, 1, 0, wire.prepare(b"echo", b"\x91\x01"))
+    inside = wire.Sealer(HmacSha256(bytes(32)), wire.TO_SERVER, b"s" * 16).seal(
+        wire.CALL, 1, 0, wire.prepare(b"echo", b"\x91\x01")
+    )
     messages: dict[str, list[Any]] = {
         "truncated": [b""],
         "magic": [pickle.dumps(Bomb()).ljust(100)],
@@ -141,9 +143,7 @@ def test_half_open_sessions_are_bounded(server: RpcServer, key: bytes, monkeypat
     peers = [RawPeer(server.address) for _ in range(5)]
     try:
         for peer in peers:
-            peer.send(
-                *session.ClientHandshake(key, os.urandom(16), "x", TERMS).hello()
-            )
+            peer.send(*session.ClientHandshake(key, os.urandom(16), "x", TERMS).hello())
         eventually(lambda: server.statistics().refused["half_open"] == 2)
         assert server.statistics().sessions == 3
     finally:

@@ -77,9 +77,7 @@ def test_inline_arrays_are_aligned() -> None:
 def test_every_altered_bit_is_refused(mac: str) -> None:
     """Header, name, table, body, padding, inline and external arrays: all under the MAC."""
     sealer, opener = ends(make=MACS[mac])
-    frames = sealer.seal(
-        wire.CALL, 1, 2, wire.prepare(b"n", b"body", [memoryview(b"in"), memoryview(b"external")], 4)
-    )
+    frames = sealer.seal(wire.CALL, 1, 2, wire.prepare(b"n", b"body", [memoryview(b"in"), memoryview(b"external")], 4))
     frames = [bytes(frame) for frame in frames]
     for index, frame in enumerate(frames):
         for bit in range(8 * len(frame)):
@@ -245,7 +243,9 @@ class TestHandshake:
         client = self.client(versions=versions)
         answer, opened = self.server().answer(client.hello(), b"m" * 16)
         assert opened is None
-        with pytest.raises(RpcProtocolMismatch, match=rf"1 to 1; this client speaks versions {versions[0]} to {versions[1]}"):
+        with pytest.raises(
+            RpcProtocolMismatch, match=rf"1 to 1; this client speaks versions {versions[0]} to {versions[1]}"
+        ):
             client.answer(answer)
         replayed, _ = self.server().answer(self.client(b"z" * 16, versions=versions).hello(), b"m" * 16)
         with pytest.raises(wire.Refused, match="another hello"):
@@ -288,7 +288,13 @@ class TestHandshake:
 
     @pytest.mark.parametrize(
         "change",
-        [{"stream_items": 0}, {"stream_bytes": -1}, {"macs": {"x": 0}}, {"message_bytes_max": 1 << 60}, {"clock": b"c" * 65}],
+        [
+            {"stream_items": 0},
+            {"stream_bytes": -1},
+            {"macs": {"x": 0}},
+            {"message_bytes_max": 1 << 60},
+            {"clock": b"c" * 65},
+        ],
         ids=lambda change: next(iter(change)),
     )
     def test_terms_out_of_range_are_refused(self, change: dict[str, Any]) -> None:

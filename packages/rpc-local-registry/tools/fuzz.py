@@ -41,6 +41,7 @@ from rpc_local_registry import _codec as codec
 from rpc_local_registry import _errors as errors
 from rpc_local_registry import _session as session
 from rpc_local_registry import _wire as wire
+from rpc_local_registry._mac import MACS, HmacSha256, Mac
 from rpc_local_registry._methods import methods_of
 from rpc_local_registry._zmq import check_address
 from rpc_local_registry.testing import RawPeer
@@ -106,7 +107,8 @@ class Fuzzer:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.counts: collections.Counter[str] = collections.Counter()
-        self.mac = wire.MacKey(KEY)
+        self.macs = [make(KEY) for make in MACS.values()]
+        self.mac: Mac = self.macs[0]
         self.pickles = [pickle.dumps(Bomb(), protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
 
     # ---- material
@@ -118,11 +120,14 @@ class Fuzzer:
             memoryview(pick.randbytes(pick.choice((0, 1, 7, 8, 63, 300))))
             for _ in range(pick.choice((0, 0, 0, 1, 2, 5)))
         ]
-        frames = sealer.seal(
-            pick.choice(sorted(wire.CLIENT_KINDS)), pick.getrandbits(16), pick.getrandbits(32), pick.choice((b"",
-            b"submit")), pick.randbytes(pick.choice((0, 1, 30, 200))), arrays, flags=pick.getrandbits(1),
-            inline_bytes_max=64,
-        )  # fmt: skip
+        payload = wire.prepare(
+            pick.choice((b"", b"submit")), pick.randbytes(pick.choice((0, 1, 30, 200))), arrays, inline_bytes_max=64
+        )
+        kind, argument = pick.choice(sorted(wire.CLIENT_KINDS)), pick.getrandbits(64)
+        frames = sealer.seal(kind, pick.getrandbits(16), argument, payload, pick.getrandbits(2))
+        expect(sum(map(len, frames)) == payload.size_bytes, "the size told before sealing is the message's")
+        items, size = wire.unpack_credit(argument)
+        expect(wire.pack_credit(items, size) == argument, "a credit is what it was packed from")
         return [bytes(frame) for frame in frames]
 
     def altered(self, frames: list[bytes]) -> list[bytes]:
@@ -162,7 +167,8 @@ class Fuzzer:
 
     def sealed_by_hand(self, rest: bytes, external: list[bytes]) -> list[bytes]:
         """An authentic MAC over any bytes at all: what a hostile holder of the key could send."""
-        return [self.mac.digest(rest, external) + rest, *external]
+        number = int.from_bytes(rest[32:40], "little") if len(rest) >= 40 else 0
+        return [self.mac.tag(number, rest, external) + rest, *external]
 
     def refused(self, opener: wire.Opener, frames: list[bytes]) -> bool:
         """Open; True if refused with a known reason and the opener is unchanged."""
@@ -183,9 +189,17 @@ class Fuzzer:
         opener = wire.Opener(self.mac, wire.TO_SERVER, SESSION, **LIMITS)
         reflected = wire.Opener(self.mac, wire.TO_CLIENT, SESSION, **LIMITS)
         foreign = wire.Opener(self.mac, wire.TO_SERVER, b"t" * wire.SESSION_BYTES, **LIMITS)
-        other_key = wire.Opener(wire.MacKey(b"k" * 32), wire.TO_SERVER, SESSION, **LIMITS)
+        other_key = wire.Opener(HmacSha256(b"k" * 32), wire.TO_SERVER, SESSION, **LIMITS)
         earlier: list[list[bytes]] = []
-        for _ in range(count // 4):
+        for number in range(count // 4):
+            if number % 64 == 0:
+                # Each code in turn, from the beginning of a session.
+                self.mac = self.random.choice(self.macs)
+                sealer = wire.Sealer(self.mac, wire.TO_SERVER, SESSION)
+                opener = wire.Opener(self.mac, wire.TO_SERVER, SESSION, **LIMITS)
+                reflected = wire.Opener(self.mac, wire.TO_CLIENT, SESSION, **LIMITS)
+                foreign = wire.Opener(self.mac, wire.TO_SERVER, b"t" * wire.SESSION_BYTES, **LIMITS)
+                earlier.clear()
             good = self.authentic(sealer)
             bad = self.altered(good)
             if bad != good:
@@ -204,6 +218,7 @@ class Fuzzer:
         """Each prefix, and each byte altered, of one message after the other."""
         done = 0
         while done < count:
+            self.mac = self.random.choice(self.macs)
             sealer = wire.Sealer(self.mac, wire.TO_SERVER, SESSION)
             opener = wire.Opener(self.mac, wire.TO_SERVER, SESSION, **LIMITS)
             good = self.authentic(sealer)
@@ -219,10 +234,10 @@ class Fuzzer:
 
     def insides(self, count: int) -> None:
         """Authentic MAC, malformed structure: refused or opened, never anything else."""
-        sealer = wire.Sealer(self.mac, wire.TO_SERVER, SESSION)
         for _ in range(count):
+            self.mac = self.random.choice(self.macs)
+            sealer = wire.Sealer(self.mac, wire.TO_SERVER, SESSION)
             opener = wire.Opener(self.mac, wire.TO_SERVER, SESSION, **LIMITS)
-            sealer.sequence = 0
             good = self.authentic(sealer)
             rest = bytearray(good[0][wire.MAC_BYTES :])
             for _ in range(self.random.randrange(1, 4)):
@@ -238,30 +253,70 @@ class Fuzzer:
             if not self.refused(opener, frames):
                 self.counts["insides opened"] += 1
 
+    def terms(self) -> tuple[session.ClientTerms, session.ServerTerms]:
+        """Terms of both sides, of any legal size, with codes that may not meet."""
+        pick = self.random
+        names = [*MACS, "of-tomorrow"]
+
+        def number() -> int:
+            return pick.choice((1, 64, 65536, 1 << 30, 1 << 48, pick.randrange(1, 1 << 48)))
+
+        def costs() -> dict[str, int]:
+            return {name: number() for name in pick.sample(names, pick.randrange(len(names) + 1))}
+
+        clock = pick.choice((b"", b"here", b"there"))
+        return (
+            session.ClientTerms(number(), number(), number(), number(), number(), costs(), clock),
+            session.ServerTerms(number(), number(), number(), number(), costs(), pick.choice((clock, b"here"))),
+        )
+
     def handshakes(self, count: int) -> None:
-        """Hellos and answers, altered; and authentic ones with malformed bodies."""
+        """Hellos and answers, altered; authentic ones with malformed bodies; and two ends that must agree on every term."""
+        keys = wire.handshake_keys(KEY)
         for number in range(count):
-            server = session.ServerHandshake(KEY, "server", **LIMITS)
-            client = session.ClientHandshake(KEY, self.random.randbytes(16), "client", **LIMITS)
+            mine, yours = self.terms()
+            server = session.ServerHandshake(KEY, "server", yours)
+            client = session.ClientHandshake(KEY, self.random.randbytes(16), "client", mine)
             hello = [bytes(frame) for frame in client.hello()]
             bad = self.altered(hello)
             if bad != hello:
                 self.expect_refused(lambda bad=bad, server=server: server.answer(bad, bytes(16)), bad)
             answer, opened = server.answer(hello, self.random.randbytes(16))
-            expect(opened is not None, "opened is not None")
+            expect(
+                (opened is not None) == bool(set(mine.macs) & set(yours.macs) & set(MACS)),
+                "a session needs a common code",
+            )
             self.expect_refused(lambda hello=hello, server=server: server.answer(hello, bytes(16)), hello)
             reply = [bytes(frame) for frame in answer]
             bad = self.altered(reply)
             if bad != reply:
                 self.expect_refused(lambda bad=bad, client=client: client.answer(bad), bad)
+            if opened is not None:
+                ours = client.answer(reply)
+                expect(
+                    (ours.peer, opened.peer, ours.mac_name) == (yours, mine, opened.mac_name), "both ends know the same"
+                )
+                expect(ours.shared_clock == opened.shared_clock, "both ends agree about the clock")
+                if yours.message_bytes_max >= wire.HEADER_BYTES:
+                    opened.opener.open(ours.sealer.seal(wire.PING))
+            else:
+                self.expect_refused(lambda reply=reply, client=client: client.answer(reply), reply)
             if number % 2:
-                body = self.mutated_body(msgspec.msgpack.encode([bytes(16), bytes(16), 1, "n", 1 << 20, 8]))
+                whole = msgspec.msgpack.encode(session.Hello(bytes(16), 1, 1, "n", mine))
+                body = self.mutated_body(
+                    self.random.choice(
+                        (whole, msgspec.msgpack.encode([bytes(16), bytes(16), 1, "n", yours, "blake2b"]))
+                    )
+                )
                 kind = self.random.choice((wire.WELCOME, wire.REJECT))
-                keys = wire.handshake_keys(KEY)
-                forged = wire.Sealer(keys[1], wire.TO_CLIENT, wire.NO_SESSION).seal(kind, body=body)
+                payload = wire.prepare(b"", body)
+                forged = wire.Sealer(keys[1], wire.TO_CLIENT, wire.NO_SESSION).seal(kind, payload=payload)
                 self.expect_refused(lambda forged=forged, client=client: client.answer(forged), forged)
-                forged = wire.Sealer(keys[0], wire.TO_SERVER, wire.NO_SESSION).seal(wire.HELLO, body=body)
-                self.expect_refused(lambda forged=forged, server=server: server.answer(forged, bytes(16)), forged)
+                forged = wire.Sealer(keys[0], wire.TO_SERVER, wire.NO_SESSION).seal(wire.HELLO, payload=payload)
+                try:
+                    server.answer(forged, bytes(16))
+                except wire.Refused:
+                    self.counts["hellos refused"] += 1
 
     def expect_refused(self, action: Callable[[], object], frames: object) -> None:
         """The action must refuse."""
@@ -384,16 +439,22 @@ class Fuzzer:
                     good = [bytes(f) for f in opened.sealer.seal(wire.PING)]
                     holder.send(*good)
                     for _ in range(min(200, count - sent)):
-                        bad = self.altered(good)
-                        stranger.send(*bad)
-                        if bad != good:
-                            holder.send(*bad)
-                        sent += 2
+                        stranger.send(*self.altered(good))
+                        sent += 1
                     # Authentic and malformed: the session may end, the server may not.
                     for kind in (wire.CALL, wire.ONEWAY, wire.STREAM, wire.CREDIT, wire.CANCEL):
                         name = self.random.choice((b"submit", b"submit_batch", b"anything", b"nothing", b"__init__"))
-                        body = self.mutated_body(b"\x92\x01\x02")
-                        holder.send(*opened.sealer.seal(kind, self.random.getrandbits(8), 0, name, body))
+                        payload = wire.prepare(name, self.mutated_body(b"\x92\x01\x02"))
+                        argument, flags = (
+                            self.random.getrandbits(self.random.choice((0, 20, 64))),
+                            self.random.getrandbits(8),
+                        )
+                        holder.send(*opened.sealer.seal(kind, self.random.getrandbits(8), argument, payload, flags))
+                        sent += 1
+                    # Not authentic inside a session: the end of that session, and of nothing else.
+                    bad = self.altered(good)
+                    if bad != good:
+                        holder.send(*bad)
                         sent += 1
                     request = Request(sent, np.arange(3, dtype=np.int32))
                     expect(client.submit(request).remote(timeout_s=20) == sent, "the good client was disturbed")

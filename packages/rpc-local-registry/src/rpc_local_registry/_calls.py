@@ -288,7 +288,7 @@ class Call(Generic[_R]):
         core = self._method.core
         timeout_s = self._timeout(timeout_s)
         try:
-            task = aio.ensure_future(spec.function(worker, *self.args, **self.keywords))
+            task = aio.ensure_future(_caught(spec.function(worker, *self.args, **self.keywords)))
         except TypeError as error:
             raise self._error(spec, error) from error
         guard = LocalTask(aio.get_running_loop(), task)
@@ -301,14 +301,17 @@ class Call(Generic[_R]):
         if not done:
             task.cancel()
             raise RpcTimeout(f"{spec.name} after {timeout_s} s: timed out")
-        failure = None if task.cancelled() else task.exception()
-        if guard.ended_by is not None:
-            raise again(guard.ended_by)
+        value: Any = None
+        failure: BaseException | None
         if task.cancelled():
             failure = aio.CancelledError(f"{spec.name}: cancelled")
+        else:
+            value, failure = task.result()
+        if guard.ended_by is not None:
+            raise again(guard.ended_by)
         if failure is not None:
             raise self._error(spec, failure) from failure
-        return task.result()
+        return value
 
     def _stream_local(self, target: Target, timeout_s: float | None, item_timeout_s: float | None) -> RpcStream[Any]:
         entry, spec, worker = target
@@ -332,6 +335,16 @@ class Call(Generic[_R]):
             stream = GeneratorStream(handle, spec.name, made, deadline_s, item_timeout_s)
         core.attach(entry, stream)
         return stream
+
+
+async def _caught(awaitable: Any) -> tuple[Any, BaseException | None]:
+    """(value, exception) of a worker's coroutine; its SystemExit must not end the caller's event loop."""
+    try:
+        return await awaitable, None
+    except (aio.CancelledError, *_ENDS_ITSELF):
+        raise
+    except BaseException as error:  # noqa: BLE001 - becomes the call's error
+        return None, error
 
 
 class WarningCall(Call[Any]):

@@ -244,7 +244,7 @@ class PushStream(LocalStream):
 
     def end_with(self, error: RpcError) -> None:
         super().end_with(error)
-        self._inbox.close()
+        self._source._cancel(discard=False)
 
 
 class GeneratorStream(LocalStream):

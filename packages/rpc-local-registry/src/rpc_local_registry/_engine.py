@@ -459,13 +459,15 @@ class Engine:
                 if not connected:
                     raise RpcUnreachable(f"nobody listens at {self.address} ({within})")
                 raise RpcAuthenticationError(
-                    f"{self.address} gave no authentic answer {within}: another key, or not an rpc_local_registry server"
+                    f"{self.address} gave no authentic answer {within}: another key, not an rpc_local_registry server, or one "
+                    f"that does not run"
                 )
             ready = self._poll(link, left_s)
             for event in link.events() if ready & MONITORED else ():
                 if event == CONNECTED:
                     connected = True
                 elif event == DISCONNECTED:
+                    connected = False
                     # What was sent into that connection is lost; a fresh attempt waits for the next one.
                     attempt = begin()
             if ready & READABLE:

@@ -737,6 +737,9 @@ class RpcServer:
             self._next_in_strand(call.peer)
             return
         self._forget(call)
+        if self._stopping and kind != wire.ERROR:
+            # It ended well, but its worker left meanwhile: the same answer as on the local path.
+            kind, payload = wire.ERROR, _own_error(RpcServerStopped(f"{self._address} stopped"))
         if kind == wire.ERROR:
             self._failed += 1
         self._send(call.peer, kind, call.message.call_id, 0, payload)
@@ -921,10 +924,14 @@ class RpcServer:
                 return
             with call.lock:
                 call.credit_bytes -= payload.size_bytes
-            self._post(functools.partial(self._send_item, call, payload))
+            if call.spec.non_blocking:
+                # On the I/O thread: sent before the generator is asked again.
+                self._send_item(call, payload)
+            else:
+                self._post(functools.partial(self._send_item, call, payload))
 
     def _send_item(self, call: _Call, payload: wire.Payload) -> None:
-        if not call.over:
+        if not call.over and not self._stopping:
             self._send(call.peer, wire.ITEM, call.message.call_id, call.items_sent, payload)
             call.items_sent += 1
 

@@ -202,9 +202,9 @@ class StreamSource(Generic[_T]):
         self._taken = True
         return self._inbox
 
-    def _cancel(self) -> None:
-        """The consumer leaves."""
-        if self._inbox.close(discard=True):
+    def _cancel(self, *, discard: bool = True) -> None:
+        """The consumer leaves; what it has not read is dropped unless it still may."""
+        if self._inbox.close(discard=discard):
             self.cancelled = True
             if self._on_cancel is not None:
                 self._on_cancel()

@@ -277,7 +277,7 @@ class Opener:
         self._session = session
         self._handshake = session == NO_SESSION
         self._kinds = (_HANDSHAKE_KINDS if self._handshake else _SESSION_KINDS)[direction]
-        self._message_bytes_max = min(message_bytes_max, HANDSHAKE_BYTES_MAX) if self._handshake else message_bytes_max
+        self._message_bytes_max = HANDSHAKE_BYTES_MAX if self._handshake else message_bytes_max
         self._buffers_max = 0 if self._handshake else buffers_max
         #: Number of the last message accepted.
         self.sequence = 0

@@ -33,6 +33,8 @@ from rpc_local_registry._errors import (
     RpcStreamingError,
     RpcTimeout,
 )
+from rpc_local_registry._matrix import DIFFERENCES, OUTCOMES, PATHS, VERBS, matrix_table, run_cell, run_matrix
+from rpc_local_registry._matrix import differences as matrix_differences
 from rpc_local_registry._methods import rpc_method
 from rpc_local_registry._server import RpcServer
 from rpc_local_registry._session import ClientHandshake, ServerTerms, Session
@@ -594,15 +596,23 @@ __all__ = [
     "CONFORMANCE_CHECKS",
     "ConformanceError",
     "ConformanceWorker",
+    "DIFFERENCES",
     "HandOffGuard",
     "HandOffViolation",
     "Item",
+    "OUTCOMES",
+    "PATHS",
     "Pair",
     "RawPeer",
     "Resources",
+    "VERBS",
     "eventually",
     "fingerprint",
+    "matrix_differences",
+    "matrix_table",
     "open_pair",
     "resources",
+    "run_cell",
     "run_conformance",
+    "run_matrix",
 ]
