@@ -1,20 +1,16 @@
 """What a submit costs: fast path, our RPC, a bare ZeroMQ echo, and the path that the fast path replaces.
 
-Every ratio is measured within one run, the two sides in turn, median of several rounds. CPU figures are ``time.process_time``
-of the whole process, both ends and ZeroMQ's own threads included: with a co-located worker all of it is rank 0's.
+Every goal is a ratio within one run, the two sides in turn. CPU figures are ``time.process_time`` of the whole process, both
+ends and ZeroMQ's own threads included: with a co-located worker all of it is rank 0's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gc
 import hmac
-import json
 import os
 import pickle
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -27,9 +23,8 @@ import msgspec
 import numpy as np
 import zmq
 
-from rpc_local_registry import RpcClient, RpcConfig, RpcServer, get_local_worker, new_key, rpc_method
-
-ROUNDS = 7
+from measure import Figure, Sample, compare, in_turn, ratio, run_benchmark, timed
+from rpc_local_registry import RpcClient, RpcServer, get_local_worker, new_key, rpc_method
 
 
 class Request(msgspec.Struct):
@@ -256,148 +251,98 @@ def paced(count: int, pace_s: float, action: Callable[[], object]) -> None:
             time.sleep(left_s)
 
 
-def wall_us(action: Callable[[], object], count: int) -> float:
-    """Wall time of one action."""
-    start_s = time.perf_counter()
-    for _ in range(count):
-        action()
-    return (time.perf_counter() - start_s) / count * 1e6
+def cpu(action: Callable[[], object], number: int) -> Sample:
+    """Processor time of one action, all threads of the process."""
+    return timed(action, number, time.process_time)
 
 
-def cpu_us(action: Callable[[], object], count: int) -> float:
-    """CPU time of one action, whole process."""
-    start_s = time.process_time()
-    for _ in range(count):
-        action()
-    return (time.process_time() - start_s) / count * 1e6
+def median_time(action: Callable[[], object], number: int) -> Sample:
+    """Median wall time of one action."""
+
+    def sample() -> float:
+        times = []
+        for _ in range(number):
+            start_s = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times)
+
+    return sample
 
 
-def p50_us(action: Callable[[], object], count: int) -> float:
-    """Median wall time."""
-    times = []
-    for _ in range(count):
-        start_s = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start_s)
-    return statistics.median(times) * 1e6
-
-
-def in_turn(rounds: int, *measures: Callable[[], float]) -> list[float]:
-    """Medians of several measures, taken in turn so that the machine's moods hit all alike."""
-    samples: list[list[float]] = [[] for _ in measures]
-    for _ in range(rounds):
-        for measure, values in zip(measures, samples):
-            values.append(measure())
-    return [statistics.median(values) for values in samples]
-
-
-def figure(
-    name: str, value: float, unit: str, baseline: float | None, ratio: float | None, goal: str, met: bool
-) -> dict:
-    """One line of the result."""
-    return {
-        "name": name, "value": round(value, 4), "unit": unit, "baseline": None if baseline is None else round(baseline, 4),
-        "ratio": None if ratio is None else round(ratio, 3), "goal": goal, "met": met,
-    }  # fmt: skip
-
-
-def bench_lookup() -> list[dict]:
-    """Registry lookup and direct call against a bare call; and the whole client call."""
+def lookup() -> list[Figure]:
+    """Registry lookup and direct call, and the whole client call, against a bare call of the same method."""
     worker = Worker()
     request = Request(1, np.arange(1024, dtype=np.int32))
     key = new_key()
     with RpcServer(worker, "ipc://", key) as server, RpcClient(server.address, key, fast_path=True) as client:
         address = server.address
-        submit = worker.submit
-
-        def bare() -> None:
-            submit(request)
-
-        def lookup() -> None:
-            get_local_worker(address).submit(request)
-
-        def whole() -> None:
-            client.submit(request).remote()
-
-        bare_us, lookup_us, whole_us = in_turn(
-            15, lambda: wall_us(bare, 20000), lambda: wall_us(lookup, 20000), lambda: wall_us(whole, 20000)
+        samples = in_turn(
+            {
+                "bare": timed(lambda: worker.submit(request), 20_000),
+                "lookup": timed(lambda: get_local_worker(address).submit(request), 20_000),  # type: ignore[union-attr]
+                "client": timed(lambda: client.submit(request).remote(), 20_000),
+            }
         )
-        over_us, whole_over_us = lookup_us - bare_us, whole_us - bare_us
     return [
-        figure(
-            "registry_lookup_and_call_over_bare",
-            over_us,
-            "us",
-            bare_us,
-            lookup_us / bare_us,
-            "<= 0.5 us",
-            over_us <= 0.5,
-        ),
-        figure("client_fast_path_over_bare", whole_over_us, "us", bare_us, whole_us / bare_us, "printed", True),
-    ]
+        ratio(name, samples[subject], samples["bare"], unit="us", scale=1e6, goal=goal, against="a bare call of the method")
+        for name, subject, goal in (
+            ("registry_lookup_and_call", "lookup", "<= 4"), ("client_fast_path_call", "client", None),
+        )
+    ]  # fmt: skip
 
 
-def bench_submit() -> list[dict]:
+def submit() -> list[Figure]:
     """CPU of an 8,192-token submit on three paths."""
     tokens = np.arange(8192, dtype=np.int32)
     request = Request(1, tokens)
     list_request = ListRequest(1, tokens.tolist())
-    worker = Worker()
     key = new_key()
     old = PicklePath(lambda request: None)
     try:
         with (
-            RpcServer(worker, "ipc://", key) as server,
+            RpcServer(Worker(), "ipc://", key) as server,
             RpcClient(server.address, key, fast_path=True) as local,
             RpcClient(server.address, key) as remote,
         ):
-            local_us, remote_us, old_us = in_turn(
-                ROUNDS,
-                lambda: cpu_us(lambda: local.submit(request).remote(), 20000),
-                lambda: cpu_us(lambda: remote.submit(request).remote(), 1000),
-                lambda: cpu_us(lambda: old.submit(list_request), 200),
+            samples = in_turn(
+                {
+                    "local": cpu(lambda: local.submit(request).remote(), 10_000),
+                    "remote": cpu(lambda: remote.submit(request).remote(), 400),
+                    "pickle": cpu(lambda: old.submit(list_request), 100),
+                }
             )
     finally:
         old.close()
     return [
-        figure(
-            "submit_8192_local_cpu_vs_pickle_path", local_us, "us", old_us, old_us / local_us, ">= 200x less",
-            old_us >= 200 * local_us,
-        ),
-        figure(
-            "submit_8192_local_cpu_vs_own_rpc", local_us, "us", remote_us, remote_us / local_us, ">= 10x less",
-            remote_us >= 10 * local_us,
-        ),
-        figure("submit_8192_own_rpc_cpu_vs_pickle_path", remote_us, "us", old_us, old_us / remote_us, "printed", True),
-    ]  # fmt: skip
+        ratio(name, samples[subject], samples[reference], unit="us", scale=1e6, goal=goal, against=against)
+        for name, subject, reference, goal, against in (
+            ("submit_8192_local_cpu", "local", "pickle", "<= 0.005", "the pickle path: 200 times less"),
+            ("submit_8192_local_cpu_own", "local", "remote", "<= 0.1", "our own RPC: 10 times less"),
+            ("submit_8192_rpc_cpu", "remote", "pickle", None, "the pickle path"),
+        )
+    ]
 
 
-def bench_round_trip() -> list[dict]:
+def round_trip() -> list[Figure]:
     """Round trip of a small message against a bare echo with the same threads and hand-offs."""
     key = new_key()
     echo = BareEcho()
     try:
         with RpcServer(Worker(), "ipc://", key) as server, RpcClient(server.address, key) as client:
             payload = bytes(92)
-            ours_us, bare_us = in_turn(
-                15,
-                lambda: p50_us(lambda: client.echo(1).remote(), 500),
-                lambda: p50_us(lambda: echo.call(payload), 500),
-            )
+            return [
+                compare(
+                    "round_trip_p50", median_time(lambda: client.echo(1).remote(), 500),
+                    median_time(lambda: echo.call(payload), 500), unit="us", scale=1e6, goal="<= 1.3",
+                    against="a bare ZeroMQ echo with the same threads",
+                )
+            ]  # fmt: skip
     finally:
         echo.close()
-    return [
-        figure(
-            "round_trip_p50", ours_us, "us", bare_us, ours_us / bare_us, "<= 1.3x bare echo", ours_us <= 1.3 * bare_us
-        )
-    ]
 
 
-def _burst_cpu_us(burst: Callable[[int, float], None], count: int, pace_s: float) -> float:
-    return cpu_us(lambda: burst(count, pace_s), 1) / count
-
-
-def bench_cpu() -> list[dict]:
+def submit_cpu() -> list[Figure]:
     """CPU of a 1,024-token submit, both sides, against a bare three-frame send and receive, at two paces."""
     tokens = np.arange(1024, dtype=np.int32)
     request = Request(1, tokens)
@@ -415,48 +360,23 @@ def bench_cpu() -> list[dict]:
                     time.sleep(0.0005)
 
             for label, count, pace_s in (("", 3000, 0.0), ("_at_2000_per_s", 1000, 0.0005)):
-                ours_us, bare_us = in_turn(
-                    ROUNDS,
-                    functools.partial(_burst_cpu_us, ours, count, pace_s),
-                    functools.partial(_burst_cpu_us, bare.burst, count, pace_s),
+                samples = in_turn(
+                    {
+                        "ours": cpu(lambda count=count, pace_s=pace_s: ours(count, pace_s), 1),
+                        "bare": cpu(lambda count=count, pace_s=pace_s: bare.burst(count, pace_s), 1),
+                    }
                 )
                 figures.append(
-                    figure(
-                        f"submit_1024_cpu_both_sides{label}",
-                        ours_us,
-                        "us",
-                        bare_us,
-                        ours_us / bare_us,
-                        "<= 2.5x bare three frames",
-                        ours_us <= 2.5 * bare_us,
+                    ratio(
+                        f"submit_1024_cpu_both_sides{label}", samples["ours"], samples["bare"], unit="us",
+                        scale=1e6 / count, goal="<= 2.5",
+                        against=f"bare three frames ({client.statistics().mac} here)",
                     )
-                )
+                )  # fmt: skip
     finally:
         bare.close()
     return figures
 
 
-def main() -> list[dict]:
-    """All figures."""
-    gc.disable()
-    try:
-        return bench_lookup() + bench_submit() + bench_round_trip() + bench_cpu()
-    finally:
-        gc.enable()
-
-
-def show(figures: list[dict]) -> None:
-    """Table, then one JSON line per figure."""
-    print(f"switch interval {sys.getswitchinterval() * 1e3} ms, {os.cpu_count()} cores, config {RpcConfig()}")
-    for line in figures:
-        base = "" if line["baseline"] is None else f"{line['baseline']:>12.2f}"
-        ratio = "" if line["ratio"] is None else f"{line['ratio']:>9.2f}"
-        print(
-            f"{line['name']:<44}{line['value']:>12.3f} {line['unit']:<6}{base:>13}{ratio:>10}  {line['goal']:<28}{line['met']}"
-        )
-    for line in figures:
-        print(json.dumps(line))
-
-
 if __name__ == "__main__":
-    show(main())
+    run_benchmark(lookup, submit, round_trip, submit_cpu)

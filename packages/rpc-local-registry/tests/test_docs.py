@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import rpc_local_registry
 from rpc_local_registry import RpcError
@@ -33,12 +36,138 @@ def test_every_error_is_in_the_table() -> None:
     assert missing == []
 
 
-def test_the_example_runs() -> None:
-    """README's example, as it stands."""
-    example = re.search(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S)
-    assert example is not None
-    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, timeout=60)
-    assert done.stdout.splitlines() == ["remote 3", "[['one', 'step']]", "local 3", "[['one', 'step']]"], done.stderr
+EXAMPLES = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S)
+PRINTED = [
+    ["remote 3", "[['one', 'step']]", "local 3", "[['one', 'step']]"],
+    ["144"],
+    ["RpcServerStopped", "[1]"],
+]
+
+
+@pytest.mark.parametrize(
+    ("example", "printed"), list(zip(EXAMPLES, PRINTED, strict=True)), ids=["first", "processes", "restart"]
+)
+def test_the_examples_run(example: str, printed: list[str], tmp_path: Path) -> None:
+    """README's examples, as they stand, print what they should."""
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == printed, done.stderr
+
+
+WRONG = """
+from collections.abc import AsyncIterator, Iterable, Iterator
+from concurrent.futures import Future
+from rpc_local_registry import RpcStream, StreamSource, TypedClient, remote_method, remote_stream, rpc_method
+
+class Worker:
+    @rpc_method
+    def plain(self, value: int, *, name: str = "") -> str: return name
+    @rpc_method
+    async def coroutine(self) -> bytes: return b""
+    @rpc_method
+    def batch(self, items: Iterable[int]) -> None: ...
+    @rpc_method(streaming=True)
+    def numbers(self, stop: int) -> Iterator[int]: yield stop
+    @rpc_method(streaming=True)
+    async def later(self) -> AsyncIterator[float]: yield 1.0
+    @rpc_method(streaming=True)
+    def pushed(self) -> StreamSource[str]: return StreamSource()
+
+class Client(TypedClient):
+    plain = remote_method(Worker.plain)
+    coroutine = remote_method(Worker.coroutine)
+    batch = remote_method(Worker.batch)
+    numbers = remote_stream(Worker.numbers)
+    later = remote_stream(Worker.later)
+    pushed = remote_stream(Worker.pushed)
+
+async def right(client: Client) -> None:
+    a: str = client.plain(1, name="x").remote()
+    b: bytes = await client.coroutine().remote_async()
+    c: Future[str] = client.plain(1).remote_future()
+    d: RpcStream[int] = client.numbers(3).remote_streaming()
+    e: list[float] = [x async for x in client.later().remote_streaming()]
+    f: list[str] = [x for x in client.pushed().remote_streaming()]
+    client.batch([1, 2]).remote_oneway()
+
+async def wrong(client: Client) -> None:
+    client.no_such_method()
+    client.plain("text")
+    client.plain()
+    client.plain(1, nome="x")
+    g: int = client.plain(1).remote()
+    h: int = await client.coroutine().remote_async()
+    i: RpcStream[str] = client.numbers(3).remote_streaming()
+    client.numbers(3).remote()
+    j: Future[int] = client.plain(1).remote_future()
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_names_arguments_results_and_streams(tmp_path: Path) -> None:
+    """mypy, strict: every wrong line is an error, no right one is, and none of README's examples is."""
+    pytest.importorskip("mypy")
+    typed = tmp_path / "typed_client.py"
+    typed.write_text(WRONG)
+    scripts = [typed]
+    for number, example in enumerate(EXAMPLES):
+        scripts.append(tmp_path / f"example_{number}.py")
+        scripts[-1].write_text(example)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), *map(str, scripts)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = WRONG.splitlines()
+    first = next(n for n, line in enumerate(lines, 1) if line.startswith("async def wrong")) + 1
+    errors = [line for line in checked.stdout.splitlines() if ": error:" in line]
+    assert [line for line in errors if "typed_client.py" not in line] == []
+    assert {int(line.split(":")[1]) for line in errors} == set(range(first, len(lines) + 1)), checked.stdout
+
+
+def test_typed_clients_are_checked_when_they_are_made() -> None:
+    """An unmarked method, a stream taken for a call, another name: errors of the class."""
+    from rpc_local_registry import (
+        RpcConfigError,
+        RpcMethodNotFound,
+        TypedClient,
+        remote_method,
+        remote_stream,
+        rpc_method,
+    )
+
+    class Worker:
+        @rpc_method
+        def call(self) -> int:
+            """A call."""
+            return 1
+
+        def plain(self) -> int:
+            return 1
+
+        @rpc_method(streaming=True)
+        def numbers(self) -> Iterator[int]:
+            """A stream."""
+            yield 1
+
+    for make in (
+        lambda: remote_method(Worker.plain),
+        lambda: remote_method(Worker.numbers),
+        lambda: remote_stream(Worker.call),  # type: ignore[call-overload]
+    ):
+        with pytest.raises(RpcConfigError):
+            make()
+    with pytest.raises((RpcConfigError, RuntimeError)):
+        type("Renamed", (TypedClient,), {"other": remote_method(Worker.call)})
+
+    class Client(TypedClient):
+        call = remote_method(Worker.call)
+
+    client = Client("ipc:///nowhere/s", b"k" * 32)
+    with pytest.raises(AttributeError):
+        client.numbers  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(RpcMethodNotFound):
+        client.method("numbers")
 
 
 def test_all_is_complete() -> None:

@@ -230,7 +230,7 @@ def test_inbox_hands_over_between_threads() -> None:
     assert inbox.put(1) is False
 
 
-@pytest.mark.parametrize("blocked", ["numpy", "nvtx"])
+@pytest.mark.parametrize("blocked", ["numpy", "nvtx", "cryptography"])
 def test_import_without_optional_libraries(blocked: str) -> None:
     """The package imports and serves without them; arrays then are an error, not a crash."""
     script = textwrap.dedent(
@@ -263,7 +263,7 @@ def test_the_core_imports_no_socket_library() -> None:
             for line in path.read_text().splitlines()
             if line.lstrip().startswith(("import ", "from "))
         ]
-        for library in ("zmq", "numpy", "nvtx", "asyncio"):
+        for library in ("zmq", "numpy", "nvtx", "asyncio", "cryptography"):
             if path.stem != "testing":
                 assert (library in lines) == (path.stem == f"_{library}"), (path.name, library)
 

@@ -11,8 +11,11 @@ from asyncio import Future as Future
 from asyncio import Task as Task
 from asyncio import ensure_future as ensure_future
 from asyncio import get_running_loop as get_running_loop
+from asyncio import run as run
+from asyncio import sleep as sleep
 from asyncio import timeout as timeout
 from asyncio import wait as wait
+from asyncio import wait_for as wait_for
 from collections.abc import Callable
 from typing import Any
 

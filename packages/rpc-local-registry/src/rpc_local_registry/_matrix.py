@@ -6,7 +6,6 @@ the local path differs by design, with the reason; everywhere else all paths mus
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
+from rpc_local_registry import _asyncio as aio
 from rpc_local_registry._calls import Call
 from rpc_local_registry._client import RpcClient
 from rpc_local_registry._config import RpcConfig, new_key
@@ -56,7 +56,7 @@ class MatrixWorker:
             case "SystemExit":
                 raise SystemExit(3)
             case "cancellation":
-                raise asyncio.CancelledError
+                raise aio.CancelledError
             case "no encoding":
                 return lambda: None
             case "wait":
@@ -72,11 +72,11 @@ class MatrixWorker:
     @rpc_method(non_blocking=True)
     async def coroutine(self, how: str) -> Any:
         """A coroutine."""
-        await asyncio.sleep(0)
+        await aio.sleep(0)
         if how == "wait":
             self.entered.set()
             while not self.gate.is_set():
-                await asyncio.sleep(0.005)
+                await aio.sleep(0.005)
             return 7
         return self._act(how)
 
@@ -93,7 +93,7 @@ class MatrixWorker:
         if how == "wait":
             self.entered.set()
             while not self.gate.is_set():
-                await asyncio.sleep(0.005)
+                await aio.sleep(0.005)
             yield 7
         else:
             yield self._act(how)
@@ -115,6 +115,8 @@ class Scene:
     worker: MatrixWorker
     server: RpcServer
     client: RpcClient
+    #: The caller has its first item.
+    got: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def method(self) -> str:
@@ -139,16 +141,18 @@ def _make(scene: Scene, call: Callable[[], Call[Any]], timeout_s: float | None =
             case "remote":
                 items.append(prepared.remote(timeout_s))
             case "remote_async":
-                items.append(asyncio.run(_within(prepared.remote_async(timeout_s))))
+                items.append(aio.run(_within(prepared.remote_async(timeout_s))))
             case "remote_future":
                 items.append(prepared.remote_future(timeout_s).result(_PATIENCE_S))
             case "remote_oneway":
                 prepared.remote_oneway()
                 return _oneway(scene, before.oneway_failed + before.oneway_lost)
             case "for":
-                items.extend(prepared.remote_streaming(timeout_s))
+                for item in prepared.remote_streaming(timeout_s):
+                    items.append(item)
+                    scene.got.set()
             case _:
-                asyncio.run(_within(_collect(prepared, timeout_s, items)))
+                aio.run(_within(_collect(scene, prepared, timeout_s, items)))
     except RpcError as error:
         return " ".join([*(f"item {item}" for item in items), _told(error)])
     except SystemExit:
@@ -157,12 +161,13 @@ def _make(scene: Scene, call: Callable[[], Call[Any]], timeout_s: float | None =
 
 
 async def _within(awaitable: Any) -> Any:
-    return await asyncio.wait_for(awaitable, _PATIENCE_S)
+    return await aio.wait_for(awaitable, _PATIENCE_S)
 
 
-async def _collect(prepared: Call[Any], timeout_s: float | None, items: list[Any]) -> None:
+async def _collect(scene: Scene, prepared: Call[Any], timeout_s: float | None, items: list[Any]) -> None:
     async for item in prepared.remote_streaming(timeout_s):
         items.append(item)
+        scene.got.set()
 
 
 def _oneway(scene: Scene, failed_before: int) -> str:
@@ -187,6 +192,8 @@ def _in_flight(scene: Scene, meanwhile: Callable[[], None]) -> str:
     caller = threading.Thread(target=lambda: told.append(_plainly(scene, "wait")))
     caller.start()
     scene.worker.entered.wait(_PATIENCE_S)
+    if scene.verb in ("for", "async for"):
+        scene.got.wait(_PATIENCE_S)
     other = threading.Thread(target=meanwhile)
     other.start()
     until_s = time.monotonic() + 0.05

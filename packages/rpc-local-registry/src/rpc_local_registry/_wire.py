@@ -53,6 +53,10 @@ _pack: Final = _HEADER.pack
 _unpack_from: Final = _HEADER.unpack_from
 HEADER_BYTES: Final = MAC_BYTES + _HEADER.size
 _EXTERNAL: Final = 1 << 63
+_LENGTH: Final = struct.Struct("<Q")
+_pack_length: Final = _LENGTH.pack
+_unpack_length: Final = _LENGTH.unpack_from
+_PADDING: Final = tuple(bytes(size) for size in range(8))
 NAME_BYTES_MAX: Final = 255
 #: Handshake messages are small whatever the configuration says.
 HANDSHAKE_BYTES_MAX: Final = 65536
@@ -178,6 +182,12 @@ def prepare(name: bytes, body: bytes, buffers: Sequence[bytes | memoryview] = ()
     if not buffers:
         tail = name + body
         return Payload(tail, len(name), len(body), 0, (), HEADER_BYTES + len(tail))
+    if len(buffers) == 1 and len(buffers[0]) <= inline_bytes_max:
+        # By far the most common: one prompt's tokens.
+        size = len(buffers[0])
+        padding = -(HEADER_BYTES + len(name) + 8 + len(body)) & 7
+        tail = b"".join((name, _pack_length(size), body, _PADDING[padding], buffers[0]))
+        return Payload(tail, len(name), len(body), 1, (), HEADER_BYTES + len(tail))
     table: list[int] = []
     inline: list[bytes | memoryview] = []
     external: list[bytes | memoryview] = []
@@ -192,8 +202,7 @@ def prepare(name: bytes, body: bytes, buffers: Sequence[bytes | memoryview] = ()
         else:
             table.append(size)
             padding = -offset & 7
-            if padding:
-                inline.append(bytes(padding))
+            inline.append(_PADDING[padding])
             inline.append(buffer)
             offset += padding + size
     tail = b"".join((name, struct.pack(f"<{len(table)}Q", *table), body, *inline))
@@ -335,7 +344,10 @@ class Opener:
                 raise Refused("structure", "trailing bytes", authentic=True)
             self.sequence = sequence
             return Message(kind, flags, call_id, argument, bytes(name), view[offset:end], [], total)
-        table = struct.unpack_from(f"<{buffer_count}Q", first, offset)
+        if buffer_count == 1:
+            table: tuple[int, ...] = _unpack_length(first, offset)
+        else:
+            table = struct.unpack_from(f"<{buffer_count}Q", first, offset)
         body = view[offset + 8 * buffer_count : end]
         buffers: list[memoryview] = []
         external = 1
