@@ -1,31 +1,33 @@
 """Shared test behaviour: a test marked ``mpi(N)`` runs on N ranks, wherever it is started from.
 
-Inside a world of N ranks (``mpiexec -n N python -m pytest ...``) the tests of that size run on every rank and the others
-are deselected. Outside any world each such test is started under ``mpiexec -n N`` as a child of its own, and its verdict
-is the child's: nothing is skipped, so nothing that did not run can look green.
+Inside a world of N ranks (``mpiexec -n N python -m pytest ...``) the tests of that size run on every rank and the others are
+deselected. Outside any world each such test is started in a world of its own as a child, and its verdict is the child's:
+nothing is skipped, so nothing that did not run can look green. Such a world ends with the pytest that started it, however
+that ends.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-#: Set by MPICH's and Open MPI's launchers in each rank's environment.
-_WORLD_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+
+from lifeline import Tethered
+from worlds import launcher
+
+#: Set in the worlds that this file starts, for launchers that say the size in a way of their own (Slurm's).
+_WORLD = "REPOSITORY_TEST_WORLD"
 #: A child world may take this long beyond the test's own limit: interpreter start, MPI start and teardown.
 _WORLD_START_S = 60.0
 
 
 def _world_size() -> int | None:
-    for name in _WORLD_VARIABLES:
-        if name in os.environ:
-            return int(os.environ[name])
-    return None
+    return int(os.environ[_WORLD]) if _WORLD in os.environ else launcher.world_size()
 
 
 def _ranks_of(item: pytest.Item) -> int | None:
@@ -56,60 +58,67 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
+def _limit_s(item: pytest.Item) -> float:
+    """What one test may take, as pytest-timeout decides it: its own mark, the option, the environment, the configuration."""
+    marker = item.get_closest_marker("timeout")
+    wanted = (
+        (marker.args[0] if marker.args else marker.kwargs.get("timeout")) if marker else None,
+        item.config.getoption("timeout", None), os.environ.get("PYTEST_TIMEOUT"), item.config.getini("timeout"),
+    )  # fmt: skip
+    return next((float(limit) for limit in wanted if limit), 120.0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Outside a world start the test in one."""
     ranks = _ranks_of(pyfuncitem)
     if ranks is None or _world_size() is not None:
         return None
-    marker = pyfuncitem.get_closest_marker("timeout")
-    limit_s = float(marker.args[0]) if marker and marker.args else float(pyfuncitem.config.getini("timeout") or 120)
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    if not mpiexec.exists():
-        pytest.fail(f"no mpiexec beside {sys.executable}: install the mpich distribution there", pytrace=False)
+    limit_s = _limit_s(pyfuncitem)
     path, _, name = pyfuncitem.nodeid.partition("::")
-    command = [
-        str(mpiexec),
-        "-n",
-        str(ranks),
-        sys.executable,
-        "-m",
-        "pytest",
-        f"{pyfuncitem.config.rootpath / path}::{name}",
-        "-q",
-        "-x",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-o",
-        f"timeout={limit_s}",
-    ]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PMI_", "HYDI_"))}
-    child = subprocess.Popen(
-        command,
-        cwd=pyfuncitem.config.rootpath,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    test = f"{pyfuncitem.config.rootpath / path}::{name}"
+    program = [sys.executable, "-m", "pytest", test, "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-rs",
+               "-o", f"timeout={limit_s}"]  # fmt: skip
     try:
-        output, _ = child.communicate(timeout=limit_s + _WORLD_START_S)
+        command = launcher.find_launcher().command(ranks, program)
+    except launcher.LauncherError as error:
+        pytest.fail(str(error), pytrace=False)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))}
+    world = Tethered(
+        command, cwd=pyfuncitem.config.rootpath, env={**launcher.outside_of_a_world(kept), _WORLD: str(ranks)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace",
+    )  # fmt: skip
+    try:
+        output, _ = world.process.communicate(timeout=limit_s + _WORLD_START_S)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        output, _ = child.communicate()
+        world.cut()
+        output, _ = world.process.communicate()
         pytest.fail(f"{ranks} ranks did not finish within {limit_s + _WORLD_START_S:.0f} s\n{output}", pytrace=False)
-    passed = output.count("1 passed")
-    if child.returncode != 0 or passed != ranks:
+    finally:
+        world.cut()
+        world.process.wait()
+    passed, skipped = output.count("1 passed"), output.count("1 skipped")
+    if world.process.returncode == 0 and skipped == ranks:
+        reasons = [line.partition(": ")[2] for line in output.splitlines() if line.startswith("SKIPPED")]
+        pytest.skip(reasons[0] if reasons else f"skipped on all {ranks} ranks")
+    if world.process.returncode != 0 or passed != ranks:
         pytest.fail(
-            f"{ranks} ranks: exit {child.returncode}, {passed} of {ranks} ranks passed\n{output}", pytrace=False
+            f"{ranks} ranks: exit {world.process.returncode}, {passed} of {ranks} ranks passed\n{output}", pytrace=False
         )
     return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test of several GPUs is NO COVERAGE where there are fewer."""
+    marker = item.get_closest_marker("gpus")
+    if marker is None:
+        return
+    count = marker.kwargs["count"]
+    torch = pytest.importorskip("torch", reason="NO COVERAGE: torch is not installed")
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < count:
+        pytest.skip(f"NO COVERAGE: needs {count} GPUs, torch.cuda sees {found}")
 
 
 @pytest.fixture
@@ -121,4 +130,7 @@ def world_comm(request: pytest.FixtureRequest) -> object:
         return None
     from mpi4py import MPI
 
+    size, wanted = MPI.COMM_WORLD.size, _ranks_of(request.node)
+    if size != wanted:
+        pytest.fail(f"a world of {size} ranks, not {wanted}: the launcher is not that of mpi4py's MPI", pytrace=False)
     return MPI.COMM_WORLD

@@ -12,12 +12,15 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import nox
+import yaml
 
 nox.needs_version = ">=2025.2.9"
 nox.options.error_on_missing_interpreters = True
@@ -128,12 +131,19 @@ def bring_etcd(session: nox.Session) -> None:
 
 
 def hand_over(session: nox.Session, *arguments: str) -> None:
-    """Run a tool that owns its exit codes and leave with exactly its code (nox would turn 3 into 1)."""
-    import subprocess
+    """Run a tool that owns its exit codes and leave with exactly its code (nox would turn 3 into 1).
 
+    After Ctrl-C the tool says what is known and ends; nox waits for that instead of killing it.
+    """
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
     sys.stdout.flush()
-    code = subprocess.run([str(BIN / "python"), *arguments], cwd=ROOT, env=environment).returncode
+    tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment)
+    while True:
+        try:
+            code = tool.wait()
+            break
+        except KeyboardInterrupt:
+            tool.send_signal(signal.SIGINT)  # a terminal has told the tool, too; kill -INT of nox alone has not
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -190,18 +200,21 @@ def nightly(session: nox.Session) -> None:
 
 
 def _make_world_session(ranks: int) -> None:
-    @nox.session(name=f"mpi({ranks})", python=False)
+    @nox.session(name=f"world({ranks})", python=False)
     def world(session: nox.Session) -> None:
         shared_environment(session)
-        session.run(
-            str(BIN / "mpiexec"), "-n", str(ranks), str(BIN / "python"), "-m", "pytest", "-p", "no:cacheprovider",
-            "-p", "no:xdist", "-m", "mpi and not slow", *(session.posargs or ["packages", "integration"]), external=True,
-        )  # fmt: skip
+        program = [str(BIN / "python"), "-m", "pytest", "-p", "no:cacheprovider", "-m", "mpi and not slow and not gpu",
+                   *(session.posargs or ["packages", "integration"])]  # fmt: skip
+        sys.path.insert(0, str(ROOT / "tools"))
+        from worlds import launcher
+
+        found = launcher.find_launcher(interpreter=str(BIN / "python"))
+        session.run(*found.command(ranks, program), external=True)
 
     world.__doc__ = f"All tests that are marked for {ranks} ranks, in one world."
 
 
-# The rank count is in the name. `mpi` alone is the stages of that hardware kind, below.
+# The rank count is in the name; `mpi`, below, is the stages of that hardware kind.
 for _ranks in (2, 3, 4, 6):
     _make_world_session(_ranks)
 
@@ -222,6 +235,12 @@ def package(session: nox.Session, name: str) -> None:
 # -- stages -------------------------------------------------------------------------------------------------------------
 
 
+def _stage_kinds() -> tuple[str, ...]:
+    """The hardware kinds of the stage table that have a stage to run without being named."""
+    families = yaml.safe_load((ROOT / "testlists" / "stages.yml").read_text("utf-8"))["families"]
+    return tuple(dict.fromkeys(family["hardware"] for family in families if not family.get("on_demand")))
+
+
 def _make_kind_session(kind: str) -> None:
     @nox.session(name=kind, python=False)
     def stage_kind(session: nox.Session) -> None:
@@ -232,7 +251,7 @@ def _make_kind_session(kind: str) -> None:
     stage_kind.__doc__ = f"The stages of hardware kind {kind}, on this machine; exit 3 when it is not such a machine."
 
 
-for _kind in ("cpu", "mpi", "a10", "a100x", "h100", "gb200"):
+for _kind in _stage_kinds():
     _make_kind_session(_kind)
 
 
@@ -329,6 +348,18 @@ def build(session: nox.Session) -> None:
     """Wheels and sdists of all packages, checked, and installed in clean environments on every supported Python."""
     shared_environment(session)
     _build(session)
+
+
+@nox.session
+def hatch(session: nox.Session) -> None:
+    """hatch itself, as people use it: version, build and environments, in every package and at the root."""
+    session.install("-c", str(CONSTRAINTS), "hatch")
+    session.env["HATCH_DATA_DIR"] = str(ROOT / ".cache" / "hatch")
+    for folder in (ROOT, *(ROOT / "packages" / name for name in PACKAGES)):
+        with session.chdir(folder):
+            session.run("hatch", "version")
+            session.run("hatch", "env", "show", "--json", silent=True)
+            session.run("hatch", "build", "--clean", session.create_tmp())
 
 
 @nox.session(python=False)

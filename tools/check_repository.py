@@ -44,7 +44,7 @@ ROOMS = {
 }
 #: Import order of the rooms: each may import what stands before it.
 ROOM_ORDER = (
-    "config", "wire", "evidence", "recent", "engine", "executor", "supervise", "api", "rank", "front", "preflight", "bench",
+    "mpi_launcher", "config", "wire", "evidence", "recent", "engine", "executor", "supervise", "api", "rank", "front", "preflight", "bench",
     "observe", "cli",
 )  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.

@@ -126,7 +126,7 @@ def test_kill_9_of_the_launcher(short_folder, tmp_path):
     """Every process ends by itself; what is left in the folder goes at the next start."""
     config = tmp_path / "service.yaml"
     config.write_text(yaml.safe_dump(settings(short_folder / "l")))
-    command = [str(Path(sys.executable).with_name("meta-executor")), "up", str(config)]
+    command = [sys.executable, "-m", "meta_executor", "up", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
             if line.startswith("serving "):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meta_executor.mpi_launcher import find_launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(p.parent.name for p in (ROOT / "packages").glob("*/pyproject.toml"))
 BLOCK = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
@@ -51,9 +53,8 @@ def test_mpi_examples_run(package, tmp_path):
         if mark in RANKS:
             script = tmp_path / f"example{number}.py"
             script.write_text(code)
-            mpiexec = Path(sys.executable).with_name("mpiexec")
             done = subprocess.run(
-                [str(mpiexec), "-n", str(RANKS[mark]), sys.executable, "-m", "mpi4py", str(script)],
+                find_launcher().command(RANKS[mark], [sys.executable, "-m", "mpi4py", str(script)]),
                 cwd=tmp_path, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             assert done.returncode == 0, f"{code}\n{done.stdout}{done.stderr}"

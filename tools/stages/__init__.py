@@ -4,17 +4,18 @@ never call something green that did not run.
 Layout, pure parts first:
 
 - ``errors``: what is refused before anything runs (exit 2)
-- ``table``: stages, from one YAML table
+- ``words``: what the words of names and conditions mean, from ``words.yml``
+- ``table``: hardware kinds and stages, from one YAML table
 - ``lists``: the field's test-list format: blocks of conditions and test lines
 - ``selecting``: which blocks a stage's query matches
 - ``hardware``: what this machine has, probed or given; what a stage needs
 - ``sharding``: duration-balanced, stable shards
-- ``maintenance``: stages that rest for a known reason
 - ``waivers``: tests that are known to fail, with reasons
 - ``verdicts``: PASSED … NOT RUN, exit codes, which verdict wins
+- ``needs``: Python modules, torch.cuda and MPI worlds, looked for before a stage starts
 - ``plan``: options → which stages run which lines here
 - ``junit``: pytest's result files
-- ``execution``: runs a plan's stages
+- ``execution``: runs a plan's stages, line by line
 - ``bundle``: results as JUnit XML, JSON and Markdown, bound to the commit
 - ``running``: which runs are going on, and stopping one from outside
 - ``comment``: ``/bot …`` lines as the same options

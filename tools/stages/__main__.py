@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,13 +26,11 @@ from stages.comment import REFUSED, arguments_of_comment
 from stages.errors import StageError, nearest
 from stages.execution import Runner, StageResult
 from stages.hardware import probe, read_hardware
-from stages.lists import covers, read_list
 from stages.plan import Options, RunPlan, make_plan, stages_of
 from stages.running import running, stop_runs
 from stages.sharding import read_durations
-from stages.table import HARDWARE, read_table
-from stages.verdicts import EXIT_CODES
-from stages.waivers import merge_waivers, parse_waivers
+from stages.table import read_table
+from stages.verdicts import EXIT_CODES, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
                    allow_abbrev=False)  # fmt: skip
     made.add_argument("--stage-list", metavar="A,B-*", help="only these stages; * stands for anything")
     made.add_argument("--extra-stage", metavar="A,B", help="these stages, too")
-    made.add_argument("--kind", choices=sorted(HARDWARE), help="only the stages of a hardware kind")
+    made.add_argument("--kind", metavar="a10", help="only the stages of a hardware kind, as stages.yml has them")
     made.add_argument("--gpu-type", metavar="A10,…", help="only stages whose name begins with one of these words")
     made.add_argument("--test-backend", metavar="pytorch,…", help="only stages of these backends, or of none")
     made.add_argument("--post-merge", action="store_true", help="post-merge stages, too")
@@ -82,15 +80,12 @@ def parser() -> argparse.ArgumentParser:
         "--skip-test", nargs="?", const="no tests were asked for", metavar="REASON",
         help="run nothing: every stage is NOT RUN, for that reason",
     )  # fmt: skip
-    made.add_argument("--infra-retries", type=_count, default=0, metavar="N",
-                      help="run a stage again that failed for its machine alone")  # fmt: skip
     made.add_argument("--detailed-log", action="store_true", help="every test by name, with what it printed")
-    made.add_argument(
-        "--merge-waivers", metavar="REF", help="the waivers of that branch, too, without those deleted here"
-    )
     for name in REFUSED:
         made.add_argument(name, nargs="*", action=_Refuse, help=argparse.SUPPRESS)
-    made.add_argument("--accept-capability", metavar="9.0", help="any GPU of this compute capability will do")
+    made.add_argument(
+        "--accept-capability", metavar="9.0", help="any GPU of this compute capability will do; any: any GPU at all"
+    )
     made.add_argument(
         "--hardware", type=Path, metavar="FILE", help="describe the machine instead of probing it (dry runs)"
     )
@@ -104,31 +99,24 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lists", type=Path, default=ROOT / "testlists", help=argparse.SUPPRESS)
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     made.add_argument("--results", type=Path, default=ROOT / "results", help="folder for result bundles")
-    made.add_argument("--workers", type=int, default=2, help="processes for tests that are safe in parallel")
+    made.add_argument("--workers", type=_count, default=2, help="processes for tests that are safe in parallel")
     made.add_argument("--store-durations", action="store_true", help="write the lines' durations for the next shards")
     made.add_argument("--check", action="store_true", help="validate table, lists and waivers and leave")
     made.add_argument("--parity", action="store_true", help="with --check: also against pytest's collection")
-    made.add_argument(
-        "--strict", action="store_true", help="with --check: what needs an import to be known is a problem"
-    )
     made.add_argument("--matrix", action="store_true", help="print the hosted CI's workflow and leave")
     return made
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"want a whole number, got {text!r}")
+    if not re.fullmatch("[1-9][0-9]{0,3}", text):
+        raise argparse.ArgumentTypeError(f"want a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def print_plan(run: RunPlan) -> None:
     """A dry run's output."""
     for plan in run.stages:
-        resting = f", under maintenance: {plan.resting}" if plan.resting else ""
-        print(
-            f"{plan.stage.name}: "
-            + (f"NO COVERAGE: {plan.lacking}" if plan.lacking else f"{len(plan.lines)} lines{resting}")
-        )
+        print(f"{plan.stage.name}: " + (f"NO COVERAGE: {plan.lacking}" if plan.lacking else f"{len(plan.lines)} lines"))
         for line in plan.lines:
             print(f"  {line.identity}" + (" ISOLATION" if line.isolated else ""))
         for line, waiver in plan.waived:
@@ -152,20 +140,13 @@ def run_stages(arguments: argparse.Namespace) -> int:
         reuse_only=arguments.reuse_pipeline,
         multi_gpu=arguments.multi_gpu,
         skip=arguments.skip_test,
-        infra_retries=arguments.infra_retries,
         detailed_log=arguments.detailed_log,
         accept_capability=arguments.accept_capability,
     )
     if arguments.hardware is not None and not arguments.dry_run:
         raise StageError("--hardware describes another machine: it goes with --dry-run only")
     hardware = read_hardware(arguments.hardware) if arguments.hardware else probe()
-    waivers = None
-    if arguments.merge_waivers is not None:
-        text, problem = merged_waivers(arguments.root, arguments.lists / "waives.txt", arguments.merge_waivers)
-        waivers = parse_waivers(text, "waives.txt")
-        if problem:
-            print(f"warning: the waivers of {arguments.merge_waivers} are left out: {problem}", flush=True)
-    run = make_plan(arguments.lists, options, hardware, waivers)
+    run = make_plan(arguments.lists, options, hardware)
     if arguments.dry_run:
         print_plan(run)
         return 0
@@ -176,24 +157,24 @@ def run_stages(arguments: argparse.Namespace) -> int:
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     folder = bundle_folder(arguments.results, stamp, origin["commit"])
     bundle = Bundle(folder, run, origin)
-    # A terminated run ends like an interrupted one: with a bundle that says so. SIGINT, too, by hand: whoever started this in
-    # the background may have left it ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     runner = Runner(
         arguments.root, say=lambda text: print(f"== {text}", flush=True), workers=arguments.workers,
         detailed_log=options.detailed_log,
     )  # fmt: skip
+    # Whoever stops the run, however often, gets a bundle that says what is known. Both by hand: whoever started this in the
+    # background may have left them ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: runner.interrupt())
     with running(folder):
         results: list[StageResult] = runner.run(
             run,
             folder,
-            reusable=lambda plan: reusable_stage(earlier, plan.stage.name, origin) if options.reuse else None,
+            reusable=lambda plan: reusable_stage(earlier, plan, origin) if options.reuse else None,
             after=lambda known: bundle.write(known, complete=False) and None,
         )
         verdict = bundle.write(results, complete=True)
     if arguments.store_durations:
-        store_durations(arguments.lists, run, results)
+        store_durations(arguments.lists, results)
     print(f"\n{(folder / 'summary.md').read_text('utf-8')}")
     print(f"bundle: {folder}")
     failed = sum(case.failed for result in results for case in result.cases)
@@ -218,44 +199,13 @@ def earlier_runs(results: Path, wanted: str | None) -> list[Path]:
     return [results / wanted]
 
 
-def store_durations(folder: Path, run: RunPlan, results: list[StageResult]) -> None:
-    """Remember how long lines took; lines that were not run keep what is known about them.
-
-    A line of another list that asks less of a line that was run, by the same expressions, is known from it, too.
-    """
+def store_durations(folder: Path, results: list[StageResult]) -> None:
+    """Remember how long lines took; lines that were not run keep what is known about them."""
     path = folder / "durations.json"
     known = read_durations(path)
-    listed = [line for name in sorted(folder.glob("*.yml")) if name.name != "stages.yml"
-              for block in read_list(name).blocks for line in block.tests]  # fmt: skip
-    for plan, result in zip(run.stages, results, strict=True):
-        known |= result.line_seconds
-        for done in plan.lines:
-            for line in listed:
-                same = (line.keyword, line.mark) == (done.keyword, done.mark) and line.target != done.target
-                if same and covers(done.target, line.target):
-                    ran = [c for c in result.cases if c.outcome in ("passed", "failed") and covers(line.target, c.id)]
-                    if ran:
-                        known[line.identity] = sum(c.seconds for c in ran)
+    known |= {line.line.identity: line.seconds for result in results for line in result.lines if line.seconds}
     rounded = {identity: round(seconds, 1) for identity, seconds in known.items()}
     path.write_text(json.dumps(rounded, indent=1, sort_keys=True) + "\n", "utf-8")
-
-
-def merged_waivers(root: Path, path: Path, ref: str) -> tuple[str, str]:
-    """The waivers here with those of a branch, and why the branch's are left out (empty: they are not)."""
-    own = path.read_text("utf-8") if path.exists() else ""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise StageError(done.stderr.strip() or f"git {words[0]}: exit {done.returncode}")
-        return done.stdout
-
-    try:
-        name = path.resolve().relative_to(root.resolve()).as_posix()
-        base = git("merge-base", "HEAD", ref).strip()
-        return merge_waivers(own, git("show", f"{base}:{name}"), git("show", f"{ref}:{name}")), ""
-    except (StageError, ValueError) as error:
-        return own, str(error)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -283,11 +233,14 @@ def main(words: list[str] | None = None) -> int:
             print(matrix.workflow(read_table(arguments.lists / "stages.yml")), end="")
             return 0
         if arguments.check:
-            return checking.report(arguments.root, arguments.lists, parity=arguments.parity, strict=arguments.strict)
+            return checking.report(arguments.root, arguments.lists, parity=arguments.parity)
         return run_stages(arguments)
     except StageError as error:
         print(f"stages: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stages: interrupted before a stage was begun", file=sys.stderr)
+        return EXIT_CODES[Verdict.NOT_RUN]
 
 
 def words_without_comment(words: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""YAML with line numbers: values that remember where they stand, keys that stand once."""
+"""YAML with line numbers: values that remember where they stand, each key once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def load(path: Path) -> Item:
         node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ListError(path, 1, error.strerror or str(error)) from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ListError(path, 1, f"not UTF-8: {error.reason}") from error
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         raise ListError(path, mark.line + 1 if mark else 1, f"not YAML: {getattr(error, 'problem', error)}") from error
     if node is None:
@@ -52,19 +54,22 @@ def _item(path: Path, node: yaml.Node) -> Item:
         for key_node, value_node in node.value:
             key = str(key_node.value)
             if key in found:
-                raise ListError(path, key_node.start_mark.line + 1, f"key {key!r} stands twice")
+                raise ListError(path, key_node.start_mark.line + 1, f"key {key!r} appears twice")
             found[key] = Item(_item(path, value_node).value, key_node.start_mark.line + 1)
         return Item(found, line)
     if isinstance(node, yaml.SequenceNode):
         return Item([_item(path, child) for child in node.value], line)
-    return Item(yaml.SafeLoader("").construct_object(node), line)
+    try:
+        return Item(yaml.SafeLoader("").construct_object(node), line)
+    except (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError) as error:  # as its constructors fail
+        raise ListError(path, line, f"not a plain value: {getattr(error, 'problem', None) or error}") from error
 
 
 def mapping(path: Path, item: Item, what: str, keys: tuple[str, ...]) -> dict[str, Item]:
     """A mapping with no other than the given keys.
 
     Raises:
-        ListError: It is none, or a key is not known; names the nearest.
+        ListError: It is not one, or a key is not known; names the nearest.
     """
     if not isinstance(item.value, dict):
         raise ListError(path, item.line, f"{what}: want a mapping, got {type(item.value).__name__}")

@@ -17,13 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .execution import StageResult
+from .errors import StageError
+from .execution import LineResult, StageResult
 from .hardware import Hardware, describe_gpus
 from .junit import cause_of, write_junit
+from .needs import launcher_in_words
 from .plan import RunPlan, StagePlan
 from .verdicts import EXIT_CODES, Verdict, worst
 
-_PACKAGES = ("torch", "nixl", "mpi4py", "mpich", "pyzmq", "msgspec", "numpy", "pytest", "nox")
+_PACKAGES = ("torch", "triton", "nixl", "mpi4py", "mpich", "pyzmq", "msgspec", "numpy", "pytest", "nox")
 
 
 def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
@@ -47,20 +49,29 @@ def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
         "accept_capability": run.options.accept_capability,
         "python": platform.python_version(),
         "versions": versions,
+        "mpi": launcher_in_words(),
     }
 
 
 def bundle_folder(results: Path, started: str, commit: str) -> Path:
-    """A folder of its own for a run: two runs of one commit in one second never write over each other."""
+    """A folder of its own for a run: two runs of one commit in one second never write over each other.
+
+    Raises:
+        StageError: It cannot be made.
+    """
     wanted = results / f"{started}-{commit[:8] or 'uncommitted'}"
     number, folder = 1, wanted
     while True:
         try:
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
+        except FileExistsError as error:
+            if not folder.is_dir():
+                raise StageError(f"results folder {results}: {error}") from error
             number += 1
             folder = wanted.with_name(f"{wanted.name}-{number}")
+        except OSError as error:
+            raise StageError(f"results folder {results}: {error}") from error
 
 
 class Bundle:
@@ -106,16 +117,31 @@ class Bundle:
             "verdict": result.verdict.value,
             "reason": result.reason,
             "seconds": round(result.seconds, 2),
-            "attempts": result.attempts,
+            "fingerprint": plan.fingerprint,
             "query": plan.query,
-            "lines": [line.identity for line in plan.lines],
+            "lines": [_line(line) for line in result.lines] or [{"line": line.identity} for line in plan.lines],
             "waived": [{"line": line, "reason": reason} for line, reason in result.waived],
-            "counts": {o: result.count(o) for o in ("passed", "failed", "error", "skipped", "unfinished")},
+            "counts": {outcome: result.count(outcome) for outcome in _OUTCOMES},
             "problems": [
-                {**asdict(case), "cause": cause_of(case)} for case in result.cases if case.failed or case.flaky
+                {**asdict(case), "cause": cause_of(case)}
+                for case in result.cases
+                if case.failed or case.flaky or case.outcome == "unstable"
             ],
             "not_covered": [{"id": c.id, "reason": c.message} for c in result.cases if c.outcome == "skipped"],
         }
+
+
+_OUTCOMES = ("passed", "failed", "error", "skipped", "unfinished", "xfailed", "unstable")
+
+
+def _line(result: LineResult) -> dict[str, Any]:
+    return {
+        "line": result.line.identity,
+        "verdict": result.verdict.value,
+        "reason": result.reason,
+        "passed": result.count("passed"),
+        "seconds": round(result.seconds, 2),
+    }
 
 
 def _replace(path: Path, text: str) -> None:
@@ -140,7 +166,7 @@ def summary(data: dict[str, Any]) -> str:
         counts = stage["counts"]
         failed = counts["failed"] + counts["error"] + counts["unfinished"]
         lines.append(
-            f"| {stage['name']} | {stage['verdict']} | {stage['reason']} | {counts['passed']} | {failed} | "
+            f"| {stage['name']} | {stage['verdict']} | {_cell(stage['reason'])} | {counts['passed']} | {failed} | "
             f"{counts['skipped']} | {stage['seconds']:.0f} |"
         )
     problems = [(stage["name"], problem) for stage in data["stages"] for problem in stage["problems"]]
@@ -148,24 +174,31 @@ def summary(data: dict[str, Any]) -> str:
         mine = [(name, p) for name, p in problems if p["cause"] == cause]
         if mine:
             lines += ["", f"## Likely {cause}", ""]
-            lines += [f"- {name}: `{p['id']}` ({', '.join(p['attempts'])}): {p['message'][:200]}" for name, p in mine]
+            lines += [
+                f"- {name}: `{p['id']}` ({', '.join(p['attempts'])}): {_cell(p['message'][:300])}" for name, p in mine
+            ]
     if data["warnings"]:
         lines += ["", "## Warnings", "", *(f"- {text}" for text in data["warnings"])]
     return "\n".join(lines) + "\n"
 
 
+def _cell(text: str) -> str:
+    """Text inside a Markdown table: a bar or a line break in it would end the cell."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def _machine(data: dict[str, Any]) -> str:
-    hardware = Hardware(**{**data["hardware"], "gpu_names": tuple(data["hardware"]["gpu_names"])})
+    hardware = Hardware(**{k: tuple(v) if isinstance(v, list) else v for k, v in data["hardware"].items()})
     return f"{hardware.cores} cores, {describe_gpus(hardware)} ({hardware.source})"
 
 
 #: What must be the same for a result to be taken over, beside the machine.
-_SAME = ("commit", "lists", "versions", "python")
+_SAME = ("commit", "versions", "python", "mpi", "accept_capability")
 _SAME_MACHINE = ("gpu_names", "compute_capability", "cpu")
 
 
-def reusable_stage(folders: Iterable[Path], name: str, origin: dict[str, Any]) -> str | None:
-    """The newest earlier run in which this stage passed at this very commit, with these lists, on such hardware."""
+def reusable_stage(folders: Iterable[Path], plan: StagePlan, origin: dict[str, Any]) -> str | None:
+    """The newest earlier run in which this stage passed at this very commit, with these lines, on such hardware."""
     if origin["dirty"] or not origin["commit"]:
         return None
     for folder in sorted(folders, reverse=True):
@@ -175,10 +208,10 @@ def reusable_stage(folders: Iterable[Path], name: str, origin: dict[str, Any]) -
             for key in _SAME_MACHINE:
                 # A file knows lists where a run has tuples.
                 same = same and _plain(data["hardware"][key]) == _plain(origin["hardware"][key])
-            stages = {stage["name"]: stage["verdict"] for stage in data["stages"]}
+            stages = {(stage["name"], stage["fingerprint"]): stage["verdict"] for stage in data["stages"]}
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        if same and stages.get(name) == Verdict.PASSED.value:
+        if same and stages.get((plan.stage.name, plan.fingerprint)) == Verdict.PASSED.value:
             return f"passed at this commit in {folder.name}"
     return None
 

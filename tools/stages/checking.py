@@ -1,53 +1,52 @@
 """Validates table, lists and waivers without importing a test, and, when asked, against pytest's own collection.
 
-Found: a missing file, class, method, function or literal parameter id; a line that stands twice, or below another one that
-runs it anyway; markers that contradict each other, or say what holds without them; a prefix that no hardware has; a condition
-on a key that no stage has; a block that no stage reaches; a stage or shard that selects nothing; a list that no stage names; a
-waiver of nothing, or of what another one waives; and everything that the readers refuse. What cannot be known without an import
-is counted as such, with a reason, and is left to ``--parity``; ``strict`` takes it for a problem.
+Found: a missing file or folder; a line that appears twice, or below another one that runs it anyway; markers that contradict
+each other, or say what holds without them; a prefix that no hardware has; a condition on a key that no stage has; a word of a
+stage's name that is nearly one with a meaning; a block that no stage reaches; a stage or shard that selects nothing, or, on a
+GPU kind, nothing that needs its GPU; a list that no stage names; a package that no stage tests; a waiver of nothing, or of
+what another one waives; and everything that the readers refuse. By collection: a line or waiver that selects no test; a test
+that no stage runs; a stage of several GPUs without a test that needs them; an id that changes with the process.
 """
 
 from __future__ import annotations
 
-import ast
+import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
+from . import needs
 from .errors import StageError, nearest
 from .lists import TIMEOUT_DEFAULT_MIN, TestLine, TestList, covers, read_list
-from .maintenance import read_maintenance
 from .selecting import gpu_family, mismatch, prefix_holds, query_of_stage, select, unknown_keys
 from .sharding import read_durations, shard
 from .table import Stage, read_table
 from .waivers import read_waivers
+from .words import doubtful
 
 #: An object's address in a parameter id.
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
-#: Valid ids that are named beside a wrong one (count).
-IDS_MAX = 8
+_PLUGIN = Path(__file__).resolve().parent / "plugin"
+_COLLECTION_TIMEOUT_S = 300.0
+#: Tests that are named where many are meant (count).
+_NAMED_MAX = 3
 
 
-def report(root: Path, folder: Path, *, parity: bool = False, strict: bool = False) -> int:
+def report(root: Path, folder: Path, *, parity: bool = False) -> int:
     """Print every problem; exit code 0 when there is none."""
-    unsure: list[str] = []
     try:
         problems = list(check(root, folder))
-        unsure = list(unverifiable(root, folder))
-        if strict:
-            problems += unsure
         if parity and not problems:
             problems += list(check_parity(root, folder))
     except StageError as error:
         problems = [str(error)]
     for problem in problems:
         print(problem)
-    if unsure and not strict:
-        print(f"{len(unsure)} cannot be verified without an import (--strict names them)")
     print(f"{len(problems)} problems" if problems else "test lists hold")
     return 1 if problems else 0
 
@@ -58,28 +57,16 @@ def read_lists(folder: Path) -> dict[str, TestList]:
 
 
 def check(root: Path, folder: Path) -> Iterator[str]:
-    """All problems, each with file and line.
+    """All problems that show without an import, each with file and line.
 
     Raises:
         StageError: A file cannot be read at all.
     """
     stages = read_table(folder / "stages.yml")
     lists = read_lists(folder)
-    read_maintenance(folder / "maintenance_stages.txt", stages)
-    durations = read_durations(folder / "durations.json")
-    for stage in stages:
-        if stage.list_file not in lists:
-            yield f"stages.yml: {stage.name} names {stage.list_file}, which is missing{nearest(stage.list_file, lists)}"
-            continue
-        # On a machine of which nothing is known: what a stage may select, it must.
-        lines = [
-            line for line in select(lists[stage.list_file], query_of_stage(stage)).lines
-            if prefix_holds(line.hardware_prefix, stage)
-        ]  # fmt: skip
-        if not lines:
-            yield f"stages.yml: {stage.name} selects nothing of {stage.list_file}"
-        elif not shard(lines, stage.shards, durations)[stage.shard - 1]:
-            yield f"stages.yml: {stage.name} holds no line: {stage.shards} shards of {len(lines)}"
+    for family in dict.fromkeys(stage.family for stage in stages):
+        yield from (f"stages.yml: {text}" for text in doubtful(family))
+    yield from _check_stages(folder, stages, lists)
     for name, test_list in lists.items():
         mine = [stage for stage in stages if stage.list_file == name]
         if not mine:
@@ -96,29 +83,58 @@ def check(root: Path, folder: Path) -> Iterator[str]:
         yield from _duplicates(test_list)
         for block in test_list.blocks:
             for line in block.tests:
-                problems = [*check_line(root, line), *_contradictions(line), *_prefix(line, stages)]
+                problems = [*_path(root, line), *_contradictions(line), *_prefix(line, stages)]
                 yield from (f"{name}:{line.line}: {problem}" for problem in problems)
+    yield from _check_packages(root, stages, lists)
+    yield from _check_waivers(root, folder, stages, lists)
+
+
+def _check_stages(folder: Path, stages: tuple[Stage, ...], lists: dict[str, TestList]) -> Iterator[str]:
+    durations = read_durations(folder / "durations.json")
+    for stage in stages:
+        if stage.list_file not in lists:
+            yield f"stages.yml: {stage.name} names {stage.list_file}, which is missing{nearest(stage.list_file, lists)}"
+            continue
+        # On a machine of which nothing is known: what a stage may select, it must.
+        lines = select(lists[stage.list_file], query_of_stage(stage), stage).lines
+        mine = shard(lines, stage.shards, durations)[stage.shard - 1]
+        if not lines:
+            yield f"stages.yml: {stage.name} selects nothing of {stage.list_file}"
+        elif not mine:
+            yield f"stages.yml: {stage.name} holds no line: {stage.shards} shards of {len(lines)}"
+        elif stage.gpus and not any(line.needs_gpu for line in mine):
+            yield f'stages.yml: {stage.name} holds no line that needs its GPU (-m "gpu …")'
+
+
+def _check_packages(root: Path, stages: tuple[Stage, ...], lists: dict[str, TestList]) -> Iterator[str]:
+    """Every package is tested by a stage that runs without being named."""
+    daily = {stage.list_file for stage in stages if not stage.on_demand}
+    paths = {line.path for name in daily & set(lists) for block in lists[name].blocks for line in block.tests}
+    for project in sorted(root.glob("packages/*/pyproject.toml")):
+        package = project.parent.relative_to(root).as_posix()
+        if not any(covers(package, path) or covers(path, package) for path in paths):
+            yield f"{package}: no stage tests this package: add a line to a list, such as l0_cpu.yml"
+
+
+def _check_waivers(root: Path, folder: Path, stages: tuple[Stage, ...], lists: dict[str, TestList]) -> Iterator[str]:
     listed = [line for test_list in lists.values() for block in test_list.blocks for line in block.tests]
     waivers = read_waivers(folder / "waives.txt")
     for waiver in waivers:
         where = f"waives.txt:{waiver.line}"
-        for problem in [*check_line(root, waiver.test), *_prefix(waiver.test, stages)]:
+        for problem in [*_path(root, waiver.test), *_prefix(waiver.test, stages)]:
             yield f"{where}: {problem}"
         if not any(_waives(waiver.test, line) for line in listed):
             yield f"{where}: {waiver.test.identity} is in no list: nothing to waive"
         for other in waivers:
             if other is not waiver and other.test.hardware_prefix is None and _waives_all(other.test, waiver.test):
-                yield f"{where}: {waiver.test.identity} is waived by line {other.line}, too"
+                yield f"{where}: {waiver.test.identity} is also waived by line {other.line}"
 
 
-def unverifiable(root: Path, folder: Path) -> Iterator[str]:
-    """What of lists and waivers cannot be known without an import, each with file, line and reason."""
-    for name, test_list in read_lists(folder).items():
-        for block in test_list.blocks:
-            for line in block.tests:
-                yield from (f"{name}:{line.line}: {text}" for text in examine(root, line).unsure)
-    for waiver in read_waivers(folder / "waives.txt"):
-        yield from (f"waives.txt:{waiver.line}: {text}" for text in examine(root, waiver.test).unsure)
+def _path(root: Path, line: TestLine) -> Iterator[str]:
+    path = root / line.path
+    if not path.exists():
+        known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        yield f"{line.path} does not exist{nearest(path.name, known)}"
 
 
 def _waives(test: TestLine, line: TestLine) -> bool:
@@ -150,161 +166,100 @@ def _duplicates(test_list: TestList) -> Iterator[str]:
         seen: dict[str, int] = {}
         for line in block.tests:
             if line.identity in seen:
-                yield f"{test_list.path.name}:{line.line}: {line.identity} stands in line {seen[line.identity]}, too"
+                yield f"{test_list.path.name}:{line.line}: {line.identity} is also in line {seen[line.identity]}"
             seen.setdefault(line.identity, line.line)
             for other in block.tests:
                 same = (other.keyword, other.mark) in ((None, None), (line.keyword, line.mark))
                 if same and other.target != line.target and covers(other.target, line.target):
                     yield (
-                        f"{test_list.path.name}:{line.line}: {line.identity} is run by line {other.line} "
-                        f"({other.identity}), too"
+                        f"{test_list.path.name}:{line.line}: {line.identity} is run by line {other.line}, "
+                        f"too ({other.identity})"
                     )
 
 
-@dataclass
-class Examined:
-    """What is wrong with a target, and what cannot be known without an import."""
-
-    wrong: list[str] = field(default_factory=list)
-    unsure: list[str] = field(default_factory=list)
+# -- against pytest's own collection ------------------------------------------------------------------------------------
 
 
-def check_line(root: Path, line: TestLine) -> Iterator[str]:
-    """What a line's target lacks."""
-    yield from examine(root, line).wrong
+@dataclass(frozen=True)
+class Collected:
+    """What pytest collects: ids, how many GPUs each needs, which are slow, and what each pair of expressions leaves."""
+
+    ids: tuple[str, ...]
+    gpus: tuple[int, ...]
+    slow: frozenset[int]
+    selected: dict[tuple[str | None, str | None], tuple[int, ...]]
+
+    def of(self, line: TestLine) -> list[int]:
+        """Places of the tests that a line selects."""
+        return [i for i in self.selected[line.mark, line.keyword] if covers(line.target, self.ids[i])]
 
 
-def examine(root: Path, line: TestLine) -> Examined:
-    """Follow a target through its file, without importing it."""
-    path = root / line.path
-    if not path.exists():
-        parent = path.parent
-        known = [p.name for p in parent.iterdir()] if parent.is_dir() else []
-        return Examined([f"{line.path} does not exist{nearest(path.name, known)}"])
-    _, *names = line.target.split("::") if "[" not in line.target else _split_id(line.target)
-    if path.is_dir():
-        return Examined([f"{line.path} is a folder, it has no {names[0]}"] if names else [])
-    try:
-        scope = _scope(path)
-    except SyntaxError as error:
-        return Examined([f"{line.path}:{error.lineno}: not Python: {error.msg}"])
-    elsewhere = _elsewhere(path)
-    for depth, full in enumerate(names):
-        name, _, parameter = full.partition("[")
-        if name not in scope:
-            if elsewhere is not None:
-                return Examined(unsure=[f"{line.target}: {elsewhere}"])
-            return Examined([f"{line.path} has no {'::'.join([*names[:depth], name])}{nearest(name, scope)}"])
-        node = scope[name]
-        if isinstance(node, ast.ClassDef):
-            if parameter:
-                return Examined([f"{full} is a class: it has no parameters, name its test"])
-            scope = {**_bases(path, node), **_members(node.body)}
-            foreign = _foreign_base(path, node)
-            elsewhere = f"its base {foreign} is made elsewhere" if foreign else None
-        elif parameter:
-            ids, wanted = literal_ids(node), parameter.removesuffix("]")
-            if ids is None:
-                return Examined(unsure=[f"{line.target}: the parameter ids are no literals"])
-            if wanted not in ids:
-                longer = [i for i in ids if i.startswith(wanted)]
-                hint = f"; it is the beginning of {', '.join(longer[:3])}" if longer else nearest(wanted, ids)
-                return Examined([f"{full}: no such parameter id{hint}; there are {', '.join(ids[:IDS_MAX])}"])
-    return Examined()
-
-
-def _split_id(target: str) -> list[str]:
-    """``::`` inside an id's brackets is part of it."""
-    head, bracket, parameter = target.partition("[")
-    *first, last = head.split("::")
-    return [*first, last + bracket + parameter]
-
-
-def _elsewhere(path: Path) -> str | None:
-    """Why a module may have names that its text does not show."""
-    for node in ast.parse(path.read_text("utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
-            return f"{node.module} may bring it"
-    return None
-
-
-def _foreign_base(path: Path, node: ast.ClassDef) -> str | None:
-    for base in node.bases:
-        if not isinstance(base, ast.Name) or not isinstance(_scope(path).get(base.id), ast.ClassDef):
-            if ast.unparse(base) != "object":
-                return ast.unparse(base)
-        elif (foreign := _foreign_base(path, _class(path, base.id))) is not None:
-            return foreign
-    return None
-
-
-def _class(path: Path, name: str) -> ast.ClassDef:
-    found = _scope(path)[name]
-    if not isinstance(found, ast.ClassDef):
-        raise TypeError(f"{path}: {name} is no class")
-    return found
-
-
-@lru_cache(maxsize=256)
-def _scope(path: Path) -> dict[str, ast.AST]:
-    return _members(ast.parse(path.read_text("utf-8"), str(path)).body)
-
-
-def _members(body: list[ast.stmt]) -> dict[str, ast.AST]:
-    return {n.name: n for n in body if isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}
-
-
-def _bases(path: Path, node: ast.ClassDef) -> dict[str, ast.AST]:
-    found: dict[str, ast.AST] = {}
-    for base in node.bases:
-        if isinstance(base, ast.Name) and isinstance(parent := _scope(path).get(base.id), ast.ClassDef):
-            found |= {**_bases(path, parent), **_members(parent.body)}
-    return found
-
-
-def literal_ids(node: ast.AST) -> list[str] | None:
-    """Parameter ids of a test with exactly one parametrize of literals; None: they cannot be known without importing."""
-    marks = [
-        d for d in getattr(node, "decorator_list", ())
-        if isinstance(d, ast.Call) and isinstance(d.func, ast.Attribute) and d.func.attr == "parametrize"
-    ]  # fmt: skip
-    if len(marks) != 1 or len(marks[0].args) < 2 or any(k.arg == "ids" for k in marks[0].keywords):
-        return None
-    try:
-        values = ast.literal_eval(marks[0].args[1])
-    except ValueError:
-        return None
-    ids = []
-    for value in values:
-        parts = value if isinstance(value, tuple) else (value,)
-        if not all(isinstance(p, (str, int, float, bool, type(None))) for p in parts):
-            return None
-        ids.append("-".join(str(p) for p in parts))
-    return ids if len(set(ids)) == len(ids) else None
+def collect(root: Path, lines: list[TestLine]) -> Collected | str:
+    """Everything that pytest collects there, in one run; or why it cannot."""
+    pairs = list(dict.fromkeys((line.mark, line.keyword) for line in lines))
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch, "collected.json")
+        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "STAGE_EXPRESSIONS": json.dumps(pairs),
+                       "STAGE_COLLECTED": str(answer), "PYTHONPATH": needs.python_path(root, str(_PLUGIN))}  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "stage_collect"],
+            cwd=root, env=environment, capture_output=True, text=True, errors="replace", timeout=_COLLECTION_TIMEOUT_S,
+        )  # fmt: skip
+        if done.returncode not in (0, 5) or not answer.exists():
+            return f"pytest cannot collect:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        found = json.loads(answer.read_text("utf-8"))
+    return Collected(
+        tuple(found["ids"]), tuple(found["gpus"]), frozenset(found["slow"]),
+        {pair: tuple(places) for pair, places in zip(pairs, found["selected"], strict=True)},
+    )  # fmt: skip
 
 
 def check_parity(root: Path, folder: Path) -> Iterator[str]:
-    """Every line that the check above accepts selects at least one test in pytest's own collection."""
-    targets: dict[tuple[str, str | None, str | None], str] = {}
-    for name, test_list in read_lists(folder).items():
-        for block in test_list.blocks:
-            for line in block.tests:
-                targets.setdefault((line.target, line.mark, line.keyword), f"{name}:{line.line}")
-    by_expressions: dict[tuple[str | None, str | None], list[tuple[str, str]]] = {}
-    for (target, mark, keyword), where in targets.items():
-        by_expressions.setdefault((mark, keyword), []).append((target, where))
-    for (mark, keyword), lines in by_expressions.items():
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *(t for t, _ in lines)]
-        command += [*(["-m", mark] if mark else []), *(["-k", keyword] if keyword else [])]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-        if done.returncode not in (0, 5):
-            yield f"{', '.join(where for _, where in lines)}: pytest cannot collect:\n{done.stdout[-2000:]}"
-            continue
-        collected = [text for text in done.stdout.splitlines() if re.match(r"\S+::", text)]
-        for item in filter(_ADDRESS.search, collected):
-            where = next(where for target, where in lines if covers(target, item))
-            yield f"{where}: {item}: an address in an id changes with the process: no waiver or rerun finds it again"
-        for target, where in lines:
-            if not any(covers(target, item) for item in collected):
-                expressions = "".join(f" {flag} {e!r}" for flag, e in (("-m", mark), ("-k", keyword)) if e)
-                yield f"{where}: {target}{expressions} selects no test"
+    """What the check above accepts, against what pytest collects."""
+    stages, lists = read_table(folder / "stages.yml"), read_lists(folder)
+    named = [
+        (f"{name}:{line.line}", line) for name, found in lists.items() for block in found.blocks for line in block.tests
+    ]
+    named += [(f"waives.txt:{waiver.line}", waiver.test) for waiver in read_waivers(folder / "waives.txt")]
+    collected = collect(root, [line for _, line in named])
+    if isinstance(collected, str):
+        yield collected
+        return
+    run: set[int] = set()
+    reported: set[object] = set()
+    for where, line in named:
+        mine = collected.of(line)
+        run |= set(mine) if not where.startswith("waives") else set()
+        if not mine and line.selects not in reported:
+            reported.add(line.selects)
+            yield f"{where}: {line.identity} selects no test{_nearest_test(line, collected.ids)}"
+        for test in (collected.ids[i] for i in mine if _ADDRESS.search(collected.ids[i])):
+            if test not in reported:
+                reported.add(test)
+                yield f"{where}: {test}: an address in an id changes with the process: no waiver or rerun finds it again"
+    yield from _unlisted(collected, run)
+    for stage in stages:
+        wanted = stage.gpus * stage.nodes
+        lines = select(lists[stage.list_file], query_of_stage(stage), stage).lines
+        if wanted > 1 and not any(collected.gpus[i] == wanted for line in lines for i in collected.of(line)):
+            yield f"stages.yml: {stage.name} holds no test that needs {wanted} GPUs (pytest.mark.gpus(count={wanted}))"
+
+
+def _nearest_test(line: TestLine, ids: tuple[str, ...]) -> str:
+    if "::" not in line.target:
+        return ""
+    below = {test for test in ids if covers(line.path, test)} | {
+        test.partition("[")[0] for test in ids if covers(line.path, test)
+    }
+    return nearest(line.target, below)
+
+
+def _unlisted(collected: Collected, run: set[int]) -> Iterator[str]:
+    """Tests that neither a stage nor, being slow, the nightly run would start."""
+    forgotten: dict[str, list[str]] = {}
+    for place, test in enumerate(collected.ids):
+        if place not in run and place not in collected.slow:
+            forgotten.setdefault(test.partition("::")[0], []).append(test)
+    for path, tests in forgotten.items():
+        more = f" and {len(tests) - _NAMED_MAX} more" if len(tests) > _NAMED_MAX else ""
+        yield f"{path}: no stage runs {', '.join(tests[:_NAMED_MAX])}{more}"

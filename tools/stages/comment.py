@@ -13,7 +13,7 @@ from .errors import StageError, nearest
 RUN_OPTIONS = (
     "--stage-list", "--extra-stage", "--gpu-type", "--test-backend", "--post-merge", "--disable-fail-fast", "--reuse-test",
     "--disable-reuse-test", "--skip-test", "--add-multi-gpu-test", "--only-multi-gpu-test", "--disable-multi-gpu-test",
-    "--detailed-log", "--infra-retries", "--accept-capability", "--dry-run", "--list",
+    "--detailed-log", "--accept-capability", "--dry-run", "--list",
 )  # fmt: skip
 #: The field's options that have nothing to act on here, and why: refused by name, never ignored.
 REFUSED = {
@@ -26,25 +26,29 @@ _COMMANDS = ("run", "kill", "skip", "reuse-pipeline", "help")
 
 
 def arguments_of_comment(text: str) -> list[str]:
-    """The runner's arguments for the first ``/bot`` line of a comment.
+    """The runner's arguments for the ``/bot`` line of a comment.
 
     Raises:
-        StageError: There is no such line, its quotes are unbalanced, or a command or option is not known.
+        StageError: There is no such line, or more than one; its quotes are unbalanced, or a command or option is not known.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("/bot")]
     if not lines:
         raise StageError(f"no /bot line in {text[:80]!r}")
+    if len(lines) > 1:
+        raise StageError(
+            f"{len(lines)} /bot lines in one comment, only one is run at a time: {' and '.join(map(repr, lines))}"
+        )
     try:
         words = shlex.split(lines[0])
     except ValueError as error:
         raise StageError(f"{lines[0]!r}: {error}") from error
     if words[0] != "/bot":
-        raise StageError(f"{words[0]!r} is no command; did you mean /bot run?")
+        raise StageError(f"{words[0]!r} is not a command; did you mean /bot run?")
     if len(words) < 2:
         raise StageError("/bot wants a command, such as /bot run")
     command, rest = words[1], words[2:]
     if command not in _COMMANDS:
-        raise StageError(f"/bot {command!r} is no command{nearest(command, _COMMANDS)}")
+        raise StageError(f"/bot {command!r} is not a command{nearest(command, _COMMANDS)}")
     if command == "run":
         return _run(rest)
     if command == "skip":

@@ -19,7 +19,7 @@ class ListError(StageError):
         self.line = line
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> str:
     """``; did you mean a, b?`` or, without a near one, nothing."""
-    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=count, cutoff=cutoff)
     return f"; did you mean {', '.join(near)}?" if near else ""

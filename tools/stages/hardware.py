@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -14,7 +13,10 @@ from typing import Any
 import yaml
 
 from .errors import StageError, nearest
-from .table import HARDWARE, Stage
+from .table import Stage
+
+#: With ``--accept-capability``: whatever card is here.
+ANY_GPU = "any"
 
 
 @dataclass(frozen=True)
@@ -24,16 +26,18 @@ class Hardware:
     Attributes:
         gpu_names: One name per GPU, as the driver gives it.
         compute_capability: Of the first GPU, such as ``9.0``; empty without one.
+        gpu_capabilities: Of each GPU; empty where only the first one's is known.
         cpu: ``x86_64`` or ``aarch64``.
         cores: Cores that this process may use (count).
         memory_mib: Host memory (MiB).
-        nodes: Machines like this one that a run may use (count).
+        nodes: Machines of the Slurm job that this process is in (count); 1 outside of one.
         linux_distribution: ``ubuntu``, ``debian`` …; empty where it is not known.
         source: ``probed`` or the file it was read from.
     """
 
     gpu_names: tuple[str, ...] = ()
     compute_capability: str = ""
+    gpu_capabilities: tuple[str, ...] = ()
     cpu: str = "x86_64"
     cores: int = 1
     memory_mib: int = 0
@@ -48,10 +52,13 @@ class Hardware:
 
 def probe() -> Hardware:
     """This machine, by nvidia-smi where there is one, else without GPUs."""
-    names, capability = _nvidia_smi()
+    names, capabilities = _nvidia_smi()
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return Hardware(
         gpu_names=names,
-        compute_capability=capability,
+        compute_capability=capabilities[0] if capabilities else "",
+        gpu_capabilities=capabilities,
+        nodes=int(nodes) if nodes.isdigit() and int(nodes) else 1,
         cpu=platform.machine(),
         cores=len(os.sched_getaffinity(0)),
         memory_mib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20,
@@ -59,7 +66,7 @@ def probe() -> Hardware:
     )
 
 
-def _nvidia_smi() -> tuple[tuple[str, ...], str]:
+def _nvidia_smi() -> tuple[tuple[str, ...], tuple[str, ...]]:
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"],
@@ -68,14 +75,14 @@ def _nvidia_smi() -> tuple[tuple[str, ...], str]:
             timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return (), ""
-    return parse_nvidia_smi(done.stdout) if done.returncode == 0 else ((), "")
+        return (), ()
+    return parse_nvidia_smi(done.stdout) if done.returncode == 0 else ((), ())
 
 
-def parse_nvidia_smi(text: str) -> tuple[tuple[str, ...], str]:
-    """GPU names, and the compute capability of the first."""
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if "," in line]
-    return tuple(row[0] for row in rows), rows[0][1] if rows else ""
+def parse_nvidia_smi(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Name and compute capability of each GPU."""
+    rows = [line.rpartition(",") for line in text.splitlines() if "," in line]
+    return tuple(name.strip() for name, _, _ in rows), tuple(capability.strip() for _, _, capability in rows)
 
 
 def _distribution() -> str:
@@ -93,7 +100,7 @@ def read_hardware(path: Path) -> Hardware:
     """
     try:
         data = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, yaml.YAMLError) as error:
         raise StageError(f"hardware file {path}: {error}") from error
     if not isinstance(data, dict):
         raise StageError(f"hardware file {path}: want a mapping, got {type(data).__name__}")
@@ -102,26 +109,31 @@ def read_hardware(path: Path) -> Hardware:
         if key not in known:
             raise StageError(f"hardware file {path}: unknown field {key!r}{nearest(str(key), known)}")
         default = known[key].default
-        wanted: type | tuple[type, ...] = (list, tuple) if isinstance(default, tuple) else type(default)
-        if not isinstance(value, wanted):
+        if isinstance(default, tuple):
+            good, wanted = isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of texts"
+        elif isinstance(default, int):
+            good, wanted = type(value) is int and value >= 0, "a whole number"
+        else:
+            good, wanted = isinstance(value, str), "a text (in quotes)"
+        if not good:
             raise StageError(f"hardware file {path}: {key}: want {wanted}, got {value!r}")
-    return Hardware(**{**data, "gpu_names": tuple(data.get("gpu_names", ())), "source": str(path)})
+    lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+    return Hardware(**{**data, **lists, "source": str(path)})
 
 
 def lacking(stage: Stage, hardware: Hardware, accept_capability: str | None = None) -> str | None:
-    """What a stage needs and the machine has not, in words; None when it can run here."""
-    pattern = HARDWARE[stage.hardware]
-    if pattern is None:
-        return None
-    have = f"this machine has {describe_gpus(hardware)}"
-    if accept_capability is not None and hardware.compute_capability == accept_capability:
-        matching = len(hardware.gpu_names)
-    else:
-        matching = sum(bool(re.search(pattern, name, re.IGNORECASE)) for name in hardware.gpu_names)
-    if matching < stage.gpus:
-        return f"needs {stage.gpus} × {stage.gpu_type}, {have}"
+    """Which GPUs or nodes a stage needs and the machine does not have, in words; None when it can run here."""
     if hardware.nodes < stage.nodes:
         return f"needs {stage.nodes} nodes, there is {hardware.nodes}"
+    if stage.gpu_pattern is None:
+        return None
+    capabilities = hardware.gpu_capabilities or (hardware.compute_capability,) * len(hardware.gpu_names)
+    matching = sum(
+        bool(re.search(stage.gpu_pattern, name, re.IGNORECASE)) or accept_capability in (capability, ANY_GPU)
+        for name, capability in zip(hardware.gpu_names, capabilities, strict=False)
+    )
+    if matching < stage.gpus:
+        return f"needs {stage.gpus} × {stage.gpu_type}, this machine has {describe_gpus(hardware)}"
     return None
 
 
@@ -133,8 +145,3 @@ def describe_gpus(hardware: Hardware) -> str:
     for name in hardware.gpu_names:
         counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} × {name}" for name, count in counts.items())
-
-
-def to_json(hardware: Hardware) -> str:
-    """One line."""
-    return json.dumps(hardware.to_dict(), sort_keys=True)

@@ -11,9 +11,11 @@ from typing import Any
 #: Signs of the machine, not of the product, in a failure's text.
 _INFRASTRUCTURE = (
     "No space left on device", "Cannot allocate memory", "Too many open files", "Address already in use", "No such device",
-    "no mpiexec beside", "Temporary failure in name resolution", "was killed or ran out of time", "began and did not end",
-    "CUDA error: out of memory", "worker 'gw",
+    "no mpiexec beside", "Temporary failure in name resolution", "was killed by", "did not end within the line's",
+    "began and did not end", "CUDA error: out of memory", "worker 'gw", "pytest INTERNALERROR",
 )  # fmt: skip
+#: How pytest-timeout's message about a test begins.
+_TIMED_OUT = ("Failed: Timeout (>", "Timeout (>")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class CaseResult:
 
     Attributes:
         id: Node id.
-        outcome: passed, failed, error, skipped, or unfinished.
+        outcome: passed, failed, error, skipped, unfinished; by a line's marker also xfailed or unstable.
+        message: The assertion or exception in one line, why it was skipped, or how it ended.
         attempts: Outcome of every attempt, in order; the last one is ``outcome``.
     """
 
@@ -39,9 +42,14 @@ class CaseResult:
         return self.outcome in ("failed", "error", "unfinished")
 
     @property
+    def timed_out(self) -> bool:
+        """Whether it failed because its time was over."""
+        return self.message.startswith(_TIMED_OUT)
+
+    @property
     def flaky(self) -> bool:
         """It failed, and passed when it was tried again."""
-        return self.outcome == "passed" and any(a != "passed" for a in self.attempts)
+        return self.outcome == "passed" and any(a not in ("passed", "skipped") for a in self.attempts)
 
 
 def cause_of(case: CaseResult) -> str:
@@ -59,13 +67,21 @@ class LiveResult:
     Attributes:
         selected: Node ids of what was to run; empty when it did not get that far.
         waived: Node ids of what was taken out because it is waived.
-        exit_code: pytest's own; None when it was killed.
+        alone: Node ids of what wants the machine for itself and was left to another process.
+        exit_code: Of the process; None when it was ended because its time was over.
+        end: How it ended, in words.
+        tail: The last of its output.
+        interrupted: It was stopped from outside.
     """
 
     cases: tuple[CaseResult, ...]
     selected: tuple[str, ...]
     exit_code: int | None
     waived: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    end: str = ""
+    tail: str = ""
+    interrupted: bool = False
 
     @property
     def not_started(self) -> tuple[str, ...]:
@@ -74,32 +90,56 @@ class LiveResult:
         return tuple(test for test in self.selected if test not in begun)
 
 
-def read_live(path: Path) -> LiveResult:
-    """Assemble the results. A test that began and never ended is unfinished; a torn last line is ignored."""
+def read_live(
+    path: Path, *, exit_code: int | None = 0, late: str = "", tail: str = "", interrupted: bool = False
+) -> LiveResult:
+    """Assemble the results. A torn last line is ignored.
+
+    A test that began and never ended is unfinished, or, when the run was stopped from outside, not started.
+    """
     reports: dict[str, list[dict[str, Any]]] = {}
     errors: list[CaseResult] = []
-    selected: tuple[str, ...] = ()
-    waived: tuple[str, ...] = ()
-    exit_code = None
+    lists: dict[str, tuple[str, ...]] = {}
+    internal = ""
     for text in path.read_text("utf-8").splitlines() if path.exists() else []:
         try:
             event = json.loads(text)
         except json.JSONDecodeError:
             continue
-        if event["event"] == "start":
+        kind = event["event"]
+        if kind == "start":
             reports.setdefault(event["id"], [])
-        elif event["event"] == "report":
+        elif kind == "report":
             reports.setdefault(event["id"], []).append(event)
-        elif event["event"] == "collect_error":
-            errors.append(CaseResult(event["id"], "error", 0.0, "cannot be collected", event["details"], ("error",)))
-        elif event["event"] == "selected":
-            selected = tuple(event["ids"])
-        elif event["event"] == "waived":
-            waived = tuple(event["ids"])
-        elif event["event"] == "end":
-            exit_code = event["exit"]
+        elif kind == "collect_error":
+            errors.append(CaseResult(event["id"], "error", 0.0, event["message"], event["details"], ("error",)))
+        elif kind == "internal_error":
+            internal = event["message"]
+        else:
+            lists[kind] = (*lists.get(kind, ()), *event["ids"])
     cases = tuple(_case(test, events) for test, events in reports.items())
-    return LiveResult((*errors, *cases), selected, exit_code, waived)
+    if interrupted:
+        cases = tuple(case for case in cases if case.outcome != "unfinished")
+    return LiveResult(
+        (*errors, *cases), lists.get("selected", ()), exit_code, lists.get("waived", ()), lists.get("alone", ()),
+        late or _end(exit_code, internal, tail), tail, interrupted,
+    )  # fmt: skip
+
+
+def _end(exit_code: int | None, internal: str, tail: str) -> str:
+    """How a pytest process ended, in words."""
+    lines = [text.strip() for text in tail.splitlines() if text.strip()]
+    internal = internal or next((text for text in reversed(lines) if text.startswith("INTERNALERROR>")), "")
+    if internal:
+        return f"pytest INTERNALERROR: {internal.removeprefix('INTERNALERROR>').strip()}"
+    if exit_code is not None and exit_code > 128:
+        return f"pytest was killed by signal {exit_code - 128}"
+    missing = [text.removeprefix("ERROR: not found: ") for text in lines if text.startswith("ERROR: not found: ")]
+    if missing:
+        return f"no such test: {', '.join(missing)}"
+    said = next((text for text in reversed(lines) if text.lower().startswith(("error", "importerror"))), "")
+    said = said or next((text for text in reversed(lines) if "Error" in text or "Warning" in text), "")
+    return f"pytest exit {exit_code}" + (f": {said}" if said else "")
 
 
 def _case(test: str, events: list[dict[str, Any]]) -> CaseResult:
@@ -128,26 +168,30 @@ def merge(first: tuple[CaseResult, ...], again: tuple[CaseResult, ...]) -> tuple
             merged.append(case)
         else:
             details = second.details or case.details
-            merged.append(replace(second, details=details, attempts=case.attempts + second.attempts))
+            message = second.message or case.message
+            attempts = case.attempts + second.attempts
+            merged.append(replace(second, message=message, details=details, attempts=attempts))
     return (*merged, *later.values())
 
 
 def write_junit(path: Path, suite: str, cases: tuple[CaseResult, ...]) -> None:
     """A stage's merged results as one file; a flaky test carries its failed attempts in its output."""
     counts = {
-        outcome: sum(c.outcome == outcome for c in cases) for outcome in ("failed", "error", "skipped", "unfinished")
+        outcome: sum(c.outcome == outcome for c in cases)
+        for outcome in ("failed", "error", "skipped", "unfinished", "xfailed", "unstable")
     }
     root = ElementTree.Element("testsuites")
     element = ElementTree.SubElement(
         root, "testsuite", name=suite, tests=str(len(cases)), failures=str(counts["failed"]),
-        errors=str(counts["error"] + counts["unfinished"]), skipped=str(counts["skipped"]),
+        errors=str(counts["error"] + counts["unfinished"]),
+        skipped=str(counts["skipped"] + counts["xfailed"] + counts["unstable"]),
         time=f"{sum(c.seconds for c in cases):.3f}",
     )  # fmt: skip
     for case in cases:
         classname, _, name = case.id.partition("::")
         node = ElementTree.SubElement(element, "testcase", classname=classname, name=name, time=f"{case.seconds:.3f}")
         if case.outcome != "passed":
-            tag = {"failed": "failure", "skipped": "skipped"}.get(case.outcome, "error")
+            tag = {"failed": "failure", "error": "error", "unfinished": "error"}.get(case.outcome, "skipped")
             child = ElementTree.SubElement(node, tag, message=_clean(case.message))
             child.text = _clean(case.details)
         if case.flaky:

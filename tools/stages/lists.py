@@ -17,6 +17,7 @@ Existing lists of this format read as they are; what the format does not know is
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,8 @@ MARKERS = ("XFAIL", "SKIP", "UNSTABLE", "TIMEOUT", "ISOLATION")
 #: Minutes without a TIMEOUT marker.
 TIMEOUT_DEFAULT_MIN = 60
 _CONDITION_KEYS = ("terms", "ranges", "wildcards")
-_TOKEN = re.compile(r"""\s*(?:(?P<quoted>"(?:[^"\\]|\\.)*"|'[^']*')|(?P<comment>\#.*)|(?P<word>[^\s"'#]+))""")
+_WORD = re.compile(r"-[km](?=\s|$)|[A-Za-z]\w*(?=[\s(,#]|$)")
+_EXPRESSION = re.compile(r"""\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s\"'#]+""")
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class TestLine:
 
     @property
     def identity(self) -> str:
-        """What tells it from other lines: target and expressions, not its markers."""
-        parts = [self.target]
+        """What tells it from other lines: prefix, target and expressions, not its markers."""
+        parts = [self.target if self.hardware_prefix is None else f"full:{self.hardware_prefix}/{self.target}"]
         if self.keyword is not None:
             parts.append(f'-k "{self.keyword}"')
         if self.mark is not None:
@@ -69,9 +71,48 @@ class TestLine:
         return " ".join(parts)
 
     @property
+    def selects(self) -> tuple[str, str | None, str | None]:
+        """What it selects, on whatever hardware: two lines with the same run the same tests."""
+        return self.target, self.keyword, self.mark
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether its ``-m`` expression selects nothing but tests marked for a GPU."""
+        return self.mark is not None and needs_mark(self.mark, "gpu")
+
+    @property
     def path(self) -> str:
         """The file or folder of the target."""
         return self.target.split("::", 1)[0]
+
+
+def needs_mark(expression: str, mark: str) -> bool:
+    """Whether a ``-m`` expression holds only for tests with that mark, whatever other marks they have; at most 10 names."""
+    text = re.sub(r"(?<=\w)\([^)]*\)", "", expression)
+    names = sorted(set(re.findall(r"\w+", text)) - {"and", "or", "not"})
+    if mark not in names or len(names) > 10:
+        return False
+    others = [name for name in names if name != mark]
+    return not any(
+        _holds(text, {name for bit, name in enumerate(others) if chosen >> bit & 1})
+        for chosen in range(2 ** len(others))
+    )
+
+
+def _holds(expression: str, present: set[str]) -> bool:
+    def value(node: ast.AST) -> bool:
+        if isinstance(node, ast.Expression):
+            return value(node.body)
+        if isinstance(node, ast.BoolOp):
+            return (all if isinstance(node.op, ast.And) else any)(map(value, node.values))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return not value(node.operand)
+        return isinstance(node, ast.Name) and node.id in present
+
+    try:
+        return value(ast.parse(expression.strip(), mode="eval"))
+    except SyntaxError:
+        return True
 
 
 def covers(target: str, other: str) -> bool:
@@ -194,63 +235,43 @@ def _entries(path: Path, item: _yaml.Item | None, what: str) -> list[tuple[str, 
 def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLine:
     """Parse one test line.
 
-    Quoted expressions are opaque: a marker's name or a # inside one is part of it.
+    Quoted expressions and what stands in a marker's parentheses are opaque: a marker's name, a quote or a # in there is text.
 
     Raises:
         ListError: No target, an option without its expression, a marker without what it needs, or something left over.
     """
     target, rest = _target(text, path, number)
-    words, position = [], 0
-    while position < len(rest):
-        match = _TOKEN.match(rest, position)
-        if match is None:
-            raise ListError(path, number, f"unbalanced quote in {text!r}")
-        position = match.end()
-        if match["comment"] is not None:
-            break
-        words.append(match["quoted"] or match["word"])
     prefix = None
     if target.startswith("full:"):
         prefix, _, target = target.removeprefix("full:").partition("/")
         if not prefix or not target:
             raise ListError(path, number, f"want full:<hardware>/<test>, got {text!r}")
     expressions: dict[str, str] = {}
-    markers: dict[str, str] = {}
-    timeout, timeout_given = TIMEOUT_DEFAULT_MIN, False
-    isolated = False
-    while words:
-        word = words.pop(0)
+    markers: dict[str, str | None] = {}
+    while (rest := rest.lstrip(" \t,")) and not rest.startswith("#"):
+        match = _WORD.match(rest)
+        if match is None:
+            raise ListError(path, number, f"{rest.split()[0]!r} is not a marker in {text!r}")
+        word, rest = match[0], rest[match.end() :]
         if word in ("-k", "-m"):
             if word in expressions:
                 raise ListError(path, number, f"two {word} in {text!r}")
-            if not words:
-                raise ListError(path, number, f"{word} without an expression in {text!r}")
-            expression = words.pop(0)
-            expressions[word] = expression[1:-1] if expression[0] in "\"'" else expression
-            continue
-        for name in filter(None, re.sub(r"\(.*", "", word).split(",")):
-            if name not in MARKERS:
-                raise ListError(path, number, f"{name!r} is no marker{nearest(name.upper(), MARKERS)} in {text!r}")
-            if name == "ISOLATION":
-                isolated = True
-                continue
-            argument, words = _argument(word, words, last=word.rstrip(",").endswith(name) or "(" in word)
-            if name == "TIMEOUT":
-                if argument is None or not argument.isdigit() or int(argument) < 1:
-                    raise ListError(path, number, f"TIMEOUT wants minutes in parentheses, got {text!r}")
-                timeout, timeout_given = int(argument), True
-            else:
-                if name in markers:
-                    raise ListError(path, number, f"{name} stands twice in {text!r}")
-                markers[name] = argument or ""
-        # ``TIMEOUT (90),ISOLATION``: what follows the argument directly.
-        if words and words[0].startswith(","):
-            rest = words.pop(0).lstrip(",")
-            if rest:
-                words.insert(0, rest)
+            expressions[word], rest = _expression(word, rest, text, path, number)
+        elif word not in MARKERS:
+            raise ListError(path, number, f"{word!r} is not a marker{nearest(word.upper(), MARKERS)} in {text!r}")
+        elif word in markers:
+            raise ListError(path, number, f"{word} appears twice in {text!r}")
+        else:
+            markers[word], rest = _argument(word, rest, text, path, number)
+            if word == "ISOLATION" and markers[word] is not None:
+                raise ListError(path, number, f"ISOLATION takes nothing in parentheses, got {text!r}")
+            if word == "TIMEOUT" and not re.fullmatch("0*[1-9][0-9]{0,3}", markers[word] or ""):
+                raise ListError(path, number, f"TIMEOUT wants minutes in parentheses, 1 to 9999, got {text!r}")
+    timeout = markers.get("TIMEOUT")
+    reasons = {name: reason or "" for name, reason in markers.items() if name not in ("ISOLATION", "TIMEOUT")}
     return TestLine(
-        target, expressions.get("-k"), expressions.get("-m"), timeout, isolated, prefix, markers, number,
-        timeout_given=timeout_given,
+        target, expressions.get("-k"), expressions.get("-m"), int(timeout or TIMEOUT_DEFAULT_MIN), "ISOLATION" in markers,
+        prefix, reasons, number, timeout_given="TIMEOUT" in markers,
     )  # fmt: skip
 
 
@@ -264,27 +285,35 @@ def _target(text: str, path: Path | str, number: int) -> tuple[str, str]:
             break
         depth = max(depth + (character == "[") - (character == "]"), 0)
     target = stripped[:end]
-    if not target or target in MARKERS or target.startswith("-"):
+    if not target or re.split(r"[(,]", target)[0] in MARKERS or target.startswith("-"):
         raise ListError(path, number, f"no test in {text!r}")
     if depth:
         raise ListError(path, number, f"the id's [ is not closed in {text!r}: was it cut short?")
     return target, stripped[end:]
 
 
-def _argument(word: str, words: list[str], *, last: bool) -> tuple[str | None, list[str]]:
-    """The parenthesised argument that follows a marker, possibly over several words; and the words after it."""
-    text = ""
-    rest = list(words)
-    if "(" in word:
-        text = word[word.index("(") :]
-    elif last and rest and rest[0].startswith("("):
-        text = rest.pop(0)
-    else:
-        return None, words
-    while text.count("(") > text.count(")") and rest:
-        text += " " + rest.pop(0)
-    end = text.rindex(")") if ")" in text else len(text)
-    tail = text[end + 1 :]
-    if tail:
-        rest.insert(0, tail)
-    return text[1:end].strip(), rest
+def _expression(option: str, rest: str, text: str, path: Path | str, number: int) -> tuple[str, str]:
+    """The expression after ``-k`` or ``-m``, and what follows it."""
+    rest = rest.lstrip()
+    if not rest or rest.startswith("#"):
+        raise ListError(path, number, f"{option} without an expression in {text!r}")
+    match = _EXPRESSION.match(rest)
+    if match is None:
+        raise ListError(path, number, f"unbalanced quote in {text!r}")
+    expression = match[0][1:-1] if match[0][0] in "\"'" else match[0]
+    if not expression.strip():
+        raise ListError(path, number, f"{option} without an expression in {text!r}")
+    return expression, rest[match.end() :]
+
+
+def _argument(marker: str, rest: str, text: str, path: Path | str, number: int) -> tuple[str | None, str]:
+    """What stands in parentheses after a marker (None: nothing does), and what follows them."""
+    opened = rest.lstrip()
+    if not opened.startswith("("):
+        return None, rest
+    depth = 0
+    for position, character in enumerate(opened):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return opened[1:position].strip(), opened[position + 1 :]
+    raise ListError(path, number, f"the ( after {marker} is not closed in {text!r}")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import StageError, nearest
 from .hardware import Hardware, lacking
 from .lists import TestLine, TestList, covers, read_list
-from .maintenance import read_maintenance
-from .selecting import Query, Selection, prefix_holds, query_of_stage, select
+from .selecting import Query, Selection, query_of_stage, select
 from .sharding import read_durations, shard
-from .table import HARDWARE, Stage, read_table, select_by_name
-from .waivers import Waiver, read_waivers, waived
+from .table import Stage, read_table, select_by_name
+from .waivers import Waiver, read_waivers, waived, waived_tests
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,8 @@ class Options:
         multi_gpu: Of the stages that take several GPUs: ``only`` those, ``without`` those, or ``add`` them to what the filters
             leave; None: like the others.
         skip: Run nothing, for this reason.
-        infra_retries: How often a stage is run again that failed for its machine alone (count).
         detailed_log: Every test by name, with what it printed.
-        accept_capability: A GPU of this compute capability counts as the kind that a stage asks for.
+        accept_capability: A GPU of this compute capability counts as the kind that a stage asks for; ``any``: every GPU does.
     """
 
     stage_list: str | None = None
@@ -52,14 +50,18 @@ class Options:
     reuse_only: bool = False
     multi_gpu: str | None = None
     skip: str | None = None
-    infra_retries: int = 0
     detailed_log: bool = False
     accept_capability: str | None = None
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage on this machine."""
+    """One stage on this machine.
+
+    Attributes:
+        fingerprint: Hash of what the stage runs: its lines with their markers, and its waivers (hex). Other stages are no
+        part of it.
+    """
 
     stage: Stage
     lines: tuple[TestLine, ...]
@@ -67,7 +69,7 @@ class StagePlan:
     query: Query
     lacking: str | None
     waived: tuple[tuple[TestLine, Waiver], ...] = ()
-    resting: str | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class RunPlan:
 
     Attributes:
         partly: Why the run says less than a whole one, or None.
-        fingerprint: Hash of table, lists, waivers, durations and resting stages (hex).
+        fingerprint: Hash of the stages' fingerprints (hex).
     """
 
     stages: tuple[StagePlan, ...]
@@ -142,8 +144,9 @@ def _filtered(table: tuple[Stage, ...], options: Options, narrowed: list[str]) -
         ordinary = tuple(s for s in ordinary if not s.post_merge)
     chosen = ordinary
     if options.kind is not None:
-        if options.kind not in HARDWARE:
-            raise StageError(f"unknown hardware kind {options.kind!r}{nearest(options.kind, HARDWARE)}")
+        kinds = {s.hardware for s in table}
+        if options.kind not in kinds:
+            raise StageError(f"unknown hardware kind {options.kind!r}{nearest(options.kind, kinds)}")
         chosen = tuple(s for s in chosen if s.hardware == options.kind)
         narrowed.append(f"hardware kind {options.kind}")
     if options.gpu_type is not None:
@@ -168,7 +171,7 @@ def _filtered(table: tuple[Stage, ...], options: Options, narrowed: list[str]) -
 def _words(wanted: str, what: str, known: set[str]) -> set[str]:
     words = {word.strip() for word in wanted.split(",") if word.strip()}
     if not words:
-        raise StageError(f"{what}: {wanted!r} names none; there are {', '.join(sorted(known))}")
+        raise StageError(f"{what}: {wanted!r} is empty; there are {', '.join(sorted(known))}")
     for word in sorted(words - known):
         # People type a10 for A10: say so rather than select nothing.
         near = [k for k in sorted(known) if k.lower() == word.lower()]
@@ -177,24 +180,21 @@ def _words(wanted: str, what: str, known: set[str]) -> set[str]:
     return words
 
 
-def make_plan(folder: Path, options: Options, hardware: Hardware, waivers: tuple[Waiver, ...] | None = None) -> RunPlan:
-    """Read table, lists, waivers, durations and resting stages of a folder and plan the run.
+def make_plan(folder: Path, options: Options, hardware: Hardware) -> RunPlan:
+    """Read table, lists, waivers and durations of a folder and plan the run.
 
     Args:
         folder: Where they are.
         options: What was asked for.
         hardware: This machine.
-        waivers: Instead of the folder's.
 
     Raises:
         StageError: Something is not what it should be, or a stage's list selects nothing (its query is in the message).
     """
     table = read_table(folder / "stages.yml")
     choice = choose(table, options)
-    resting = read_maintenance(folder / "maintenance_stages.txt", table)
     durations = read_durations(folder / "durations.json")
-    if waivers is None:
-        waivers = read_waivers(folder / "waives.txt")
+    waivers = read_waivers(folder / "waives.txt")
     lists: dict[str, TestList] = {}
     warnings = list(choice.warnings)
     plans = []
@@ -203,13 +203,13 @@ def make_plan(folder: Path, options: Options, hardware: Hardware, waivers: tuple
             lists[stage.list_file] = read_list(folder / stage.list_file)
         plan = plan_stage(stage, lists[stage.list_file], hardware, durations, waivers, options.accept_capability)
         warnings += plan.selection.warnings
-        plans.append(replace(plan, resting=resting.get(stage.name)))
-    digest = hashlib.sha256()
-    read = ("stages.yml", "durations.json", "maintenance_stages.txt", *lists)
-    digest.update(repr([(w.test.identity, w.test.hardware_prefix, w.reason) for w in waivers]).encode())
-    for path in sorted({folder / name for name in read}):
-        digest.update(path.name.encode() + b"\0" + (path.read_bytes() if path.exists() else b"") + b"\0")
-    return RunPlan(tuple(plans), choice.partly, tuple(dict.fromkeys(warnings)), digest.hexdigest(), waivers, options)
+        plans.append(plan)
+    digest = _hash([(plan.stage.name, plan.fingerprint) for plan in plans])
+    return RunPlan(tuple(plans), choice.partly, tuple(dict.fromkeys(warnings)), digest, waivers, options)
+
+
+def _hash(what: object) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()
 
 
 def plan_stage(
@@ -226,8 +226,8 @@ def plan_stage(
         StageError: Nothing matches; the message prints the query and why each block was passed over.
     """
     query = query_of_stage(stage, hardware)
-    selection = select(test_list, query)
-    lines = [line for line in selection.lines if prefix_holds(line.hardware_prefix, stage)]
+    selection = select(test_list, query, stage)
+    lines = list(selection.lines)
     if not lines:
         reasons = "".join(f"\n  {test_list.path.name}:{block.line}: {why}" for block, why in selection.passed_over)
         asked = ", ".join(f"{k}={v}" for k, v in sorted(query.items()))
@@ -241,7 +241,15 @@ def plan_stage(
     ]
     out = {line.identity for line, _ in off}
     kept = tuple(line for line in mine if line.identity not in out)
-    return StagePlan(stage, kept, selection, query, lacking(stage, hardware, accept_capability), tuple(off))
+    part = [(line.identity, w.test.identity, w.reason) for line in mine for w in waived_tests(waivers, line, stage)]
+    ran = [
+        (line.identity, line.timeout_min, line.timeout_given, line.isolated, sorted(line.markers.items()))
+        for line in kept
+    ]
+    fingerprint = _hash([stage, ran, [(line.identity, waiver.reason) for line, waiver in off], part])
+    return StagePlan(
+        stage, kept, selection, query, lacking(stage, hardware, accept_capability), tuple(off), fingerprint
+    )
 
 
 def stages_of(folder: Path, target: str) -> list[tuple[Stage, TestLine]]:

@@ -2,7 +2,7 @@
 
 Permissive in both directions, as the field's lists expect: a key that the condition has and the query lacks matches, and a
 key that only the query has constrains nothing. Terms compare as strings. Ranges compare whole numbers; a query value that is
-none does not match. Wildcards are case-insensitive; a list of patterns matches if any of them does.
+not one does not match. Wildcards are case-insensitive; a list of patterns matches if any of them does.
 """
 
 from __future__ import annotations
@@ -15,31 +15,17 @@ from .errors import nearest
 from .hardware import Hardware
 from .lists import Block, Condition, TestLine, TestList, text_of
 from .table import Stage
+from .words import WORDS, meaning
 
 Query = dict[str, str]
 
-#: GPU families as the field writes them → their architecture, as ``full:smXX/`` prefixes name it. A wildcard that matches
-#: several of them is suspicious.
-GPU_FAMILIES = {
-    "A10": "sm86", "A30": "sm80", "A100": "sm80", "A100X": "sm80", "L40S": "sm89", "H20": "sm90", "H100": "sm90",
-    "H200": "sm90", "GH200": "sm90", "B200": "sm100", "GB200": "sm100", "B300": "sm103", "GB300": "sm103",
-    "RTXPro6000D": "sm120",
-}  # fmt: skip
-#: Keys that the field's lists and queries have. A condition on another one constrains nothing: most likely a slip.
-CONDITION_KEYS = (
-    "stage", "backend", "gpu", "system_gpu_count", "cpu", "linux_distribution_name", "orchestrator", "auto_trigger", "chip",
-    "compute_capability", "gpu_memory", "host_mem_available_mib", "host_mem_total_mib", "is_aarch64", "is_linux",
-    "linux_version", "supports_fp8", "supports_int8", "supports_tf32", "sysname",
-)  # fmt: skip
 #: What a probe that failed leaves behind.
 _UNKNOWN_VALUES = {"", "na", "n/a", "none", "unknown"}
-#: Abilities of a GPU → the least compute capability (tenths) that has them.
-_ABILITIES = {"supports_int8": 61, "supports_tf32": 80, "supports_fp8": 89}
 
 
 def gpu_family(gpu_type: str) -> str:
     """The family in a stage's first word: H100 of DGX_H100; the word itself where none is known."""
-    return next((word for word in gpu_type.split("_") if word in GPU_FAMILIES), gpu_type)
+    return next((word for word in gpu_type.split("_") if word in WORDS.gpus), gpu_type)
 
 
 def prefix_holds(prefix: str | None, stage: Stage) -> bool:
@@ -47,7 +33,7 @@ def prefix_holds(prefix: str | None, stage: Stage) -> bool:
     if prefix is None:
         return True
     family = gpu_family(stage.gpu_type)
-    return prefix.lower() in {stage.gpu_type.lower(), family.lower(), GPU_FAMILIES.get(family, family).lower()}
+    return prefix.lower() in {stage.gpu_type.lower(), family.lower(), WORDS.gpus.get(family, family).lower()}
 
 
 def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
@@ -55,8 +41,8 @@ def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
     query: Query = {
         "stage": "post_merge" if stage.post_merge else "pre_merge",
         "system_gpu_count": str(stage.gpus * stage.nodes),
-        "auto_trigger": next((w.lower() for w in ("DeepSeek", "GptOss") if f"-{w}-" in f"{stage.family}-"), "others"),
-        "orchestrator": "ray" if "-Ray-" in f"{stage.family}-" else "mpi",
+        "auto_trigger": meaning(stage.family, WORDS.models) or "others",
+        "orchestrator": meaning(stage.family, WORDS.orchestrators) or "mpi",
     }
     if stage.backend is not None:
         query["backend"] = stage.backend
@@ -73,7 +59,7 @@ def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
             major, _, minor = hardware.compute_capability.partition(".")
             if major.isdigit() and minor.isdigit():
                 able = 10 * int(major) + int(minor)
-                query |= {ability: text_of(able >= least) for ability, least in _ABILITIES.items()}
+                query |= {ability: text_of(able >= least) for ability, least in WORDS.abilities.items()}
     return query
 
 
@@ -88,7 +74,7 @@ def mismatch(condition: Condition, query: Query) -> str | None:
         try:
             value = int(query[key])
         except ValueError:
-            return f"ranges.{key}: {query[key]!r} is no whole number"
+            return f"ranges.{key}: {query[key]!r} is not a whole number"
         if (low is not None and value < low) or (high is not None and value > high):
             return f"ranges.{key}: wants {'' if low is None else low}..{'' if high is None else high}, is {value}"
     for key, patterns in condition.wildcards.items():
@@ -105,10 +91,10 @@ def unknown_values(query: Query) -> list[str]:
 def unknown_keys(condition: Condition) -> list[str]:
     """Keys that no query has, with the nearest one that some have."""
     return [
-        f"{what}.{key}: no stage has such a key, so it constrains nothing{nearest(key, CONDITION_KEYS)}"
+        f"{what}.{key}: no stage has such a key, so it constrains nothing{nearest(key, WORDS.keys)}"
         for what in ("terms", "ranges", "wildcards")
         for key in getattr(condition, what)
-        if key not in CONDITION_KEYS and not key.startswith("host_mem_")
+        if key not in WORDS.keys and not key.startswith("host_mem_")
     ]
 
 
@@ -121,9 +107,9 @@ class Selection:
     warnings: tuple[str, ...]
 
 
-def select(test_list: TestList, query: Query) -> Selection:
-    """The lines whose blocks match."""
-    lines: dict[str, TestLine] = {}
+def select(test_list: TestList, query: Query, stage: Stage | None = None) -> Selection:
+    """The lines whose blocks match, without those that a prefix keeps to other hardware than the stage's."""
+    lines: dict[tuple[str, str | None, str | None], TestLine] = {}
     passed_over: list[tuple[Block, str]] = []
     warnings = [
         f"{test_list.name}: {key} of the query is {query[key]!r}: it could not be found out"
@@ -137,13 +123,13 @@ def select(test_list: TestList, query: Query) -> Selection:
         doubts = collisions(block.condition) + unknown_keys(block.condition)
         warnings += [f"{test_list.path.name}:{block.line}: {text}" for text in doubts]
         for line in block.tests:
-            if line.identity in lines:
+            if stage is not None and not prefix_holds(line.hardware_prefix, stage):
+                continue
+            first = lines.setdefault(line.selects, line)
+            if first is not line:
                 warnings.append(
-                    f"{test_list.path.name}:{line.line}: {line.identity} stands in line {lines[line.identity].line}, too; "
-                    "the first one counts"
+                    f"{test_list.path.name}:{line.line}: {line.identity} is also in line {first.line}; the first one counts"
                 )
-            else:
-                lines[line.identity] = line
     return Selection(tuple(lines.values()), tuple(passed_over), tuple(dict.fromkeys(warnings)))
 
 
@@ -152,7 +138,7 @@ def collisions(condition: Condition) -> list[str]:
     found = []
     for pattern in condition.wildcards.get("gpu", ()):
         spelt = re.sub(r"[^a-z0-9]", "", pattern.lower())
-        hits = [name for name in GPU_FAMILIES if fnmatch.fnmatchcase(name.lower(), pattern.lower())]
+        hits = [name for name in WORDS.gpus if fnmatch.fnmatchcase(name.lower(), pattern.lower())]
         others = [name for name in hits if name.lower() != spelt]
         if others and spelt in {name.lower() for name in hits}:
             found.append(f"wildcard {pattern!r} also matches {', '.join(others)}")

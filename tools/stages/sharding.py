@@ -1,8 +1,9 @@
 """Shards that take about equally long, and stay the same whatever order the list has.
 
-Longest first, each to the shard with the least time so far; ties go to the line that sorts first, to the shard with the fewest
-lines, and to the lowest shard: so no shard is empty while another one holds two lines.
-A line without a known duration is given the median of the known ones.
+Longest first, each to the shard with the least time so far; ties go to the line that sorts first, to the shard with the
+fewest lines, and to the lowest shard: so no shard is empty while another one holds two lines. Lines that need the GPU are
+dealt first, to the shard with the fewest of them: so no shard of a GPU stage goes without one while another one holds two. A
+line without a known duration is given the median of the known ones.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def read_durations(path: Path) -> dict[str, float]:
         return {}
     try:
         data = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise StageError(f"{path}: {error}") from error
     except json.JSONDecodeError as error:
         raise StageError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if not isinstance(data, dict) or not all(isinstance(v, (int, float)) and v >= 0 for v in data.values()):
@@ -50,10 +53,12 @@ def shard(lines: Sequence[TestLine], shards: int, durations: Mapping[str, float]
     known = [durations[line.identity] for line in lines if line.identity in durations]
     default = statistics.median(known) if known else UNKNOWN_S
     seconds = {line.identity: durations.get(line.identity, default) for line in lines}
-    totals, counts = [0.0] * shards, [0] * shards
+    totals, counts, on_gpu = [0.0] * shards, [0] * shards, [0] * shards
     home: dict[str, int] = {}
-    for identity in sorted(seconds, key=lambda i: (-seconds[i], i)):
-        index = min(range(shards), key=lambda i: (totals[i], counts[i], i))
+    gpu = {line.identity: int(line.needs_gpu) for line in lines}
+    for identity in sorted(seconds, key=lambda i: (-gpu[i], -seconds[i], i)):
+        index = min(range(shards), key=lambda i: (on_gpu[i] * gpu[identity], totals[i], counts[i], i))
+        on_gpu[index] += gpu[identity]
         totals[index] += seconds[identity]
         counts[index] += 1
         home[identity] = index

@@ -1,12 +1,14 @@
-"""The stage table: one family per entry, its shards are the stages.
+r"""The stage table: hardware kinds, and one family per entry whose shards are the stages.
 
+    hardware:
+      cpu: {}
+      a10: {gpu: '\bA10\b', needs: [torch, triton]}
     families:
-      - name: A10-PyTorch
-        hardware: a10
-        list: l0_a10.yml
-        shards: 3
+      - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml, shards: 3}
 
-A stage's name is ``<family>-<shard>``, shards counted from 1. Names keep the field's grammar, because people type them.
+A kind says what the name of a GPU must match (none: no GPU is needed) and which Python modules its tests import; a top-level
+``needs`` holds for every kind. A stage's name is ``<family>-<shard>``, shards counted from 1. Names keep the grammar of the
+lists' origin, because people type them.
 """
 
 from __future__ import annotations
@@ -18,16 +20,8 @@ from pathlib import Path
 
 from . import _yaml
 from .errors import ListError, StageError, nearest
+from .words import WORDS, meaning
 
-#: Hardware kinds: the word people type → what a GPU's name must match (None: no GPU needed).
-HARDWARE: dict[str, str | None] = {
-    "cpu": None,
-    "mpi": None,
-    "a10": r"\bA10\b",
-    "a100x": r"\bA100X?\b",
-    "h100": r"\bH100\b",
-    "gb200": r"\bGB200\b",
-}
 _NAME = re.compile(r"[-+\w\[\]]+")
 _COUNTS = re.compile(r"-(\d+)_(GPUs|Nodes|Ranks)(?=-|$)")
 _FAMILY_KEYS = ("name", "hardware", "list", "shards", "gpus", "nodes", "ranks", "on_demand")
@@ -39,12 +33,14 @@ class Stage:
 
     Attributes:
         family: Name without the shard.
-        hardware: Kind, a key of ``HARDWARE``.
+        hardware: Kind, as people type it.
         gpus: GPUs per node (count).
         nodes: Nodes (count).
-        ranks: MPI ranks that its tests need on one machine (count).
+        ranks: MPI ranks that its tests start on one machine (count; 1: none).
         shard: This shard, 1-based; ``shards``: of how many.
         on_demand: Runs only when it is named.
+        gpu_pattern: What the name of each of its GPUs must match (regular expression); None: it needs no GPU.
+        needs: Python modules that its tests import.
     """
 
     family: str
@@ -56,6 +52,8 @@ class Stage:
     nodes: int = 1
     ranks: int = 1
     on_demand: bool = False
+    gpu_pattern: str | None = None
+    needs: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,21 +78,7 @@ class Stage:
     @property
     def backend(self) -> str | None:
         """The backend that the name says, or None: any."""
-        for word, backend in _BACKENDS.items():
-            if f"-{word}-" in f"{self.family}-":
-                return backend
-        return None
-
-
-_BACKENDS = {
-    "PyTorch": "pytorch",
-    "CPP": "cpp",
-    "Triton": "triton",
-    "FMHA": "fmha",
-    "Generic": "generic",
-    "Verl": "verl",
-    "Agreement": "agreement",
-}
+        return meaning(self.family, WORDS.backends)
 
 
 def read_table(path: Path) -> tuple[Stage, ...]:
@@ -103,7 +87,8 @@ def read_table(path: Path) -> tuple[Stage, ...]:
     Raises:
         ListError: Names file, line and what is wrong.
     """
-    top = _yaml.mapping(path, _yaml.load(path), "stage table", ("version", "families"))
+    top = _yaml.mapping(path, _yaml.load(path), "stage table", ("version", "needs", "hardware", "families"))
+    kinds = _kinds(path, top)
     families = top.get("families")
     if families is None or not isinstance(families.value, list) or not families.value:
         raise ListError(path, 1, "want a list of families")
@@ -116,11 +101,11 @@ def read_table(path: Path) -> tuple[Stage, ...]:
         name, hardware = str(entry["name"].value), str(entry["hardware"].value)
         if not _NAME.fullmatch(name):
             raise ListError(path, entry["name"].line, f"name {name!r}: letters, digits, - + _ [ ] only")
-        if hardware not in HARDWARE:
-            raise ListError(path, entry["hardware"].line, f"hardware {hardware!r}{nearest(hardware, HARDWARE)}")
+        if hardware not in kinds:
+            raise ListError(path, entry["hardware"].line, f"hardware {hardware!r}{nearest(hardware, kinds)}")
         if any(stage.family == name for stage in stages):
-            raise ListError(path, entry["name"].line, f"family {name!r} stands twice")
-        counts = _counts(path, name, hardware, entry)
+            raise ListError(path, entry["name"].line, f"family {name!r} appears twice")
+        counts = _counts(path, name, kinds[hardware].gpu_pattern is not None, entry)
         on_demand = entry["on_demand"].value if "on_demand" in entry else False
         if not isinstance(on_demand, bool):
             raise ListError(path, entry["on_demand"].line, f"on_demand: want true or false, got {on_demand!r}")
@@ -128,17 +113,51 @@ def read_table(path: Path) -> tuple[Stage, ...]:
             Stage(
                 family=name, hardware=hardware, list_file=str(entry["list"].value), shard=shard, shards=counts["shards"],
                 gpus=counts["gpus"], nodes=counts["nodes"], ranks=counts["ranks"], on_demand=on_demand,
+                gpu_pattern=kinds[hardware].gpu_pattern, needs=kinds[hardware].needs,
             )
             for shard in range(1, counts["shards"] + 1)
         ]  # fmt: skip
     return tuple(stages)
 
 
-def _counts(path: Path, name: str, hardware: str, entry: dict[str, _yaml.Item]) -> dict[str, int]:
+@dataclass(frozen=True)
+class _Kind:
+    gpu_pattern: str | None
+    needs: tuple[str, ...]
+
+
+def _kinds(path: Path, top: dict[str, _yaml.Item]) -> dict[str, _Kind]:
+    """Hardware kinds by name."""
+    everywhere = _modules(path, top.get("needs"))
+    hardware = top.get("hardware")
+    if hardware is None or not isinstance(hardware.value, dict) or not hardware.value:
+        raise ListError(path, 1, "want hardware: a mapping of hardware kinds")
+    kinds = {}
+    for kind, item in hardware.value.items():
+        entry = _yaml.mapping(path, item, f"hardware kind {kind}", ("gpu", "needs"))
+        pattern = entry["gpu"].value if "gpu" in entry else None
+        try:
+            re.compile(pattern or "")
+        except (re.error, TypeError) as error:
+            raise ListError(
+                path, entry["gpu"].line, f"gpu: {pattern!r} is not a regular expression: {error}"
+            ) from error
+        kinds[kind] = _Kind(pattern, (*everywhere, *_modules(path, entry.get("needs"))))
+    return kinds
+
+
+def _modules(path: Path, item: _yaml.Item | None) -> tuple[str, ...]:
+    names = item.plain() if item is not None else []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ListError(path, item.line if item else 1, f"needs: want a list of Python modules, got {names!r}")
+    return tuple(names)
+
+
+def _counts(path: Path, name: str, has_gpu: bool, entry: dict[str, _yaml.Item]) -> dict[str, int]:
     """Shards, GPUs per node, nodes and ranks: as given, else as the name says; what both say must agree."""
     said = {what: int(number) for number, what in _COUNTS.findall(name)}
     nodes = said.get("Nodes", 1)
-    gpus = said["GPUs"] // max(nodes, 1) if "GPUs" in said else 0 if HARDWARE[hardware] is None else 1
+    gpus = said["GPUs"] // max(nodes, 1) if "GPUs" in said else int(has_gpu)
     counts = {}
     for key, default, least in (
         ("shards", 1, 1), ("gpus", gpus, 0), ("nodes", nodes, 1), ("ranks", said.get("Ranks", 1), 1),

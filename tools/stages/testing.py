@@ -14,6 +14,7 @@ from .hardware import Hardware
 from .plan import Options, RunPlan, make_plan
 
 TABLE = """version: 0.0.1
+hardware: {cpu: {}, a10: {gpu: '\\bA10\\b'}}
 families:
   - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml, shards: 2}
   - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}
@@ -28,12 +29,13 @@ l0_cpu:
 A10_LIST = """version: 0.0.1
 l0_a10:
 - condition: {wildcards: {gpu: [a10]}}
-  tests: [t/test_good.py]
+  tests: [t/test_gpu.py -m gpu]
 """
+GPU_TEST = "import pytest\n\n\n@pytest.mark.gpu\ndef test_g():\n    pass\n"
 CONFIG = """[tool.pytest.ini_options]
-markers = ['mpi', 'service', 'slow']
+markers = ['mpi', 'service', 'slow', 'gpu', 'gpus']
+addopts = '-p timeout'
 filterwarnings = ['error']
-asyncio_default_fixture_loop_scope = 'function'
 """
 
 
@@ -42,7 +44,7 @@ def make_project(folder: Path) -> Path:
     files = {
         "pyproject.toml": CONFIG, "lists/stages.yml": TABLE, "lists/l0_cpu.yml": CPU_LIST, "lists/l0_a10.yml": A10_LIST,
         "t/test_good.py": "def test_a():\n    pass\n", "t/test_other.py": "def test_b():\n    pass\n",
-        ".gitignore": "results\n__pycache__\n.pytest_cache\n",
+        "t/test_gpu.py": GPU_TEST, ".gitignore": "results\n__pycache__\n.pytest_cache\n",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -73,7 +75,7 @@ def run(project: Path, *arguments: str) -> tuple[int, str, Any]:
         [sys.executable, str(Path(__file__).parent), "--root", str(project), "--lists", str(project / "lists"), "--results",
          str(project / "results"), "--workers", "1", *arguments],
         capture_output=True, text=True, timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))},
     )  # fmt: skip
     bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
     return done.returncode, done.stdout + done.stderr, json.loads(bundles[-1].read_text()) if bundles else None
@@ -87,6 +89,22 @@ def run_here(
     detailed = plan.options.detailed_log
     runner = Runner(project, say=lambda _line: None, workers=workers, detailed_log=detailed)
     return plan, {result.name: result for result in runner.run(plan, project / "results" / "here")}
+
+
+def table_of(*families: str) -> str:
+    """A stage table of such entries, with the kinds that the tests use."""
+    kinds = {
+        "cpu": "",
+        "mpi": "",
+        "a10": r"\bA10\b",
+        "a100x": r"\bA100X?\b",
+        "h100": r"\bH100\b",
+        "gb200": r"\bGB200\b",
+    }
+    hardware = ", ".join(
+        f"{kind}: {{gpu: '{pattern}'}}" if pattern else f"{kind}: {{}}" for kind, pattern in kinds.items()
+    )
+    return f"version: 0.0.1\nhardware: {{{hardware}}}\nfamilies:\n" + "".join(f"  - {{{f}}}\n" for f in families)
 
 
 def verdicts(data: Any) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Verdict(enum.Enum):
-    """What is known about a stage."""
+    """What is known about a line, a stage or a run. WAIVED is a line's alone: it counts neither way."""
 
     PASSED = "PASSED"
     REUSED = "REUSED"
@@ -15,6 +15,7 @@ class Verdict(enum.Enum):
     NO_COVERAGE = "NO COVERAGE"
     NOT_RUN = "NOT RUN"
     FAILED = "FAILED"
+    WAIVED = "WAIVED"
 
 
 #: Exit code by verdict. 2 is kept for what is refused before anything runs.
@@ -30,17 +31,28 @@ _SEVERITY = [Verdict.PASSED, Verdict.REUSED, Verdict.FLAKY, Verdict.NO_COVERAGE,
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The one that a whole run has; a run without stages did not run."""
+    """The one that counts for all of them together; of none at all: it did not run."""
     return max(verdicts, key=_SEVERITY.index, default=Verdict.NOT_RUN)
 
 
-def stage_verdict(*, passed: int, failed: int, flaky: int, interrupted: bool, waived_only: bool = False) -> Verdict:
-    """The verdict of a stage that had its hardware.
+def line_verdict(*, passed: int, failed: int, flaky: int, stopped: bool, waived: bool) -> Verdict:
+    """The verdict of a line whose stage had what it needs.
 
-    A failure counts whatever else happened; a stage that was cut short, or in which no test ran, is not green.
+    A failure counts whatever else happened; a line that was stopped is not green, and one in which no test ran covers nothing.
+
+    Args:
+        passed: Tests that passed, at whatever attempt, or failed as expected (count).
+        failed: Tests that failed, crashed or ran out of time (count).
+        flaky: Tests that passed at a later attempt, or failed and are known to be unstable (count).
+        stopped: Not everything of it was begun.
+        waived: All that it selects is waived.
     """
     if failed:
         return Verdict.FAILED
-    if interrupted or waived_only or passed + flaky == 0:
+    if stopped:
         return Verdict.NOT_RUN
-    return Verdict.FLAKY if flaky else Verdict.PASSED
+    if waived:
+        return Verdict.WAIVED
+    if flaky:
+        return Verdict.FLAKY
+    return Verdict.PASSED if passed else Verdict.NO_COVERAGE

@@ -28,9 +28,12 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
     """Read a waivers file; one that is missing holds none.
 
     Raises:
-        ListError: A line has no SKIP, no reason, or waives what another line waives.
+        ListError: It cannot be read; a line has no SKIP, no reason, or waives what another line waives.
     """
-    return parse_waivers(path.read_text("utf-8"), path) if path.exists() else ()
+    try:
+        return parse_waivers(path.read_text("utf-8"), path) if path.exists() else ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ListError(path, 1, str(error)) from error
 
 
 def parse_waivers(text: str, path: Path | str) -> tuple[Waiver, ...]:
@@ -39,9 +42,9 @@ def parse_waivers(text: str, path: Path | str) -> tuple[Waiver, ...]:
     Raises:
         ListError: A line has no SKIP, no reason, or waives what another line waives.
     """
-    found: dict[tuple[str, str | None], Waiver] = {}
+    found: dict[str, Waiver] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        if not _counts(line):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
         test = parse_line(line, path, number)
         if "SKIP" not in test.markers:
@@ -49,38 +52,10 @@ def parse_waivers(text: str, path: Path | str) -> tuple[Waiver, ...]:
         reason = test.markers["SKIP"]
         if not reason:
             raise ListError(path, number, f"a waiver has a reason in parentheses, got {line!r}")
-        key = (test.identity, test.hardware_prefix)
-        if key in found:
-            raise ListError(path, number, f"{test.identity} is waived in line {found[key].line}, too")
-        found[key] = Waiver(test, reason, number)
+        if test.identity in found:
+            raise ListError(path, number, f"{test.identity} is also waived in line {found[test.identity].line}")
+        found[test.identity] = Waiver(test, reason, number)
     return tuple(found.values())
-
-
-def _counts(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
-
-
-def merge_waivers(own: str, base: str, main: str) -> str:
-    """A change's waivers with those of the branch that it will be merged into.
-
-    Exact lines count. What the main branch has holds, unless this change deletes the line; what this change adds holds. Where
-    both waive one test with other words, this change's line stands.
-
-    Args:
-        own: This change's file.
-        base: The file where the change began.
-        main: The file on the main branch today.
-    """
-    mine = [line.strip() for line in own.splitlines() if _counts(line)]
-    deleted = {line.strip() for line in base.splitlines()} - set(mine)
-    waived = {_what(line) for line in mine}
-    theirs = [line.strip() for line in main.splitlines() if _counts(line)]
-    more = [line for line in theirs if line not in deleted and _what(line) not in waived]
-    return "".join(f"{line}\n" for line in [*mine, *more])
-
-
-def _what(line: str) -> str:
-    return line.split(" SKIP")[0].strip()
 
 
 def waived(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> Waiver | None:
@@ -88,7 +63,7 @@ def waived(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> Waiver 
     for waiver in waivers:
         test = waiver.test
         if prefix_holds(test.hardware_prefix, stage) and (
-            test.identity == line.identity or (_bare(test) and covers(test.target, line.target))
+            test.selects == line.selects or (_bare(test) and covers(test.target, line.target))
         ):
             return waiver
     return None

@@ -33,6 +33,16 @@ from stages.waivers import read_waivers
         ("a/test_x.py::test_y # why it is here", {"target": "a/test_x.py::test_y"}),
         ("a/test_x.py::test_y TIMEOUT (30) # TIMEOUT (90)", {"timeout_min": 30}),
         ("full:A10/a/test_x.py::test_y", {"hardware_prefix": "A10", "target": "a/test_x.py::test_y"}),
+        ("a/test_x.py SKIP (it's broken)", {"markers": {"SKIP": "it's broken"}}),
+        ("a/test_x.py SKIP (#123)", {"markers": {"SKIP": "#123"}}),
+        ("a/test_x.py SKIP (https://bugs/x/y#z) # more", {"markers": {"SKIP": "https://bugs/x/y#z"}}),
+        ('a/test_x.py UNSTABLE (say "why")', {"markers": {"UNSTABLE": 'say "why"'}}),
+        ("full:l40s/a/test_x.py", {"identity": "full:l40s/a/test_x.py", "selects": ("a/test_x.py", None, None)}),
+        ("a/test_x.py TIMEOUT (60)", {"timeout_min": 60, "timeout_given": True}),
+        ('a.py -m "gpu and not slow"', {"needs_gpu": True}),
+        ('a.py -m "gpu and gpus(count=2)"', {"needs_gpu": True}),
+        ('a.py -m "gpu or slow"', {"needs_gpu": False}),
+        ('a.py -m "not slow and not gpu"', {"needs_gpu": False}),
         ("full:l40s/a/test_x.py SKIP (x)", {"hardware_prefix": "l40s", "target": "a/test_x.py"}),
     ],
 )
@@ -57,9 +67,23 @@ def test_a_line_is_read(text, wanted):
         ("a.py TIMEOUT (long)", "minutes in parentheses"),
         ("a.py TIMEOUT (0)", "minutes in parentheses"),
         ("a.py TIMOUT (3)", "did you mean TIMEOUT?"),
-        ("a.py b.py", "'b.py' is no marker"),
+        ("a.py b.py", "'b.py' is not a marker"),
         ("a.py SKIP (x) SKIP (y)", "twice"),
         ("full:/a.py", "full:<hardware>/<test>"),
+        ("a.py TIMEOUT (90", "is not closed"),
+        ("a.py SKIP (why (really)", "is not closed"),
+        ("a.py TIMEOUT (90) (91)", "'(91)' is not a marker"),
+        ("a.py TIMEOUT (90) TIMEOUT (91)", "twice"),
+        ("a.py TIMEOUT (\u00b2)", "minutes in parentheses"),
+        ("a.py TIMEOUT (\u0664)", "minutes in parentheses"),
+        ("a.py TIMEOUT (99999)", "1 to 9999"),
+        ("a.py TIMEOUT ()", "minutes in parentheses"),
+        ("a.py ISOLATION (x)", "ISOLATION takes nothing in parentheses"),
+        ("a.py ISOLATION ISOLATION", "twice"),
+        ("a.py (x)", "'(x)' is not a marker"),
+        ('a.py -k ""', "without an expression"),
+        ("a.py -k # x", "without an expression"),
+        ("TIMEOUT(90)", "no test"),
     ],
 )
 def test_a_bad_line_is_refused_where_it_stands(text, part):
@@ -119,6 +143,8 @@ def test_a_list_is_read_with_its_lines(tmp_path):
         (("  - unittest/dir", "  - 3"), 14, "want text"),
         (("stage: pre_merge", "stage: [a]"), 10, "want one value"),
         (("      backend: ", "      stage: "), 11, "twice"),
+        (("stage: pre_merge", "stage: !x pre_merge"), 10, "not a plain value"),
+        (("  - unittest/dir", "  - !!timestamp nonsense"), 14, "not a plain value"),
     ],
 )
 def test_a_bad_list_is_refused_where_it_stands(tmp_path, change, line, part):
@@ -133,6 +159,7 @@ def test_a_bad_list_is_refused_where_it_stands(tmp_path, change, line, part):
 
 
 TABLE = """version: 0.0.1
+hardware: {cpu: {}, a10: {gpu: A10, needs: [torch]}, a100x: {gpu: A100}, h100: {gpu: H100}}
 families:
   - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml, shards: 3}
   - {name: A100X-PyTorch-Post-Merge, hardware: a100x, list: l0_a100x.yml}
@@ -169,6 +196,12 @@ def test_a_table_gives_stages(table):
         (("name: CPU-Generic", "name: CPU Generic"), "letters"),
         (("on_demand: true", "on_demand: 3"), "true or false"),
         ((", list: l0_cpu.yml", ""), "list is missing"),
+        (("hardware: {cpu", "hardwar: {cpu"), "did you mean hardware"),
+        (("a10: {gpu: A10", "a10: {gpu: '['"), "is not a regular expression"),
+        (("a10: {gpu: A10", "a10: {gpu: 3"), "is not a regular expression"),
+        (("needs: [torch]", "needs: torch"), "want a list of Python modules"),
+        (("needs: [torch]", "neds: [torch]"), "did you mean needs"),
+        (("shards: 3", "shards: !x 3"), "not a plain value"),
     ],
 )
 def test_a_bad_table_is_refused(tmp_path, change, part):
@@ -231,9 +264,9 @@ def test_waivers_have_reasons(tmp_path):
         ("a.py\n", "says SKIP"),
         ("a.py SKIP\n", "has a reason"),
         ("a.py SKIP # why\n", "has a reason"),
-        ("a.py SKIP (x)\na.py SKIP (y)\n", "line 1, too"),
-        ("this test is broken somehow\n", "is no marker"),
-        ("full:sm100/a b c d SKIP\n", "is no marker"),
+        ("a.py SKIP (x)\na.py SKIP (y)\n", "also waived in line 1"),
+        ("this test is broken somehow\n", "is not a marker"),
+        ("full:sm100/a b c d SKIP\n", "is not a marker"),
     ],
 )
 def test_bad_waivers_are_refused(tmp_path, text, part):
@@ -263,6 +296,7 @@ def test_a_comment_gives_the_same_run(text, wanted):
     ("text", "part"),
     [
         ("hello", "no /bot line"),
+        ("/bot run --stage-list A\n/bot kill", "2 /bot lines in one comment"),
         ("/bot", "wants a command"),
         ("/bot rn", "did you mean run?"),
         ('/bot run --stage-list "A', "No closing quotation"),
@@ -292,7 +326,6 @@ def test_a_comment_that_is_no_run_is_refused(text, part):
         ("/bot kill", ["--kill"]),
         ("/bot reuse-pipeline", ["--reuse-pipeline"]),
         ("/bot help", ["--help"]),
-        ("/bot run --stage-list A\n/bot kill", ["--stage-list", "A"]),
         *(
             (f"/bot run {option}", [option])
             for option in (
@@ -306,7 +339,7 @@ def test_a_comment_that_is_no_run_is_refused(text, part):
     ],
 )  # fmt: skip
 def test_every_command_and_option_of_a_comment_is_the_runners(text, wanted):
-    """What it gives is what the command line takes; of several lines the first counts."""
+    """What it gives is what the command line takes; a comment has one such line."""
     assert arguments_of_comment(text) == wanted
     if wanted != ["--help"]:
         parser().parse_args(wanted)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 import subprocess
 import sys
 
@@ -14,14 +13,12 @@ from stages import checking, matrix
 from stages.bundle import bundle_folder, reusable_stage
 from stages.comment import REFUSED
 from stages.errors import ListError, StageError
-from stages.execution import invocations, reruns_allowed
+from stages.execution import reruns_allowed
 from stages.hardware import Hardware
 from stages.junit import CaseResult
 from stages.lists import Condition, covers, parse_line, read_list
-from stages.maintenance import read_maintenance
 from stages.plan import Options, choose, make_plan, stages_of
 from stages.selecting import (
-    CONDITION_KEYS,
     collisions,
     mismatch,
     prefix_holds,
@@ -31,8 +28,9 @@ from stages.selecting import (
 )
 from stages.sharding import shard
 from stages.table import Stage, read_table, select_by_name
-from stages.testing import CPU_LIST, TABLE, commit, git, make_project
-from stages.waivers import merge_waivers, parse_waivers, read_waivers, waived, waived_tests
+from stages.testing import CPU_LIST, TABLE, make_project, table_of
+from stages.waivers import parse_waivers, read_waivers, waived, waived_tests
+from stages.words import WORDS
 
 A10 = Stage("A10-PyTorch", "a10", "l0_a10.yml", 1, 1, 1)
 H100 = Stage("DGX_H100-PyTorch", "h100", "l0_h100.yml", 1, 1, 1)
@@ -56,7 +54,7 @@ def write_list(folder, blocks, name="l0_cpu"):
 
 def test_condition_keys_of_the_field_are_known_and_others_are_doubted(tmp_path):
     """A key that no stage has constrains nothing; most likely it is a slip, and selection says so."""
-    known = dict.fromkeys((*CONDITION_KEYS, "host_mem_free_gib"), "x")
+    known = dict.fromkeys((*WORDS.keys, "host_mem_free_gib"), "x")
     assert unknown_keys(Condition(terms=known)) == []
     assert "terms.stge" in unknown_keys(Condition(terms={"stge": "x"}))[0]
     assert "did you mean stage" in unknown_keys(Condition(terms={"stge": "x"}))[0]
@@ -153,7 +151,7 @@ def test_a_line_that_two_blocks_hold_runs_once_and_the_first_counts(tmp_path):
     blocks = "- tests:\n  - a.py TIMEOUT (5)\n- tests:\n  - a.py TIMEOUT (9)\n"
     found = select(read_list(write_list(tmp_path, blocks)), {})
     assert [(line.target, line.timeout_min) for line in found.lines] == [("a.py", 5)]
-    assert "a.py stands in line 4, too" in found.warnings[0]
+    assert "a.py is also in line 4" in found.warnings[0]
 
 
 # -- test lines ---------------------------------------------------------------------------------------------------------
@@ -183,12 +181,12 @@ def test_an_id_is_taken_whole(target):
     [
         ("a.py::t[x", "not closed"),
         ("a.py::t[x #y", "not closed"),
-        ("a.py::t SKIP broken", "'broken' is no marker"),
+        ("a.py::t SKIP broken", "'broken' is not a marker"),
         ("a.py::t TIMEOUT 90", "minutes in parentheses"),
         ("a.py::t TIMEOUT (1.5)", "minutes in parentheses"),
-        ("a.py::t ${skipIf(x)}", "is no marker"),
-        ("% if gpu:", "is no marker"),
-        ("a.py::t skipIf(gpu, 'x')", "is no marker"),
+        ("a.py::t ${skipIf(x)}", "is not a marker"),
+        ("% if gpu:", "is not a marker"),
+        ("a.py::t skipIf(gpu, 'x')", "is not a marker"),
     ],
 )
 def test_what_no_line_says_is_refused(text, part):
@@ -226,29 +224,6 @@ def test_a_prefix_names_a_stage_a_family_or_an_architecture(prefix, stage, runs)
     assert prefix_holds(prefix, stage) is runs
 
 
-def lines_of(project, *lines, waivers=""):
-    """The invocations of one CPU stage with these lines."""
-    (project / "lists" / "stages.yml").write_text(TABLE.replace(", shards: 2", ""))
-    (project / "lists" / "waives.txt").write_text(waivers)
-    write_list(project / "lists", "- tests:\n" + "".join(f"  - {line}\n" for line in lines))
-    run = make_plan(project / "lists", Options(kind="cpu"), Hardware())
-    return invocations(run.stages[0], run)
-
-
-def test_isolated_lines_run_last_each_in_a_process_of_its_own(project):
-    """Whatever place they have in the list; plain lines share a process."""
-    made = lines_of(project, "a.py ISOLATION", "b.py", "c.py ISOLATION,TIMEOUT (5)", "d.py", 'e.py -k "x"')
-    assert [i.targets for i in made] == [("b.py", "d.py"), ("b.py", "d.py"), ("e.py",), ("a.py",), ("c.py",)]
-    assert [i.parallel for i in made] == [True, False, False, False, False]
-
-
-def test_timeouts_are_minutes_of_a_line_and_of_its_tests(project):
-    """60 without a marker and for each line; a marker's minutes are also what pytest-timeout grants one test."""
-    shared, _, own = lines_of(project, "a.py", "b.py", "c.py TIMEOUT (5)")
-    assert (shared.timeout_s, shared.test_timeout_s) == (2 * 60 * 60.0, None)
-    assert (own.timeout_s, own.test_timeout_s) == (300.0, 300.0)
-
-
 # -- stages -------------------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +242,9 @@ def test_timeouts_are_minutes_of_a_line_and_of_its_tests(project):
         ("X-PyTorchish", "backend", None),
         ("X", "backend", None),
         ("X-PyTorch-DeepSeek", "auto_trigger", "deepseek"),
-        ("X-PyTorch-GptOss", "auto_trigger", "gptoss"),
+        ("X-PyTorch-GptOss", "auto_trigger", "gpt_oss"),
+        ("X-TensorRT", "backend", "tensorrt"),
+        ("X-AutoDeploy", "backend", "autodeploy"),
         ("X-PyTorch", "auto_trigger", "others"),
         ("X-PyTorch-Ray", "orchestrator", "ray"),
         ("X-PyTorch", "orchestrator", "mpi"),
@@ -282,17 +259,17 @@ def test_every_word_of_a_name_has_its_meaning(family, key, value):
 @pytest.mark.parametrize(
     ("entry", "gpus", "nodes", "ranks"),
     [
-        ("{name: A10-PyTorch, hardware: a10, list: l.yml}", 1, 1, 1),
-        ("{name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml}", 4, 1, 1),
-        ("{name: GB200-8_GPUs-2_Nodes-PyTorch, hardware: gb200, list: l.yml}", 4, 2, 1),
-        ("{name: MPI-4_Ranks-Agreement, hardware: mpi, list: l.yml}", 0, 1, 4),
-        ("{name: CPU-Generic, hardware: cpu, list: l.yml}", 0, 1, 1),
+        ("name: A10-PyTorch, hardware: a10, list: l.yml", 1, 1, 1),
+        ("name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml", 4, 1, 1),
+        ("name: GB200-8_GPUs-2_Nodes-PyTorch, hardware: gb200, list: l.yml", 4, 2, 1),
+        ("name: MPI-4_Ranks-Agreement, hardware: mpi, list: l.yml", 0, 1, 4),
+        ("name: CPU-Generic, hardware: cpu, list: l.yml", 0, 1, 1),
     ],
 )
 def test_a_name_says_its_counts(tmp_path, entry, gpus, nodes, ranks):
     """N_GPUs are those of all nodes together; one GPU where the name says nothing, none where the kind has none."""
     path = tmp_path / "stages.yml"
-    path.write_text(f"version: 0.0.1\nfamilies:\n  - {entry}\n")
+    path.write_text(table_of(entry))
     (stage,) = read_table(path)
     assert (stage.gpus, stage.nodes, stage.ranks) == (gpus, nodes, ranks)
     assert query_of_stage(stage)["system_gpu_count"] == str(gpus * nodes)
@@ -302,41 +279,9 @@ def test_a_name_says_its_counts(tmp_path, entry, gpus, nodes, ranks):
 def test_a_name_and_its_entry_must_agree(tmp_path, more):
     """A stage called 4_GPUs that takes two would be told a lie by its own list."""
     path = tmp_path / "stages.yml"
-    path.write_text(
-        f"version: 0.0.1\nfamilies:\n  - {{name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml, {more}}}\n"
-    )
-    with pytest.raises(ListError, match=rf"{path}:3: "):
+    path.write_text(table_of(f"name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l.yml, {more}"))
+    with pytest.raises(ListError, match=rf"{path}:4: "):
         read_table(path)
-
-
-MAINTENANCE = "# racks\nReason: the racks are being moved\nA10-*\n\nReason: new driver\nCPU-Generic-2 # only this\n"
-
-
-def test_stages_rest_for_a_reason(project):
-    """Names and wildcards below their reason; also when the stage is named; the rest of the run is as ever."""
-    (project / "lists" / "maintenance_stages.txt").write_text(MAINTENANCE)
-    table = read_table(project / "lists" / "stages.yml")
-    resting = read_maintenance(project / "lists" / "maintenance_stages.txt", table)
-    assert resting == {"A10-PyTorch-1": "the racks are being moved", "CPU-Generic-2": "new driver"}
-    run = make_plan(project / "lists", Options(stage_list="CPU-*"), Hardware())
-    assert [plan.resting for plan in run.stages] == [None, "new driver"]
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        ("A10-PyTorch-1\n", ":1: 'A10-PyTorch-1' stands before any Reason:"),
-        ("Reason:\nA10-PyTorch-1\n", ":1: Reason: says none"),
-        ("Reason: x\nA11-PyTorch-1\n", ":2: unknown stage 'A11-PyTorch-1'; did you mean A10-PyTorch-1"),
-    ],
-)
-def test_a_bad_maintenance_file_is_refused(project, text, part):
-    """A typo there would silently let a stage run, or rest for no reason."""
-    path = project / "lists" / "maintenance_stages.txt"
-    path.write_text(text)
-    with pytest.raises(ListError) as error:
-        make_plan(project / "lists", Options(kind="cpu"), Hardware())
-    assert part in str(error.value)
 
 
 # -- shards -------------------------------------------------------------------------------------------------------------
@@ -399,17 +344,16 @@ def test_a_folder_is_one_unit_and_foreign_durations_move_nothing():
 
 # -- which stages -------------------------------------------------------------------------------------------------------
 
-FULL_TABLE = """version: 0.0.1
-families:
-  - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml}
-  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}
-  - {name: A100X-PyTorch, hardware: a100x, list: l0_a100x.yml}
-  - {name: A100X-PyTorch-Post-Merge, hardware: a100x, list: l0_a100x.yml}
-  - {name: DGX_H100-Sanity, hardware: h100, list: l0_h100.yml}
-  - {name: DGX_H100-CPP, hardware: h100, list: l0_h100.yml, on_demand: true}
-  - {name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l0_gb200.yml}
-  - {name: GB200-4_GPUs-PyTorch-Post-Merge, hardware: gb200, list: l0_gb200.yml}
-"""
+FULL_TABLE = table_of(
+    "name: CPU-Generic, hardware: cpu, list: l0_cpu.yml",
+    "name: A10-PyTorch, hardware: a10, list: l0_a10.yml",
+    "name: A100X-PyTorch, hardware: a100x, list: l0_a100x.yml",
+    "name: A100X-PyTorch-Post-Merge, hardware: a100x, list: l0_a100x.yml",
+    "name: DGX_H100-Sanity, hardware: h100, list: l0_h100.yml",
+    "name: DGX_H100-CPP, hardware: h100, list: l0_h100.yml, on_demand: true",
+    "name: GB200-4_GPUs-PyTorch, hardware: gb200, list: l0_gb200.yml",
+    "name: GB200-4_GPUs-PyTorch-Post-Merge, hardware: gb200, list: l0_gb200.yml",
+)
 EVERYDAY = ["CPU-Generic-1", "A10-PyTorch-1", "A100X-PyTorch-1", "DGX_H100-Sanity-1", "GB200-4_GPUs-PyTorch-1"]
 
 
@@ -479,7 +423,7 @@ def test_a_stage_list_overrides_the_filters_and_says_so(table):
     [
         ({"gpu_type": "a10"}, "unknown GPU type 'a10'; did you mean A10?"),
         ({"gpu_type": "H100"}, "unknown GPU type 'H100'"),
-        ({"gpu_type": " , "}, "names none"),
+        ({"gpu_type": " , "}, "is empty"),
         ({"test_backend": "torch"}, "did you mean pytorch"),
         ({"gpu_type": "CPU", "multi_gpu": "only"}, "nothing is left"),
         ({"stage_list": ""}, "names no stage"),
@@ -516,7 +460,9 @@ def test_options_with_nothing_to_act_on_are_refused_by_name(project, option, cap
         (["--only-multi-gpu-test", "--disable-multi-gpu-test"], "not allowed with"),
         (["--stage-lst", "x"], "did you mean --stage-list"),
         (["--stage", "x"], "unrecognized arguments: --stage"),
-        (["--infra-retries", "many"], "want a whole number"),
+        (["--workers", "0"], "want a whole number of at least 1"),
+        (["--workers", "\u00b2"], "want a whole number of at least 1"),
+        (["--kind", "a11"], "unknown hardware kind 'a11'; did you mean a10"),
         (["--kill"], "no run is going on"),
         (["--kind", "cpu", "--reuse-test", "20260101T000000Z-abc"], "no run '20260101T000000Z-abc'"),
         (["--stages-of", "t/test_goood.py"], "did you mean t/test_good.py"),
@@ -535,65 +481,11 @@ def test_a_test_is_mapped_to_its_stages(project, capsys):
     (project / "lists" / "waives.txt").write_text("t/test_good.py SKIP (x)\n")
     lists = project / "lists"
     assert [(s.name, line.target) for s, line in stages_of(lists, "t/test_good.py::test_a")] == [
-        ("CPU-Generic-1", "t/test_good.py"), ("A10-PyTorch-1", "t/test_good.py"),
-    ]  # fmt: skip
+        ("CPU-Generic-1", "t/test_good.py"),
+    ]
     assert len(stages_of(lists, "t")) == 3
     assert command.main(["--stages-of", "t/test_other.py", "--lists", str(lists)]) == 0
     assert capsys.readouterr().out.split() == ["CPU-Generic-2", "t/test_other.py"]
-
-
-def origin(**changes):
-    return {"commit": "c" * 40, "dirty": False, "lists": "l", "versions": {"pytest": "9"}, "python": "3.11.7",
-            "hardware": Hardware(cpu="x86_64", gpu_names=("NVIDIA A10",)).to_dict(), **changes}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("earlier", "now", "verdict", "reused"),
-    [
-        ({}, {}, "PASSED", True),
-        ({}, {"commit": "d" * 40}, "PASSED", False),
-        ({}, {"dirty": True}, "PASSED", False),
-        ({"dirty": True}, {}, "PASSED", False),
-        ({}, {"lists": "m"}, "PASSED", False),
-        ({}, {"versions": {"pytest": "8"}}, "PASSED", False),
-        ({}, {"python": "3.12.1"}, "PASSED", False),
-        ({}, {"hardware": Hardware(cpu="aarch64", gpu_names=("NVIDIA A10",)).to_dict()}, "PASSED", False),
-        ({}, {"hardware": Hardware(gpu_names=("NVIDIA A100X",)).to_dict()}, "PASSED", False),
-        ({}, {}, "FLAKY", False),
-        ({}, {}, "REUSED", False),
-        ({}, {}, "FAILED", False),
-        ({}, {"commit": ""}, "PASSED", False),
-    ],
-)
-def test_only_a_pass_of_the_very_same_is_reused(tmp_path, earlier, now, verdict, reused):
-    """The same commit, clean, lists, versions, Python and hardware, and it passed then by running."""
-    folder = tmp_path / "20260101T000000Z-cccccccc"
-    folder.mkdir()
-    data = {**origin(**earlier), "stages": [{"name": "A10-PyTorch-1", "verdict": verdict}]}
-    (folder / "results.json").write_text(json.dumps(data))
-    assert bool(reusable_stage([folder], "A10-PyTorch-1", origin(**now))) is reused
-    assert reusable_stage([folder], "A10-PyTorch-2", origin(**now)) is None
-
-
-def test_durations_and_resting_stages_are_part_of_what_was_tested(project):
-    """Other durations may give a shard other lines: its name alone does not say what it ran."""
-    lists = project / "lists"
-
-    def fingerprint():
-        return make_plan(lists, Options(kind="cpu"), Hardware()).fingerprint
-
-    seen = [fingerprint()]
-    for name, text in (
-        ("durations.json", '{"t/test_good.py": 5}'),
-        ("maintenance_stages.txt", "Reason: x\nA10-PyTorch-1\n"),
-        ("waives.txt", "t/test_good.py SKIP (x)\n"),
-        ("l0_cpu.yml", CPU_LIST + "# more\n"),
-        ("stages.yml", TABLE + "# more\n"),
-    ):
-        (lists / name).write_text(text)
-        seen.append(fingerprint())
-    assert len(set(seen)) == 6
-    assert fingerprint() == seen[-1]
 
 
 def test_two_runs_in_one_second_have_bundles_of_their_own(tmp_path):
@@ -640,48 +532,8 @@ def test_the_last_waiver_counts_without_a_newline(tmp_path):
     assert [w.test.target for w in read_waivers(path)] == ["a.py", "b.py"]
     with pytest.raises(ListError, match=r"w:1: .*was it cut short"):
         parse_waivers("a.py::t[x-1 SKIP (y)", "w")
-    with pytest.raises(ListError, match="is no marker"):
+    with pytest.raises(ListError, match="is not a marker"):
         parse_waivers("a.py b.py c.py d.py e.py f.py g.py h.py i.py j.py SKIP (ten)", "w")
-
-
-@pytest.mark.parametrize(
-    ("own", "base", "main", "merged"),
-    [
-        ("a SKIP (1)\n", "a SKIP (1)\n", "a SKIP (1)\nb SKIP (2)\n", "a SKIP (1)\nb SKIP (2)\n"),
-        ("", "a SKIP (1)\n", "a SKIP (1)\nb SKIP (2)\n", "b SKIP (2)\n"),
-        ("a SKIP (1)\nn SKIP (3)\n", "a SKIP (1)\n", "a SKIP (1)", "a SKIP (1)\nn SKIP (3)\n"),
-        ("a SKIP (new)\n", "a SKIP (1)\n", "a SKIP (1)\n", "a SKIP (new)\n"),
-        ("a SKIP (1)\n", "a SKIP (1)\n", "", "a SKIP (1)\n"),
-        ("# why\na SKIP (1)\n", "", "# head\nb SKIP (2)\n", "a SKIP (1)\nb SKIP (2)\n"),
-    ],
-)
-def test_waivers_merge_with_the_main_branch(own, base, main, merged):
-    """What main has holds unless this change deletes that line; what this change adds or words anew holds."""
-    assert merge_waivers(own, base, main) == merged
-    parse_waivers(merged.replace("a ", "a.py ").replace("b ", "b.py ").replace("n ", "n.py "), "w")
-
-
-def test_the_main_branchs_waivers_are_read_from_git(project, capsys):
-    """A waiver that came to main later holds here; without the branch the own ones do, and the run says so."""
-    path = project / "lists" / "waives.txt"
-    places = ["--root", str(project), "--lists", str(project / "lists"), "--kind", "cpu", "--dry-run"]
-    path.write_text("# none\n")
-    commit(project)
-    start = git(project, "rev-parse", "--abbrev-ref", "HEAD")
-    git(project, "checkout", "-q", "-b", "later")
-    path.write_text("t/test_good.py SKIP (later)\n")
-    commit(project)
-    git(project, "checkout", "-q", start)
-    path.write_text("t/test_other.py SKIP (own)\n")
-    assert command.main([*places, "--merge-waivers", "later"]) == 0
-    output = capsys.readouterr().out
-    assert "waived: t/test_good.py (later)" in output
-    assert "waived: t/test_other.py (own)" in output
-    assert command.main([*places, "--merge-waivers", "nowhere"]) == 0
-    output = capsys.readouterr().out
-    assert "warning: the waivers of nowhere are left out" in output
-    assert "waived: t/test_other.py (own)" in output
-    assert "(later)" not in output
 
 
 # -- reruns -------------------------------------------------------------------------------------------------------------
@@ -709,89 +561,11 @@ def test_how_often_a_test_is_tried_again(outcome, seconds, message, reruns):
 
 # -- the checker --------------------------------------------------------------------------------------------------------
 
-BASES = """
-import pytest
-from unittest import TestCase
-
-
-class Base:
-    def test_inherited(self):
-        pass
-
-
-class Middle(Base):
-    pass
-
-
-class TestX(Middle):
-    @pytest.mark.parametrize("n", ["a-1", "a-2", "b", "c", "d", "e", "f", "g", "h", "i"])
-    def test_own(self, n):
-        pass
-
-
-class TestForeign(TestCase):
-    pass
-
-
-@pytest.mark.parametrize("n", sorted({1, 2}))
-def test_computed(n):
-    pass
-"""
-
-
-@pytest.mark.parametrize(
-    ("target", "wrong", "unsure"),
-    [
-        ("t/test_good.py::TestX::test_own[b]", None, None),
-        ("t/test_good.py::TestX::test_inherited", None, None),
-        ("t/test_good.py::TestX::test_none", "has no TestX::test_none; did you mean test_own", None),
-        ("t/test_good.py::TestX[b]", "is a class: it has no parameters, name its test", None),
-        ("t/test_good.py::TestX::test_own[z]", "there are a-1, a-2, b, c, d, e, f, g", None),
-        ("t/test_good.py::TestX::test_own[a]", "it is the beginning of a-1, a-2", None),
-        ("t/test_good.py::TestForeign::test_any", None, "its base TestCase is made elsewhere"),
-        ("t/test_good.py::test_computed[1]", None, "the parameter ids are no literals"),
-        ("t/test_good.py::test_gone", "has no test_gone", None),
-        ("t::test_x", "is a folder", None),
-    ],
-)
-def test_a_target_is_followed_through_its_file(project, target, wrong, unsure):
-    """Classes and their bases, methods, literal ids with up to eight valid ones; the rest is not guessed."""
-    (project / "t" / "test_good.py").write_text(BASES)
-    checking._scope.cache_clear()
-    found = checking.examine(project, parse_line(target))
-    assert (bool(found.wrong), bool(found.unsure)) == (wrong is not None, unsure is not None), found
-    assert wrong is None or wrong in found.wrong[0]
-    assert wrong is None or ", h" not in found.wrong[0]
-    assert unsure is None or unsure in found.unsure[0]
-
-
-def test_a_file_that_is_not_python_is_a_problem(project):
-    """With the line in it."""
-    (project / "t" / "test_good.py").write_text("def test_a(:\n")
-    checking._scope.cache_clear()
-    assert "t/test_good.py:1: not Python" in next(checking.check_line(project, parse_line("t/test_good.py")))
-
-
-def test_strict_takes_the_unverifiable_for_a_problem(project, capsys):
-    """Without it they are counted, and left to pytest's own collection."""
-    (project / "t" / "test_good.py").write_text(BASES)
-    checking._scope.cache_clear()
-    (project / "lists" / "l0_cpu.yml").write_text(
-        CPU_LIST.replace("t/test_good.py", "t/test_good.py::test_computed[1]")
-    )
-    places = ["--check", "--root", str(project), "--lists", str(project / "lists")]
-    assert command.main(places) == 0
-    assert "1 cannot be verified without an import" in capsys.readouterr().out
-    assert command.main([*places, "--strict"]) == 1
-    assert (
-        "l0_cpu.yml:5: t/test_good.py::test_computed[1]: the parameter ids are no literals" in capsys.readouterr().out
-    )
-
 
 @pytest.mark.parametrize(
     ("file", "change", "part"),
     [
-        ("l0_cpu.yml", ("- t/test_other.py", "- t"), ":5: t/test_good.py is run by line 6 (t), too"),
+        ("l0_cpu.yml", ("- t/test_other.py", "- t"), ":5: t/test_good.py is run by line 6, too (t)"),
         ("l0_cpu.yml", ("t/test_other.py", "t/test_good.py::test_a"), ":6: t/test_good.py::test_a is run by line 5"),
         ("l0_cpu.yml", ("t/test_other.py", "t/test_other.py XFAIL (x) SKIP (y)"), "contradict each other"),
         ("l0_cpu.yml", ("t/test_other.py", "t/test_other.py TIMEOUT (60)"), "is what holds without it"),
@@ -806,10 +580,13 @@ def test_strict_takes_the_unverifiable_for_a_problem(project, capsys):
         ("l0_cpu.yml", ("{stage: pre_merge}", "{backend: pytorch}"), "stages.yml: CPU-Generic-1 selects nothing"),
         ("l0_cpu.yml", ("tests:\n  - t/test_good.py\n  - t/test_other.py\n", "tests: []\n"), "the block holds no test"),
         ("stages.yml", ("shards: 2", "shards: 3"), "CPU-Generic-3 holds no line: 3 shards of 2"),
-        ("waives.txt", (None, "t/test_good.py SKIP (x)\nt/test_good.py::test_a SKIP (y)\n"), "waived by line 1, too"),
+        ("waives.txt", (None, "t/test_good.py SKIP (x)\nt/test_good.py::test_a SKIP (y)\n"), "also waived by line 1"),
         ("waives.txt", (None, "full:l4Os/t/test_good.py SKIP (x)\n"), "full:l4Os/ is no stage's hardware"),
         ("waives.txt", (None, 't/test_good.py -m "x" SKIP (x)\n'), "is in no list: nothing to waive"),
-        ("waives.txt", (None, "t/test_good.py::test_ SKIP (cut)\n"), "has no test_; did you mean test_a"),
+        ("stages.yml", ("A10-PyTorch", "A10-Pytorch"), "'Pytorch' of A10-Pytorch has no meaning; did you mean PyTorch"),
+        ("stages.yml", ("A10-PyTorch", "A10-TensorRt-GPTOSS"), "'GPTOSS' of A10-TensorRt-GPTOSS has no meaning"),
+        ("l0_a10.yml", (" -m gpu", ""), "A10-PyTorch-1 holds no line that needs its GPU"),
+        ("l0_a10.yml", (" -m gpu", " -m 'not slow and not gpu'"), "A10-PyTorch-1 holds no line that needs its GPU"),
     ],
 )
 def test_the_checker_finds_what_others_let_through(project, file, change, part):
@@ -834,17 +611,6 @@ def test_the_checker_does_not_import_what_it_checks(project):
     assert (done.returncode, done.stdout, done.stderr) == (0, "test lists hold\n", "")
 
 
-def test_an_id_that_changes_with_the_process_is_found(project):
-    """Workers would collect different tests, and no waiver or rerun would find it again."""
-    (project / "t" / "test_good.py").write_text(
-        "import pytest\n\nX = [object()]\n\n\n@pytest.mark.parametrize('n', X, ids=repr)\ndef test_a(n):\n    pass\n"
-    )
-    (problem,) = checking.check_parity(project, project / "lists")
-    assert re.match(
-        r"l0_a10\.yml:\d+: t/test_good\.py::test_a\[<object object at 0x\w+>\]: an address in an id", problem
-    )
-
-
 def test_covering_goes_by_whole_names():
     """test_1 is not test_10, a folder is not the one whose name it begins."""
     assert covers("t/a.py::test_1", "t/a.py::test_1[x]")
@@ -857,26 +623,106 @@ def test_covering_goes_by_whole_names():
 # -- the hosted CI ------------------------------------------------------------------------------------------------------
 
 
-def test_the_hosted_workflow_gates_post_merge_stages_as_whole_jobs(table):
-    """Before a merge they need an approval label; a job that is skipped shows so, a skipped step would be green."""
-    jobs = yaml.safe_load(matrix.workflow(table))["jobs"]
-    assert set(jobs) == {"cpu", "a10", "a100x", "a100x-post-merge", "h100", "gb200", "gb200-post-merge"}
+def test_the_hosted_workflow_is_complete_and_keeps_forks_out(table):
+    """Lint, types and every kind; post-merge jobs wait for a label, and the label starts them; no fork's code on our
+    machines."""
+    text = matrix.workflow(table)
+    data = yaml.safe_load(text)
+    jobs = data["jobs"]
+    assert set(jobs) == {
+        "lint",
+        "types",
+        "cpu",
+        "a10",
+        "a100x",
+        "a100x-post-merge",
+        "h100",
+        "gb200",
+        "gb200-post-merge",
+    }
+    assert "labeled" in data[True]["pull_request"]["types"]  # YAML takes the key `on` for true
+    assert "pull_request_target" not in text
     for name, job in jobs.items():
-        gate = job.get("if")
-        assert (gate is not None) == name.endswith("post-merge")
-        assert gate is None or ("github.event_name != 'pull_request'" in gate and f"'{matrix.APPROVAL}'" in gate)
-        stages = job["strategy"]["matrix"]["stage"]
-        assert [stage for stage in stages if ("Post-Merge" in stage) != name.endswith("post-merge")] == []
+        gate = job.get("if", "")
+        hosted = job["runs-on"] == "ubuntu-latest"
+        assert hosted or "head.repo.full_name == github.repository" in gate, name
+        assert (f"'{matrix.APPROVAL}'" in gate) == name.endswith("post-merge")
         (run,) = [step for step in job["steps"] if "run" in step]
         assert set(run) == {"run"}
+        if name in ("lint", "types"):
+            assert run["run"] == f"python3 tools/bootstrap.py -s {name}"
+            continue
         assert "tools/bootstrap.py -s stages" in run["run"]
+        for stage in job["strategy"]["matrix"]["stage"]:
+            assert ("Post-Merge" in stage) == name.endswith("post-merge")
     assert "DGX_H100-CPP-1" not in jobs["h100"]["strategy"]["matrix"]["stage"]
-
-
-def test_the_hosted_workflow_ends_the_run_of_what_was_pushed_before(table):
-    """One run per change; results of every attempt have a name of their own, and none at all is an error."""
-    text = matrix.workflow(table)
     assert "group: stages-${{ github.ref }}" in text
     assert "cancel-in-progress: ${{ github.event_name == 'pull_request' }}" in text
     assert "name: results-${{ matrix.stage }}-${{ github.run_attempt }}" in text
     assert "if-no-files-found: error" in text
+
+
+# -- reuse --------------------------------------------------------------------------------------------------------------
+
+
+def origin(**changes):
+    return {"commit": "c" * 40, "dirty": False, "versions": {"pytest": "9"}, "python": "3.11.7", "mpi": "m",
+            "accept_capability": None, "hardware": Hardware(cpu="x86_64", gpu_names=("NVIDIA A10",)).to_dict(),
+            **changes}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "verdict", "reused"),
+    [
+        ({}, {}, "PASSED", True),
+        ({}, {"commit": "d" * 40}, "PASSED", False),
+        ({}, {"dirty": True}, "PASSED", False),
+        ({"dirty": True}, {}, "PASSED", False),
+        ({}, {"versions": {"pytest": "8"}}, "PASSED", False),
+        ({}, {"python": "3.12.1"}, "PASSED", False),
+        ({}, {"mpi": "another"}, "PASSED", False),
+        ({}, {"accept_capability": "9.0"}, "PASSED", False),
+        ({}, {"hardware": Hardware(cpu="aarch64", gpu_names=("NVIDIA A10",)).to_dict()}, "PASSED", False),
+        ({}, {"hardware": Hardware(gpu_names=("NVIDIA A100X",)).to_dict()}, "PASSED", False),
+        ({}, {}, "FLAKY", False),
+        ({}, {}, "REUSED", False),
+        ({}, {}, "FAILED", False),
+        ({}, {"commit": ""}, "PASSED", False),
+    ],
+)
+def test_only_a_pass_of_the_very_same_is_reused(project, earlier, now, verdict, reused):
+    """The same commit, clean, lines, versions, Python, MPI and hardware, and it passed then by running."""
+    one, other = make_plan(project / "lists", Options(kind="cpu"), Hardware()).stages
+    folder = project / "20260101T000000Z-cccccccc"
+    folder.mkdir()
+    entry = {"name": one.stage.name, "verdict": verdict, "fingerprint": one.fingerprint}
+    (folder / "results.json").write_text(json.dumps({**origin(**earlier), "stages": [entry]}))
+    assert bool(reusable_stage([folder], one, origin(**now))) is reused
+    assert reusable_stage([folder], other, origin(**now)) is None
+
+
+def test_what_a_stage_runs_is_its_own(project):
+    """A stage's fingerprint follows its lines, their markers and their waivers, whichever other stages were named beside it."""
+    lists = project / "lists"
+
+    def fingerprints(names="CPU-*"):
+        run = make_plan(lists, Options(stage_list=names), Hardware())
+        return {plan.stage.name: plan.fingerprint for plan in run.stages}
+
+    first = fingerprints()
+    assert (
+        fingerprints("*")["CPU-Generic-1"] == fingerprints("CPU-Generic-1")["CPU-Generic-1"] == first["CPU-Generic-1"]
+    )
+    seen = {first["CPU-Generic-1"]}
+    for name, text in (
+        ("waives.txt", "t/test_good.py::test_a SKIP (x)\n"),
+        ("l0_cpu.yml", CPU_LIST.replace("test_good.py", "test_good.py TIMEOUT (5)")),
+        ("l0_cpu.yml", CPU_LIST.replace("test_good.py", "test_good.py UNSTABLE (x)")),
+        ("stages.yml", TABLE.replace("{cpu: {},", "{cpu: {needs: [json]},")),
+        ("durations.json", '{"t/test_good.py": 1, "t/test_other.py": 9}'),
+    ):
+        (lists / name).write_text(text)
+        now = fingerprints()
+        assert now["CPU-Generic-1"] not in seen, name
+        seen.add(now["CPU-Generic-1"])
+    assert fingerprints("A10-*")["A10-PyTorch-1"] == fingerprints("*")["A10-PyTorch-1"]

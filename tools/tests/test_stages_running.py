@@ -1,11 +1,8 @@
 """Selection, shards, verdicts, runs and bundles: nothing is green that did not run."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from stages.selecting import collisions, mismatch, query_of_stage
 from stages.sharding import read_durations, shard
 from stages.table import Stage, read_table
 from stages.testing import CPU_LIST, TABLE, make_project, run, verdicts
-from stages.verdicts import EXIT_CODES, Verdict, stage_verdict, worst
+from stages.verdicts import EXIT_CODES, Verdict, worst
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
@@ -80,8 +77,8 @@ def test_wildcards_that_catch_other_cards_are_warned_about():
 def test_nvidia_smi_is_read():
     """Names with blanks, one line per GPU."""
     text = "NVIDIA H100 80GB HBM3, 9.0\nNVIDIA H100 80GB HBM3, 9.0\n"
-    assert parse_nvidia_smi(text) == (("NVIDIA H100 80GB HBM3",) * 2, "9.0")
-    assert parse_nvidia_smi("") == ((), "")
+    assert parse_nvidia_smi(text) == (("NVIDIA H100 80GB HBM3",) * 2, ("9.0", "9.0"))
+    assert parse_nvidia_smi("") == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -100,13 +97,30 @@ def test_nvidia_smi_is_read():
 )
 def test_what_a_machine_lacks_is_said(stage, names, accept, missing):
     """The kind by the GPU's own name, the count, or any card of a capability when that was asked for."""
+    patterns = {"a10": r"\bA10\b", "a100x": r"\bA100X?\b", "h100": r"\bH100\b", "gb200": r"\bGB200\b"}
+    stage = replace(stage, gpu_pattern=patterns.get(stage.hardware))
     found = lacking(stage, Hardware(gpu_names=names, compute_capability="9.0" if names else ""), accept)
     assert (found is None) == (missing is None), found
     if missing:
         assert missing in found
 
 
-@pytest.mark.parametrize("text", ["[]", "gpus: 3", "cores: many", "cores: [", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "gpus: 3",
+        "cores: many",
+        "cores: [",
+        "",
+        "gpu_names: [5]",
+        "gpu_names: A10",
+        "cores: true",
+        "cores: -1",
+        "compute_capability: 9.0",
+        "cpu: !x y",
+    ],
+)
 def test_a_bad_hardware_file_is_refused(tmp_path, text):
     """Unknown fields and wrong types are errors, not guesses."""
     path = tmp_path / "h.yml"
@@ -129,21 +143,6 @@ def test_bad_durations_are_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(StageError, match=r"d\.json"):
         read_durations(path)
-
-
-@pytest.mark.parametrize(
-    ("counts", "verdict"),
-    [
-        ({"passed": 3, "failed": 0, "flaky": 0, "interrupted": False}, Verdict.PASSED),
-        ({"passed": 3, "failed": 1, "flaky": 1, "interrupted": True}, Verdict.FAILED),
-        ({"passed": 3, "failed": 0, "flaky": 1, "interrupted": False}, Verdict.FLAKY),
-        ({"passed": 0, "failed": 0, "flaky": 0, "interrupted": False}, Verdict.NOT_RUN),
-        ({"passed": 9, "failed": 0, "flaky": 0, "interrupted": True}, Verdict.NOT_RUN),
-    ],
-)
-def test_a_stage_is_green_only_if_something_ran_and_passed(counts, verdict):
-    """All skipped, all waived or interrupted is NOT RUN."""
-    assert stage_verdict(**counts) is verdict
 
 
 def test_the_worst_verdict_wins():
@@ -239,12 +238,12 @@ def test_missing_hardware_is_no_coverage(project):
     ["import pytest\n\n@pytest.mark.skip(reason='later')\ndef test_b():\n    pass\n", "# nothing\n"],
 )
 def test_a_stage_in_which_nothing_ran_is_not_green(project, body):
-    """All skipped, or no test at all."""
+    """All skipped, or no test at all: NO COVERAGE."""
     for name in ("good", "other"):
         (project / "t" / f"test_{name}.py").write_text(body)
     code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
-    assert code in (1, 3), output
-    assert not {"PASSED", "FLAKY"} & set(verdicts(data).values())
+    assert code == 3, output
+    assert set(verdicts(data).values()) == {"NO COVERAGE"}
 
 
 def test_a_typo_runs_nothing(project):
@@ -270,7 +269,6 @@ def test_a_list_that_selects_nothing_prints_its_query(project):
 def test_a_pass_at_this_commit_can_be_reused(project):
     """Same commit, lists and versions: REUSED; a change since then: run again."""
     assert run(project, "--kind", "cpu")[0] == 0
-    time.sleep(1.1)  # bundles are named by the second
     code, output, data = run(project, "--kind", "cpu", "--reuse-test")
     assert code == 0, output
     assert set(verdicts(data).values()) == {"REUSED"}
@@ -278,57 +276,12 @@ def test_a_pass_at_this_commit_can_be_reused(project):
     assert set(verdicts(run(project, "--kind", "cpu", "--reuse-test")[2]).values()) == {"PASSED"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_run_leaves_a_valid_bundle(project, number):
-    """Interrupted, terminated or killed: the bundle says that the run is not complete, and nothing in it is green."""
-    (project / "t" / "test_good.py").write_text("import time\n\ndef test_a():\n    time.sleep(60)\n")
-    (project / "t" / "test_other.py").write_text("import time\n\ndef test_b():\n    time.sleep(60)\n")
-    process = subprocess.Popen(
-        [sys.executable, str(TOOLS / "stages"), "--root", str(project), "--lists", str(project / "lists"), "--results",
-         str(project / "results"), "--workers", "1", "--kind", "cpu"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    live = []
-    while not live:
-        live = list((project / "results").glob("*/*/1.jsonl"))
-        live = [p for p in live if '"start"' in p.read_text()]
-        assert process.poll() is None
-    process.send_signal(number)
-    process.communicate(timeout=90)
-    os.killpg(process.pid, signal.SIGKILL) if number == signal.SIGKILL and _group_alive(process.pid) else None
-    assert process.returncode != 0
-    data = json.loads(next((project / "results").glob("*/results.json")).read_text())
-    assert not data["complete"]
-    assert set(verdicts(data).values()) == {"FAILED", "NOT RUN"} or set(verdicts(data).values()) == {"NOT RUN"}
-
-
-def _group_alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_what_takes_too_long_is_ended(project, monkeypatch):
-    """A line's minutes are its own; what did not finish is a failure and is not tried again."""
-    from stages.execution import Invocation, Runner
-
-    (project / "t" / "test_good.py").write_text("import time\n\ndef test_a():\n    time.sleep(60)\n")
-    runner = Runner(project, say=lambda _line: None, workers=1)
-    folder = project / "results" / "x"
-    folder.mkdir()
-    live = runner._pytest(Invocation(("t/test_good.py",), None, None, False, 3.0), folder, "1")
-    assert live.exit_code is None
-    assert [c.outcome for c in live.cases] == ["unfinished"]
-
-
 @pytest.mark.parametrize(
     ("body", "marker", "verdict"),
     [
         ("raise ValueError", "XFAIL (known)", "PASSED"),
         ("pass", "XFAIL (known)", "FAILED"),
-        ("raise ValueError", "UNSTABLE (load)", "PASSED"),
+        ("raise ValueError", "UNSTABLE (load)", "FLAKY"),
         ("raise ValueError", "SKIP (known)", "PASSED"),
         ("raise ValueError", "ISOLATION", "FAILED"),
         ("pass", "ISOLATION,TIMEOUT (1)", "PASSED"),
@@ -392,8 +345,6 @@ def test_a_dry_run_on_described_hardware_shows_the_shards(project):
     ("file", "change", "part"),
     [
         ("l0_cpu.yml", ("t/test_good.py", "t/test_god.py"), "did you mean test_good.py"),
-        ("l0_cpu.yml", ("t/test_good.py", "t/test_good.py::test_z"), "has no test_z"),
-        ("l0_cpu.yml", ("t/test_good.py", "t/test_good.py::TestX::test_a"), "has no TestX"),
         ("l0_cpu.yml", ("t/test_other.py", "t/test_good.py"), "too"),
         ("l0_cpu.yml", ("stage: pre_merge", "stage: post_merge"), "no stage reaches this block"),
         ("stages.yml", ("l0_a10.yml", "l0_a11.yml"), "missing"),
@@ -403,32 +354,12 @@ def test_a_dry_run_on_described_hardware_shows_the_shards(project):
     ],
 )
 def test_the_checker_finds_it_without_importing(project, file, change, part):
-    """Files, classes, functions, duplicates, unreachable blocks, lists without stages, stale waivers."""
+    """Files, duplicates, unreachable blocks, lists without stages, stale waivers."""
     path = project / "lists" / file
     old, new = change
     path.write_text(path.read_text().replace(old, new, 1) if old else new)
     problems = list(checking.check(project, project / "lists"))
     assert any(part in problem for problem in problems), problems
-
-
-def test_the_checker_knows_literal_parameter_ids(project):
-    """A parametrize of literals is checked; anything else is left to pytest."""
-    (project / "t" / "test_good.py").write_text(
-        "import pytest\nX = [1]\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_a(n):\n    pass\n\n"
-        "@pytest.mark.parametrize('n', X)\ndef test_x(n):\n    pass\n"
-    )
-    checking._scope.cache_clear()
-    good = [parse_line(f"t/test_good.py::{name}") for name in ("test_a[1]", "test_a", "test_x[7]")]
-    assert [p for line in good for p in checking.check_line(project, line)] == []
-    assert "no such parameter id" in next(checking.check_line(project, parse_line("t/test_good.py::test_a[3]")))
-
-
-def test_parity_with_collection(project):
-    """What the checker accepts must be collected by pytest, under the line's own expressions."""
-    lists = project / "lists"
-    assert list(checking.check_parity(project, lists)) == []
-    (lists / "l0_cpu.yml").write_text(CPU_LIST.replace("t/test_good.py", 't/test_good.py -k "nothing_like_it"'))
-    assert "selects no test" in next(checking.check_parity(project, lists))
 
 
 SEED_RERUN = (
@@ -453,7 +384,7 @@ def test_this_repository_reruns_without_gpus_are_no_coverage(tmp_path, stages, c
     assert list(verdicts(data)) == [
         s.name for s in read_table(ROOT / "testlists" / "stages.yml") if s.name in stages.split(",")
     ]
-    assert all("this machine has no GPU" in stage["reason"] for stage in data["stages"])
+    assert all(stage["reason"].endswith("this machine has no GPU") for stage in data["stages"])
 
 
 def test_this_repository_lists_hold():
@@ -521,14 +452,6 @@ def test_several_expressions_on_one_path_are_lines_of_their_own(project):
     assert sorted(verdicts(data).values()) == ["FAILED", "PASSED"]
 
 
-def test_a_line_that_selects_no_test_fails_its_stage(project):
-    """A misspelt expression is not a passed test."""
-    (project / "lists" / "l0_cpu.yml").write_text(CPU_LIST.replace("t/test_other.py", 't/test_other.py -k "tset_b"'))
-    code, output, data = run(project, "--kind", "cpu", "--disable-fail-fast")
-    assert code == 1, output
-    assert "selects no test" in json.dumps(data)
-
-
 def test_too_many_failures_are_not_tried_again(project):
     """More than five failed tests are a broken stage, not a flaky one: one attempt each."""
     body = "\n\n".join(f"def test_{i}():\n    raise ValueError\n" for i in range(6))
@@ -554,4 +477,4 @@ def test_a_prefix_keeps_a_line_to_its_hardware(project):
     (project / "lists" / "stages.yml").write_text(TABLE.replace(", shards: 2", ""))
     code, output, data = run(project, "--kind", "cpu")
     assert code == 0, output
-    assert data["stages"][0]["lines"] == ["t/test_good.py"]
+    assert [line["line"] for line in data["stages"][0]["lines"]] == ["t/test_good.py"]

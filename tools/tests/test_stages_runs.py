@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from stages.execution import StageResult
 from stages.hardware import Hardware
 from stages.junit import CaseResult
 from stages.plan import Options, make_plan
-from stages.sharding import read_durations
 from stages.testing import TABLE, commit, make_project, run, run_here, verdicts
 from stages.verdicts import Verdict
 
@@ -141,18 +139,6 @@ def test_a_minutes_marker_is_what_one_test_may_take(project):
             os.environ["PYTEST_TIMEOUT"] = old
 
 
-def test_a_line_of_a_test_that_does_not_exist_fails_its_stage(project):
-    """Not printed and ignored: without any result of its own it stands in the results as a failure."""
-    lines(project, "t/test_good.py::test_z")
-    plan, results = run_here(project, ONE)
-    result = results["CPU-Generic-1"]
-    assert result.verdict is Verdict.FAILED
-    assert [(c.outcome, c.message) for c in result.cases] == [("unfinished", "pytest exit 4")]
-    Bundle(project / "results" / "b", plan, provenance(project, plan, Hardware())).write([result], complete=True)
-    suite = ElementTree.parse(project / "results" / "b" / "CPU-Generic-1" / "junit.xml").getroot()[0]
-    assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
-
-
 def test_waived_tests_are_taken_out_by_their_whole_name(project):
     """test_b is, test_bc is not; the waiver is reported with its reason, and is no pass."""
     write_tests(project, other="def test_b():\n    raise ValueError\n\n\ndef test_bc():\n    pass\n")
@@ -191,29 +177,6 @@ def test_a_line_whose_every_test_is_waived_is_neither_green_nor_misspelt(project
     assert result.reason == "0 passed, 1 waived"
 
 
-def test_a_stage_that_failed_for_its_machine_is_run_again_when_asked(project):
-    """Whole, into a folder of its own; both attempts stay, none is counted twice, and it is not simply green."""
-    write_tests(project, other=ONCE.format(name="b", act="import os; os._exit(9)"))
-    result = only(project, replace(ONE, infra_retries=2))
-    assert result.verdict is Verdict.FLAKY
-    assert outcomes(result) == {"test_a": ("passed", "passed"), "test_b": ("unfinished", "passed")}
-    assert result.attempts == ["FAILED: 1 passed, 1 failed"]
-    assert result.reason.endswith("1 flaky, attempt 2")
-    assert (project / "results" / "here" / "CPU-Generic-1" / "attempt-2" / "log.txt").exists()
-    assert not (project / "results" / "here" / "CPU-Generic-1" / "attempt-3").exists()
-
-
-@pytest.mark.parametrize(
-    ("retries", "body"),
-    [(0, ONCE.format(name="b", act="import os; os._exit(9)")), (2, "def test_b():\n    assert 0\n")],
-)
-def test_a_stage_is_run_again_only_for_its_machine_and_only_when_asked(project, retries, body):
-    """A product's failure is not worn down by attempts."""
-    write_tests(project, other=body)
-    result = only(project, replace(ONE, infra_retries=retries))
-    assert (result.verdict, result.attempts) == (Verdict.FAILED, [])
-
-
 def test_a_machines_failure_stops_no_other_stage(project):
     """Fail-fast is for the product: stages that a broken machine would have taken along still run; no coverage stops none."""
     (project / "lists" / "stages.yml").write_text(TABLE)
@@ -230,15 +193,6 @@ def test_a_machines_failure_stops_no_other_stage(project):
     write_tests(project, good="def test_a():\n    pass\n")
     _, results = run_here(project, Options(stage_list="*"))
     assert [r.verdict for r in results.values()] == [Verdict.NO_COVERAGE, Verdict.PASSED]
-
-
-def test_resting_stages_are_not_run_and_not_green(project):
-    """Also when they are named; exit 3 with the reason."""
-    (project / "lists" / "maintenance_stages.txt").write_text("Reason: new driver\nCPU-Generic-1\n")
-    code, output, data = run(project, "--stage-list", "CPU-Generic-1")
-    assert code == 3, output
-    assert (data["stages"][0]["verdict"], data["stages"][0]["reason"]) == ("NOT RUN", "under maintenance: new driver")
-    assert not (project / "results" / "here").exists()
 
 
 @pytest.mark.parametrize(
@@ -315,29 +269,6 @@ def test_a_run_is_stopped_from_outside(project):
         assert command.main([*places, "--kill"]) == 2
         bystander.communicate(b"\n")
     assert bystander.returncode == 0
-
-
-def test_durations_are_stored_by_line_and_by_what_other_lists_take_of_it(project):
-    """Plain lines that ran together apart; lines of other lists below one that ran; not what only skipped tests."""
-    write_tests(
-        project,
-        good="import time\n\ndef test_a():\n    time.sleep(0.3)\n",
-        other="import pytest\n\ndef test_b():\n    pytest.skip('no device')\n",
-    )
-    (project / "t" / "sub").mkdir()
-    (project / "t" / "sub" / "test_deep.py").write_text("import time\n\ndef test_d():\n    time.sleep(0.2)\n")
-    lines(project, "t/test_good.py", "t/test_other.py", "t/sub")
-    (project / "lists" / "l0_a10.yml").write_text(
-        "version: 0.0.1\nl0_a10:\n- tests: [t/sub/test_deep.py, t/test_gpu.py]\n"
-    )
-    (project / "lists" / "durations.json").write_text('{"t/test_gpu.py": 7.0}')
-    plan, results = run_here(project, ONE)
-    command.store_durations(project / "lists", plan, list(results.values()))
-    stored = read_durations(project / "lists" / "durations.json")
-    assert set(stored) == {"t/test_good.py", "t/sub", "t/sub/test_deep.py", "t/test_gpu.py"}
-    assert stored["t/test_gpu.py"] == 7.0
-    assert stored["t/sub"] == stored["t/sub/test_deep.py"] == pytest.approx(0.2, abs=0.1)
-    assert stored["t/test_good.py"] == pytest.approx(0.3, abs=0.2)
 
 
 def test_a_summary_names_each_failure_by_its_own_stage(project):

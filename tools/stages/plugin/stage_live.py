@@ -1,8 +1,10 @@
 """pytest plugin: writes what happens as it happens, one JSON line per event, so that a killed run still says what it knew.
 
 The runner loads it with ``-p stage_live`` and names the file in ``STAGE_LIVE_FILE``. Only the controlling process writes
-results. In every process it takes out what is waived: the targets in ``STAGE_WAIVED`` (JSON) and what stands below them.
-pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m.
+results. In every process it takes out what is waived: the targets in ``STAGE_WAIVED`` (JSON) and what stands below them
+(pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m); and of a line's two
+halves the one that is not ``STAGE_HALF``: tests that start worlds or services of their own (``ALONE``) want the machine for
+themselves, the others may share it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from typing import Any
 import pytest
 
 _DETAILS_MAX = 20_000
+_MESSAGE_MAX = 1_000
+#: Marks of tests that run one at a time.
+ALONE = ("mpi", "service")
 
 
 class Writer:
@@ -48,9 +53,20 @@ class Writer:
             self.write(event="selected", ids=ids)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be imported is a failure with a name."""
+        """A file that cannot be imported is a failure with a name; one that skips itself whole is a skip with one."""
         if report.failed:
-            self.write(event="collect_error", id=report.nodeid, details=str(report.longrepr)[-_DETAILS_MAX:])
+            text = str(report.longrepr)
+            lines = [line.removeprefix("E").strip() for line in text.splitlines() if line.startswith("E ")]
+            message = f"cannot be collected: {lines[-1] if lines else text.strip().splitlines()[-1:]}"[:_MESSAGE_MAX]
+            self.write(event="collect_error", id=report.nodeid, message=message, details=text[-_DETAILS_MAX:])
+        elif report.skipped:
+            self._report(report.nodeid, "setup", "skipped", 0.0, _skip_reason(report), "")
+            self._report(report.nodeid, "teardown", "passed", 0.0, "", "")
+
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        """pytest itself, or a plugin of somebody's, failed: no test did."""
+        crash = getattr(excrepr, "reprcrash", None)
+        self.write(event="internal_error", message=str(crash.message if crash else excrepr)[-_MESSAGE_MAX:])
 
     def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
         """From here on the test is unfinished until its teardown is reported."""
@@ -61,46 +77,73 @@ class Writer:
         message, details = "", ""
         if report.failed:
             details = str(report.longrepr)[-_DETAILS_MAX:]
-            message = details.strip().splitlines()[-1] if details.strip() else ""
+            message = _failure(report.longrepr, details)
         elif report.skipped:
-            message = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", "")
-        self.write(
-            event="report", id=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration,
-            message=message, details=details,
-        )  # fmt: skip
+            message = _skip_reason(report)
+        self._report(report.nodeid, report.when, report.outcome, report.duration, message, details)
 
-    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
-        """The session came to its own end."""
-        self.write(event="end", exit=int(exitstatus))
+    def _report(self, test: str, when: str, outcome: str, seconds: float, message: str, details: str) -> None:
+        self.write(
+            event="report", id=test, when=when, outcome=outcome, seconds=seconds, message=message, details=details
+        )
 
     def pytest_unconfigure(self) -> None:
         """After the last hook that writes."""
         self.close()
 
 
+def _failure(longrepr: Any, details: str) -> str:
+    """The assertion or the exception, not the line that pytest happens to print last."""
+    crash = getattr(longrepr, "reprcrash", None)
+    lines = (str(crash.message) if crash is not None else details).strip().splitlines()
+    if not lines:
+        return ""
+    return (
+        " ".join(line.strip() for line in lines[:4])[:_MESSAGE_MAX] if crash is not None else lines[-1][:_MESSAGE_MAX]
+    )
+
+
+def _skip_reason(report: Any) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else getattr(report, "wasxfail", "")
+    return str(reason).removeprefix("Skipped: ")[:_MESSAGE_MAX]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Take out what is waived of what the expressions left, and write down what that was."""
-    targets = json.loads(os.environ.get("STAGE_WAIVED", "[]"))
-    if not targets or "PMI_SIZE" in os.environ:
+    """Take out what is waived of what the expressions left, then the other half, and write down what that was."""
+    if not _ours():
         return
-    waived = [item for item in items if any(_covers(target, item.nodeid) for target in targets)]
-    if waived:
-        out = {item.nodeid for item in waived}
-        items[:] = [item for item in items if item.nodeid not in out]
-        config.hook.pytest_deselected(items=waived)
-        # Every worker takes out the same; one of them says so.
-        if getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
-            with contextlib.closing(Writer(os.environ["STAGE_LIVE_FILE"])) as writer:
-                writer.write(event="waived", ids=sorted(out))
+    targets = json.loads(os.environ.get("STAGE_WAIVED", "[]"))
+    _take_out(config, items, "waived", [item for item in items if any(_covers(t, item.nodeid) for t in targets)])
+    half = os.environ.get("STAGE_HALF", "all")
+    if half != "all":
+        alone = [item for item in items if any(item.get_closest_marker(mark) for mark in ALONE)]
+        other = alone if half == "parallel" else [item for item in items if item not in alone]
+        _take_out(config, items, "alone" if half == "parallel" else "", other)
+
+
+def _take_out(config: Any, items: list[Any], what: str, gone: list[Any]) -> None:
+    if not gone:
+        return
+    out = {item.nodeid for item in gone}
+    items[:] = [item for item in items if item.nodeid not in out]
+    config.hook.pytest_deselected(items=gone)
+    # Every worker takes out the same; one of them says so.
+    if what and getattr(config, "workerinput", {"workerid": "gw0"})["workerid"] == "gw0":
+        with contextlib.closing(Writer(os.environ["STAGE_LIVE_FILE"])) as writer:
+            writer.write(event=what, ids=sorted(out))
 
 
 def _covers(target: str, test: str) -> bool:
     return test == target or test.startswith((target.rstrip("/") + "/", target + "::", target + "["))
 
 
+def _ours() -> bool:
+    """Whether this is the runner's own process or a worker of it: not a rank of a world, not a pytest that a test starts."""
+    return os.environ.get("STAGE_LIVE_FILE", "") != "" and not {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE"} & set(os.environ)
+
+
 def pytest_configure(config: Any) -> None:
     """Register in the controlling process only: not in xdist's workers, not in the ranks of a world."""
-    path = os.environ.get("STAGE_LIVE_FILE")
-    if path and not hasattr(config, "workerinput") and "PMI_SIZE" not in os.environ:
-        config.pluginmanager.register(Writer(path), "stage_live_writer")
+    if _ours() and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Writer(os.environ["STAGE_LIVE_FILE"]), "stage_live_writer")

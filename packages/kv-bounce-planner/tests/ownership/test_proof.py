@@ -71,6 +71,7 @@ def test_owned_and_quarantined_memory_cannot_be_freed():
 
 def test_a_type_checker_refuses_to_free_owned_memory(tmp_path):
     """The boundary is a type: mypy rejects free(owned), free(quarantined) and abandon() after advertise()."""
+    pytest.importorskip("mypy", reason="NO COVERAGE: mypy is not installed")
     source = tmp_path / "user.py"
     source.write_text(
         "from kv_bounce_planner.sessions.arena import AdvertisedReservation, Reservation\n"

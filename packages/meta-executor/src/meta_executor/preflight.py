@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 from meta_executor.config import ConfigError, ServiceConfig
-from meta_executor.supervise.launch import find_mpiexec
+from meta_executor.supervise.launch import world_command
 
 
 def check_service(service: ServiceConfig, *, with_front: bool) -> None:
@@ -17,7 +17,7 @@ def check_service(service: ServiceConfig, *, with_front: bool) -> None:
     Raises:
         ConfigError: Names the field and the value: a port in use, a missing or broken model, no mpiexec.
     """
-    find_mpiexec()
+    world_command(1, [])
     if with_front and service.port:
         check_port("port", service.hostname, service.port)
     for name, section in (

@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,9 @@ from meta_executor.preflight import check_model, check_port, check_service
 
 
 def run(*arguments, env=None, cwd=None):
-    """The installed command."""
+    """The command, as a process."""
     return subprocess.run(
-        [str(Path(sys.executable).with_name("meta-executor")), *map(str, arguments)], capture_output=True, text=True,
+        [sys.executable, "-m", "meta_executor", *map(str, arguments)], capture_output=True, text=True,
         timeout=60, env={**os.environ, **(env or {})}, cwd=cwd,
     )  # fmt: skip
 

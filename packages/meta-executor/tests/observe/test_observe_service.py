@@ -52,17 +52,18 @@ def launcher() -> Iterator[Launcher]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+PROGRAM = (sys.executable, "-m", "meta_executor")
+
+
 def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    program = str(Path(sys.executable).with_name("meta-executor"))
-    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=60)
 
 
 def live_top(launcher: Launcher) -> tuple[int, str]:
     """``top`` in a terminal until it has shown a frame, then Ctrl-C. Returns its exit code and what it drew."""
     ours, theirs = os.openpty()
-    program = str(Path(sys.executable).with_name("meta-executor"))
     process = subprocess.Popen(
-        [program, "top", "--url", launcher.front_url, "--interval", "0.2"], stdin=theirs, stdout=theirs, stderr=theirs,
+        [*PROGRAM, "top", "--url", launcher.front_url, "--interval", "0.2"], stdin=theirs, stdout=theirs, stderr=theirs,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
     )  # fmt: skip
     os.close(theirs)

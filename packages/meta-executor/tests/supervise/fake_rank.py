@@ -8,8 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from meta_executor.config import RunSpec
-from meta_executor.supervise.guard import rank_from_environment
 from meta_executor.supervise.report import Reporter
+from meta_executor.mpi_launcher import rank_of
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir")
@@ -18,7 +18,7 @@ parser.add_argument("--instance-id", default="")
 parser.add_argument("--server", action="append", default=[])
 options = parser.parse_args()
 run = RunSpec.load(options.run_dir)
-rank = rank_from_environment(os.environ) if options.owner != "front" else 0
+rank = rank_of(os.environ) if options.owner != "front" else 0
 reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
 reporter.send("status", phase="loading")
 over = threading.Event()

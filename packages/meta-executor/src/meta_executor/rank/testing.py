@@ -21,7 +21,7 @@ import msgspec
 
 from meta_executor import wire
 from meta_executor.config import InstanceSpec, RunSpec, ServiceConfig, apply_environment
-from meta_executor.supervise.launch import find_mpiexec
+from meta_executor.supervise.launch import world_command
 from meta_executor.supervise.report import Listener
 
 
@@ -77,11 +77,10 @@ class RunningPair:
         self._end()
 
     def _start(self, instance: InstanceSpec) -> None:
-        command = [
-            str(find_mpiexec()), "-n", str(instance.config.world_size),
+        command = world_command(instance.config.world_size, [
             sys.executable, "-m", "meta_executor.rank.worker",
             "--run-dir", str(self.folder), "--owner", instance.owner_id, "--instance-id", secrets.token_hex(8),
-        ]  # fmt: skip
+        ])  # fmt: skip
         with (self.folder / "logs" / f"{instance.owner_id}.log").open("ab") as log:
             self._worlds[instance.owner_id] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Reporter
+from meta_executor.mpi_launcher import rank_of
 
 #: After an abnormal death of its rank a guard stays, so that hydra spares the survivors, for at most this long (s).
 LINGER_S = 30.0
@@ -37,14 +38,6 @@ def describe_status(status: int) -> str:
         except ValueError:
             return f"signal {number}"
     return f"exit {os.WEXITSTATUS(status)}"
-
-
-def rank_from_environment(environ: dict[str, str] | os._Environ[str]) -> int:
-    """The rank that the launcher of the world gave this process."""
-    for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        if name in environ:
-            return int(environ[name])
-    return 0
 
 
 def name_of(pid: int) -> str:
@@ -67,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         parser.error("no command for the rank")
-    rank = rank_from_environment(os.environ)
+    rank = rank_of(os.environ)
     reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
     watched = {pid: name_of(pid) for pid in (options.launcher_pid, os.getppid()) if pid > 1}
 

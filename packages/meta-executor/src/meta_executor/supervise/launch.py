@@ -31,6 +31,7 @@ from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Listener, Message
 from meta_executor.supervise.rundir import RunDirectory, default_base, remove_stale_runs
+from meta_executor.mpi_launcher import LauncherError, find_launcher
 
 RestartPolicy = Literal["never", "instance"]
 
@@ -45,21 +46,16 @@ _KILL_WAIT_S = 10.0
 _KEY_HEADER = "x-meta-executor-key"
 
 
-def find_mpiexec() -> Path:
-    """The launcher that belongs to this interpreter's MPI: the one beside it, else the first on the path.
-
-    Two MPI distributions both bring an ``mpiexec``; the wrong one gives as many worlds of one rank, which the ranks refuse.
+def world_command(ranks: int, program: list[str]) -> list[str]:
+    """The command line that runs a program on that many ranks of this machine.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no launcher of MPI worlds.
     """
-    path = Path(sys.executable).with_name("mpiexec")
-    if path.exists():
-        return path
-    found = shutil.which("mpiexec")
-    if found is None:
-        raise ConfigError("mpiexec", f"not found beside {sys.executable} nor on the path; pip install mpich brings one")
-    return Path(found)
+    try:
+        return find_launcher().command(ranks, program)
+    except LauncherError as error:
+        raise ConfigError("mpiexec", str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class Launcher:
         base = Path(self._service.run_dir) if self._service.run_dir else default_base()
         for stale in remove_stale_runs(base):
             self._say(f"removed what a killed run had left in {stale}")
-        self._mpiexec = find_mpiexec()
+        world_command(1, [])  # without a launcher nothing is begun
         self._directory = RunDirectory.create(base, secrets.token_hex(4))
         self._key_hex = (self._directory.path / "key").read_text("ascii")
         clean = False
@@ -309,13 +305,12 @@ class Launcher:
         run_dir = str(self._directory.path)
         self._spawn(
             component,
-            [
-                str(self._mpiexec), "-n", str(spec.config.world_size),
+            world_command(spec.config.world_size, [
                 sys.executable, "-m", "meta_executor.supervise.guard", "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id, "--launcher-pid", str(os.getpid()), "--",
                 sys.executable, *self._worker, "--run-dir", run_dir, "--owner", spec.owner_id,
                 "--instance-id", component.instance_id,
-            ],
+            ]),
         )  # fmt: skip
         self._say(f"{spec.owner_id}: starting {spec.config.world_size} {spec.role} ranks")
 
@@ -570,4 +565,4 @@ def _first_cause(suspects: list[Death]) -> Death:
     return min(enumerate(suspects), key=order)[1]
 
 
-__all__ = ["Death", "Launcher", "RestartPolicy", "RunFailed", "describe_status", "find_mpiexec"]
+__all__ = ["Death", "Launcher", "RestartPolicy", "RunFailed", "describe_status", "world_command"]
