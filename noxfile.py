@@ -43,7 +43,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 #: The stages that need no GPU: what ``tests``, and so a CI run, is.
 TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
-CHECK_TOOLS = ("ruff", "mypy", "bandit", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
+CHECK_TOOLS = ("ruff", "mypy", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 
 #: What a package's long check takes for a nightly run, where that is not ``--nightly``.
@@ -276,7 +276,6 @@ def lint(session: nox.Session) -> None:
     python(session, "tools/stages", "--check", "--parity")
     python(session, "tools/check_code.py")
     python(session, "tools/mutants.py", "--check")
-    python(session, "-m", "bandit", "-q", "-r", "-ll", "-s", "B404,B603,B607", *(f"packages/{n}/src" for n in PACKAGES))
 
 
 @nox.session(python=False)

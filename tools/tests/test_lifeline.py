@@ -32,7 +32,7 @@ def alive(token):
     return found
 
 
-def wait_until(condition, limit_s=60.0):
+def wait_until(condition, limit_s=110.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end
@@ -133,6 +133,7 @@ def ranks_run(project):
 
 
 @pytest.mark.service
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["interrupt", "terminate", "kill", "kill-guard-too"])
 def test_no_world_outlives_the_runner(world_project, token, how):
     """Ctrl-C, SIGTERM or kill -9 of the stage runner: every rank, proxy and launcher is gone within two seconds."""
@@ -152,6 +153,7 @@ def test_no_world_outlives_the_runner(world_project, token, how):
 
 
 @pytest.mark.service
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_world_outlives_its_pytest(world_project, token, number):
     """The same without the runner: a pytest that is interrupted or killed takes its world along."""
@@ -166,6 +168,7 @@ def test_no_world_outlives_its_pytest(world_project, token, number):
 
 
 @pytest.mark.service
+@pytest.mark.timeout(240)
 def test_no_world_outlives_its_time(world_project, token):
     """A test's own time-out ends its world, too."""
     done = subprocess.run(

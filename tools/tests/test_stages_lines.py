@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,63 +50,59 @@ def line_verdicts(result):
     return {line.line.identity: line.verdict.value for line in result.lines}
 
 
+NOTHING = {
+    "expression": ("-k nothing_like_it", "def test_b():\n    pass\n", "selects no test"),
+    "mark": ("-m slow", "def test_b():\n    pass\n", "selects no test"),
+    "skips": ("", SKIPS, "every test was skipped (no device)"),
+    "module": ("", "import pytest\n\npytest.importorskip('nothing_here')\n\ndef test_b():\n    pass\n", "nothing_here"),
+    "xfail": ("", "import pytest\n\n@pytest.mark.xfail\ndef test_b():\n    assert 0\n", "every test was skipped"),
+    "empty": ("", "# nothing\n", "selects no test"),
+}
+
+
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    ("line", "body", "reason"),
-    [
-        ("t/test_other.py -k nothing_like_it", None, "selects no test"),
-        ("t/test_other.py", SKIPS, "every test was skipped (no device)"),
-        (
-            "t/test_other.py",
-            "import pytest\n\npytest.importorskip('nothing_here')\n\ndef test_b():\n    pass\n",
-            "nothing_here",
-        ),
-        (
-            "t/test_other.py",
-            "import pytest\n\n@pytest.mark.xfail\ndef test_b():\n    assert 0\n",
-            "every test was skipped",
-        ),
-        ("t/test_other.py", "# nothing\n", "selects no test"),
-        ("t/test_other.py -m slow", None, "selects no test"),
-    ],
-)
-def test_a_line_that_covers_nothing_is_no_coverage_whatever_else_passed(project, line, body, reason, workers):
+def test_a_line_that_covers_nothing_is_no_coverage_whatever_else_passed(project, workers):
     """It selects nothing or only skips: so is its stage, exit 3, however many other tests are green."""
-    if body is not None:
-        write_tests(project, other=body)
-    lines(project, "t/test_good.py", line)
+    write_tests(project, **{name: body for name, (_, body, _) in NOTHING.items()})
+    lines(
+        project, "t/test_good.py", *(f"t/test_{name}.py {expression}" for name, (expression, _, _) in NOTHING.items())
+    )
     result = only(project, workers)
-    assert line_verdicts(result) == {"t/test_good.py": "PASSED", line: "NO COVERAGE"}
+    assert [line.verdict.value for line in result.lines] == ["PASSED"] + ["NO COVERAGE"] * len(NOTHING)
+    for line, (_, _, reason) in zip(result.lines[1:], NOTHING.values(), strict=True):
+        assert reason in line.reason, line.line.identity
     assert result.verdict is Verdict.NO_COVERAGE
-    assert line in result.reason
-    assert reason in result.reason
+    assert result.lines[1].line.identity in result.reason
 
 
-@pytest.mark.parametrize(
-    ("body", "verdict"),
-    [
-        ("def test_b():\n    assert 1 == 2\n", {"XFAIL": "PASSED", "UNSTABLE": "FLAKY"}),
-        ("def test_b():\n    raise KeyError(3)\n", {"XFAIL": "PASSED", "UNSTABLE": "FLAKY"}),
-        ("def test_c():\n    pass\n", {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("import os\n\ndef test_b():\n    os._exit(9)\n", {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("import os, signal\n\ndef test_b():\n    os.kill(os.getpid(), 9)\n", {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("import nothing_here\n\ndef test_b():\n    pass\n", {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("def test_b(no_fixture):\n    pass\n", {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("import pytest, time\n\n@pytest.mark.timeout(0.2, method='signal')\ndef test_b():\n    time.sleep(5)\n",
-         {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("import pytest, time\n\n@pytest.mark.timeout(0.2, method='thread')\ndef test_b():\n    time.sleep(5)\n",
-         {"XFAIL": "FAILED", "UNSTABLE": "FAILED"}),
-        ("def test_b():\n    pass\n", {"XFAIL": "FAILED", "UNSTABLE": "PASSED"}),
-    ],
-    ids=["assertion", "exception", "missing", "exit", "killed", "import", "fixture", "late", "late-thread", "passes"],
-)  # fmt: skip
-def test_a_marker_covers_what_a_test_raises_and_nothing_else(project, body, verdict):
+LATE = "import pytest, time\n\n@pytest.mark.timeout(0.2, method={!r})\ndef test_b():\n    time.sleep(60)\n"
+#: What a test does, and its line's verdict as XFAIL and as UNSTABLE.
+ENDS = {
+    "assertion": ("def test_b():\n    assert 1 == 2\n", "PASSED", "FLAKY"),
+    "exception": ("def test_b():\n    raise KeyError(3)\n", "PASSED", "FLAKY"),
+    "passes": ("def test_b():\n    pass\n", "FAILED", "PASSED"),
+    "missing": ("def test_c():\n    pass\n", "FAILED", "FAILED"),
+    "exits": ("import os\n\ndef test_b():\n    os._exit(9)\n", "FAILED", "FAILED"),
+    "killed": ("import os, signal\n\ndef test_b():\n    os.kill(os.getpid(), 9)\n", "FAILED", "FAILED"),
+    "imports": ("import nothing_here\n\ndef test_b():\n    pass\n", "FAILED", "FAILED"),
+    "fixture": ("def test_b(no_fixture):\n    pass\n", "FAILED", "FAILED"),
+    "late": (LATE.format("signal"), "FAILED", "FAILED"),
+    "late_thread": (LATE.format("thread"), "FAILED", "FAILED"),
+}
+
+
+def test_a_marker_covers_what_a_test_raises_and_nothing_else(project):
     """A test that does not exist, cannot be set up, crashed or ran out of time fails its line, marked or not."""
-    write_tests(project, other=body)
-    for marker, wanted in verdict.items():
-        lines(project, f"t/test_other.py::test_b {marker} (known)")
-        result = only(project)
-        assert result.verdict.value == wanted, (marker, result.reason, result.cases)
+    write_tests(project, **{name: body for name, (body, _, _) in ENDS.items()})
+    targets = [(name, marker) for name in ENDS for marker in ("XFAIL", "UNSTABLE")]
+    copies = {name: (project / "t" / f"test_{name}.py").read_text() for name in ENDS}
+    for name, body in copies.items():
+        (project / "t" / f"test_{name}_UNSTABLE.py").write_text(body)
+        (project / "t" / f"test_{name}.py").rename(project / "t" / f"test_{name}_XFAIL.py")
+    lines(project, *(f"t/test_{name}_{marker}.py::test_b {marker} (known)" for name, marker in targets))
+    found = [line.verdict.value for line in only(project).lines]
+    wanted = [verdict for _, xfail, unstable in ENDS.values() for verdict in (xfail, unstable)]
+    assert dict(zip(targets, found, strict=True)) == dict(zip(targets, wanted, strict=True))
 
 
 def test_one_misspelt_name_costs_its_own_line(project):
@@ -175,9 +172,11 @@ def start(project, *words):
     )  # fmt: skip
 
 
-def wait_for(project, text):
+def wait_for(project, test):
+    """Until a test has begun."""
+    text = f'"start", "id": "{test}"'
     while not any(text in path.read_text() for path in (project / "results").glob("*/*/*.jsonl")):
-        pass
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(("first", "code"), [("assert 0", 1), ("pass", 3)])
@@ -187,7 +186,7 @@ def test_an_interrupt_keeps_every_known_result(project, number, first, code):
     write_tests(project, good=STOPPED.replace("assert 0", first))
     lines(project, "t/test_good.py", "t/test_other.py")
     process = start(project)
-    wait_for(project, 'test_c"')
+    wait_for(project, "t/test_good.py::test_c")
     process.send_signal(number)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
@@ -207,7 +206,7 @@ def test_a_killed_run_leaves_what_its_lines_said(project):
     write_tests(project, other="import time\n\ndef test_b():\n    time.sleep(60)\n")
     lines(project, "t/test_good.py", "t/test_other.py")
     process = start(project)
-    wait_for(project, 'test_b"')
+    wait_for(project, "t/test_other.py::test_b")
     process.kill()
     process.communicate(timeout=60)
     data = json.loads(next((project / "results").glob("*/results.json")).read_text())

@@ -127,9 +127,9 @@ class PickleCodec:
         source = io.BytesIO(segments[0])
         buffers = iter(segments[1:])
         if source.read(1) == b"\0":
-            return pickle.Unpickler(source, buffers=buffers).load()  # noqa: S301 - ranks of one program trust each other  # nosec B301
+            return pickle.Unpickler(source, buffers=buffers).load()  # noqa: S301 - ranks of one program trust each other
         (count,) = struct.unpack("=Q", source.read(8))
-        return [pickle.Unpickler(source, buffers=buffers).load() for _ in range(count)]  # noqa: S301  # nosec B301
+        return [pickle.Unpickler(source, buffers=buffers).load() for _ in range(count)]  # noqa: S301
 
 
 class BytesCodec:

@@ -25,7 +25,7 @@ _LINE = 64
 _PAGE = 4096
 _NONCE = 16
 _TEXT = 512
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the name is random, the file private, and unlinked once mapped  # nosec B108
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the name is random, the file private, and unlinked once mapped
 
 
 def _fence() -> None:

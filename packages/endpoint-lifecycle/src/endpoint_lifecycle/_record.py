@@ -21,7 +21,7 @@ PROTOCOL_VERSION = 1
 ID_CHARS_MAX = 128
 ADDRESSES_MAX = 4096
 _PRINTABLE = re.compile(r"[\x21-\x7e]+")
-_WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]", "0", "[::0]", "::0", "0:0:0:0:0:0:0:0"})  # noqa: S104  # nosec B104
+_WILDCARD_HOSTS = frozenset({"", "*", "0.0.0.0", "::", "[::]", "0", "[::0]", "::0", "0:0:0:0:0:0:0:0"})  # noqa: S104
 
 PUBLISHED: Literal["published"] = "published"
 DRAINING: Literal["draining"] = "draining"

@@ -47,7 +47,7 @@ class HttpLegs:
             timeout=httpx.Timeout(None, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
-            verify=False,  # noqa: S501 - plain HTTP inside the run; building a TLS context costs 20 ms  # nosec B501
+            verify=False,  # noqa: S501 - plain HTTP inside the run; building a TLS context costs 20 ms
         )
 
     async def close(self) -> None:

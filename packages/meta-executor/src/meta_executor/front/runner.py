@@ -95,7 +95,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         stack.push_async_callback(_stop, server, serving)
         host, port = listener.getsockname()[:2]
         await _instances_ready(service, drain, serving)
-        reporter.send("ready", url=f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")  # noqa: S104  # nosec B104
+        reporter.send("ready", url=f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")  # noqa: S104
         await _first(drain.wait(), _ended(serving))
         if not await _first(service.wait_idle(), cut.wait(), _ended(serving)):
             _LOG.error("cut %d running requests", service.cut())

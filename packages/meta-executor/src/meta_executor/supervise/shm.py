@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_PREFIX = "/dev/shm/mpich_shm_"  # noqa: S108 - a name that MPICH chose, only ever removed  # nosec B108
+_PREFIX = "/dev/shm/mpich_shm_"  # noqa: S108 - a name that MPICH chose, only ever removed
 
 
 def mapped_mpich_segments(maps: Path = Path("/proc/self/maps")) -> tuple[str, ...]:
