@@ -8,8 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from meta_executor.config import RunSpec
-from meta_executor.supervise.report import Reporter
 from meta_executor.mpi_launcher import rank_of
+from meta_executor.supervise.report import Reporter
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir")

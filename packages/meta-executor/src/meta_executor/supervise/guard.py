@@ -21,9 +21,9 @@ import sys
 import time
 from pathlib import Path
 
+from meta_executor.mpi_launcher import rank_of
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Reporter
-from meta_executor.mpi_launcher import rank_of
 
 #: After an abnormal death of its rank a guard stays, so that hydra spares the survivors, for at most this long (s).
 LINGER_S = 30.0

@@ -27,11 +27,11 @@ from typing import Any, Literal
 import httpx
 
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
+from meta_executor.mpi_launcher import LauncherError, find_launcher
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Listener, Message
 from meta_executor.supervise.rundir import RunDirectory, default_base, remove_stale_runs
-from meta_executor.mpi_launcher import LauncherError, find_launcher
 
 RestartPolicy = Literal["never", "instance"]
 
