@@ -84,8 +84,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except launcher.LauncherError as error:
         pytest.fail(str(error), pytrace=False)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))}
+    environment = {**launcher.outside_of_a_world(kept), _WORLD: str(ranks), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     world = Tethered(
-        command, cwd=pyfuncitem.config.rootpath, env={**launcher.outside_of_a_world(kept), _WORLD: str(ranks)},
+        command, cwd=pyfuncitem.config.rootpath, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, errors="replace",
     )  # fmt: skip
     try:

@@ -128,6 +128,11 @@ def world_project(tmp_path):
     return tmp_path
 
 
+def alone(token):
+    """The environment of a pytest that loads no plugin which it was not asked for."""
+    return {**os.environ, "TOKEN": token, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+
+
 def ranks_run(project):
     return len(list((project / "results").glob("rank*"))) == 2
 
@@ -159,7 +164,7 @@ def test_no_world_outlives_its_pytest(world_project, token, number):
     """The same without the runner: a pytest that is interrupted or killed takes its world along."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-q", "t/test_world.py"], cwd=world_project, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env={**os.environ, "TOKEN": token}, start_new_session=True,
+        stderr=subprocess.DEVNULL, env=alone(token), start_new_session=True,
     )  # fmt: skip
     wait_until(lambda: ranks_run(world_project))
     process.send_signal(number)
@@ -172,9 +177,10 @@ def test_no_world_outlives_its_pytest(world_project, token, number):
 def test_no_world_outlives_its_time(world_project, token):
     """A test's own time-out ends its world, too."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "timeout", "--timeout", "15", "--timeout-method", "thread",
+        [sys.executable, "-m", "pytest", "-q", "-p", "timeout", "--timeout", "25", "--timeout-method", "thread",
          "t/test_world.py"],
-        cwd=world_project, capture_output=True, text=True, env={**os.environ, "TOKEN": token}, timeout=110,
+        cwd=world_project, capture_output=True, text=True, timeout=200,
+        env=alone(token),
     )  # fmt: skip
     assert done.returncode != 0
     assert ranks_run(world_project)
