@@ -11,11 +11,11 @@ import pytest
 
 from stages import __main__ as command
 from stages.bundle import Bundle, provenance
-from stages.execution import StageResult
+from stages.execution import LineResult, StageResult
 from stages.hardware import Hardware
 from stages.junit import CaseResult
 from stages.plan import Options, make_plan
-from stages.testing import TABLE, commit, make_project, run, run_here, verdicts
+from stages.testing import TABLE, commit, make_project, run, run_here, table_of, verdicts
 from stages.verdicts import Verdict
 
 ONE = Options(stage_list="CPU-Generic-1", fail_fast=False)
@@ -187,8 +187,9 @@ def test_a_machines_failure_stops_no_other_stage(project):
         "CPU-Generic-1": Verdict.FAILED, "CPU-Generic-2": Verdict.PASSED,
     }  # fmt: skip
     (project / "lists" / "stages.yml").write_text(
-        "version: 0.0.1\nfamilies:\n  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}\n"
-        "  - {name: CPU-Generic, hardware: cpu, list: l0_cpu.yml}\n"
+        table_of(
+            "name: A10-PyTorch, hardware: a10, list: l0_a10.yml", "name: CPU-Generic, hardware: cpu, list: l0_cpu.yml"
+        )
     )
     write_tests(project, good="def test_a():\n    pass\n")
     _, results = run_here(project, Options(stage_list="*"))
@@ -278,8 +279,11 @@ def test_a_summary_names_each_failure_by_its_own_stage(project):
     failed = CaseResult("t/test_good.py::test_a", "failed", 1.0, "boom", "trace", ("failed", "failed"))
     flaky = CaseResult("t/test_other.py::test_b", "passed", 1.0, "", "", ("failed", "passed"))
     results = [
-        StageResult("CPU-Generic-1", Verdict.FAILED, cases=(failed,)),
-        StageResult("CPU-Generic-2", Verdict.FLAKY, cases=(flaky,)),
+        StageResult(name, verdict, lines=[LineResult(plan.stages[0].lines[0], cases=(case,), begun=True)])
+        for name, verdict, case in (
+            ("CPU-Generic-1", Verdict.FAILED, failed),
+            ("CPU-Generic-2", Verdict.FLAKY, flaky),
+        )
     ]
     folder = project / "results" / "b"
     Bundle(folder, plan, provenance(project, plan, Hardware())).write(results, complete=True)
