@@ -32,7 +32,7 @@ from .words import doubtful
 #: An object's address in a parameter id.
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 _PLUGIN = Path(__file__).resolve().parent / "plugin"
-_COLLECTION_TIMEOUT_S = 300.0
+_COLLECTION_TIMEOUT_S = 900.0
 #: Tests that are named where many are meant (count).
 _NAMED_MAX = 3
 

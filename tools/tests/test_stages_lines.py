@@ -317,6 +317,17 @@ def test_a_stage_of_ranks_needs_a_launcher_that_starts_them(project, monkeypatch
     needs.world.cache_clear()
 
 
+@pytest.mark.service
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_real_launcher_starts_a_world(monkeypatch, unbuffered):
+    """Whatever the ranks' writes look like when they arrive together."""
+    pytest.importorskip("mpi4py", reason="NO COVERAGE: mpi4py is not installed")
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    needs.world.cache_clear()
+    assert needs.world(4) is None
+    needs.world.cache_clear()
+
+
 @pytest.fixture
 def fake_card(tmp_path, monkeypatch):
     """An nvidia-smi on PATH that lists cards: ``fake_card("NVIDIA A10, 8.6", …)``."""
