@@ -152,6 +152,7 @@ def test_waived_tests_are_taken_out_by_their_whole_name(project):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_waived_file_below_a_folder_is_taken_out(project, workers):
     """Also in every worker; parameters of a waived test with it."""
+    (project / "t" / "test_gpu.py").unlink()
     write_tests(
         project,
         good="import pytest\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_a(n):\n    raise ValueError\n",
