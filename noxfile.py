@@ -50,6 +50,7 @@ EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 NIGHTLY_ARGUMENTS = {
     "kv-bounce-planner/fuzz": ("--count", "20000"),
     "rpc-local-registry/fuzz": ("--count", "1000000"),
+    "meta-executor/explore_composition": ("--states", "10000", "--seconds", "90"),
     "meta-executor/random_pairs": ("--count", "200"),
 }
 

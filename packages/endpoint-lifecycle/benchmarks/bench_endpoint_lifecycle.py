@@ -1,19 +1,21 @@
-"""What the directory and the idle wait cost: picks, reservations, coalesced refreshes, wake-ups.
+"""What the directory, the idle waits and the ids cost, each beside something measured in turn in the same run.
 
-Each baseline is measured in the same run, in turn with the figure it stands beside. ``goal`` is the bound that the figure
-must keep; ``ratio`` is baseline / value for costs and value / baseline for rates.
+Every goal is a factor: of a bare dictionary, of a scan, of a plain sleep, of a bare event. Costs are
+processor time, waits and wakes are time on the clock. Run: ``nox -s bench -- endpoint-lifecycle``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
+import itertools
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
 
 from endpoint_lifecycle import (
     AsyncEndpointDirectory,
@@ -25,8 +27,7 @@ from endpoint_lifecycle import (
     IdleBackoff,
     RequestIdGenerator,
 )
-
-ROUNDS = 5
+from measure import Figure, compare, counted, in_turn, pinned, ratio, run_benchmark, timed
 
 
 def record(number: int) -> EndpointRecord:
@@ -48,231 +49,226 @@ def directory_of(servers: int) -> EndpointDirectory:
     return directory
 
 
-def figure(
-    name: str, value: float, unit: str, *, baseline: float | None = None, goal: str, met: bool, rate: bool = False
-) -> dict[str, Any]:
-    ratio = None
-    if baseline is not None and value:
-        ratio = value / baseline if rate else baseline / value
-    return {
-        "name": name,
-        "value": round(value, 4),
-        "unit": unit,
-        "baseline": None if baseline is None else round(baseline, 4),
-        "ratio": None if ratio is None else round(ratio, 3),
-        "goal": goal,
-        "met": met,
-    }
+def reserve_release() -> list[Figure]:
+    """A cycle of the core beside what cannot be done without, and a cycle on a loop beside the core's."""
+    directory, adapter = directory_of(16), AsyncEndpointDirectory(_refuse, DirectoryConfig(probe_ready_s=None))
+    books: dict[tuple[str, int], list[int]] = {}
+    load, numbers = [0, 0], itertools.count()
 
+    def dictionary() -> None:
+        """A key in and out of a dictionary, two counters up and down, an object made."""
+        number = next(numbers)
+        key = ("context", number)
+        books[key] = [number]
+        load[0] += 1
+        load[1] += 1
+        del books[key]
+        load[0] -= 1
+        load[1] -= 1
 
-def best_rate(work: Callable[[int], None], count: int) -> float:
-    """Most per second of one core's processor time over a few rounds: the others were disturbed."""
-    best = 0.0
-    for _ in range(ROUNDS):
-        gc.collect()
-        started_s = time.thread_time()
-        work(count)
-        best = max(best, count / (time.thread_time() - started_s))
-    return best
+    def cycle() -> None:
+        directory.release(directory.reserve("context", next(numbers), 0.0))
 
-
-def reserve_release() -> list[dict[str, Any]]:
-    """Cycles per second on one core: the pure core, and ``async with`` on a real loop."""
-    directory = directory_of(16)
-
-    def cycles(count: int) -> None:
-        for number in range(count):
-            directory.release(directory.reserve("context", number, 0.0))
-
-    def dictionary(count: int) -> None:
-        """What cannot be done without: a key in and out of a dictionary, two counters up and down, an object made."""
-        books: dict[tuple[str, int], list[int]] = {}
-        load = [0, 0]
-        for number in range(count):
-            key = ("context", number)
-            books[key] = [number]
-            load[0] += 1
-            load[1] += 1
-            del books[key]
-            load[0] -= 1
-            load[1] -= 1
-
-    core, floor = best_rate(cycles, 50_000), best_rate(dictionary, 50_000)
-
-    async def on_loop() -> float:
-        async def fetch(server: str) -> bytes:
-            raise OSError
-
-        adapter = AsyncEndpointDirectory(fetch, DirectoryConfig(probe_ready_s=None))
+    async def prepare() -> None:
         for number in range(16):
             adapter.apply_set(f"http://s{number}", record(number))
-        best = 0.0
-        for _ in range(ROUNDS):
-            gc.collect()
-            started_s = time.thread_time()
-            for number in range(50_000):
-                async with adapter.reserve("context", number) as reservation:
-                    reservation.dispatched()
-            best = max(best, 50_000 / (time.thread_time() - started_s))
-        await adapter.aclose()
-        return best
 
-    adapter = asyncio.run(on_loop())
+    async def cycles(count: int) -> float:
+        began_s = time.thread_time()
+        for _ in range(count):
+            async with adapter.reserve("context", next(numbers)) as reservation:
+                reservation.dispatched()
+        return (time.thread_time() - began_s) / count
+
+    with asyncio.Runner() as runner, pinned():
+        runner.run(prepare())
+        sides = {
+            "dictionary": timed(dictionary, 20_000, time.thread_time),
+            "core": timed(cycle, 5_000, time.thread_time),
+            "loop": lambda: runner.run(cycles(3_000)),
+        }
+        samples = in_turn(sides)
+        runner.run(adapter.aclose())
     return [
-        figure(
-            "reserve/release, core", core, "cycles/s", baseline=floor, goal=">= 100000", met=core >= 100_000, rate=True
-        ),
-        figure(
-            "reserve/dispatch/release, asyncio",
-            adapter,
-            "cycles/s",
-            baseline=core,
-            goal=">= 100000",
-            met=adapter >= 100_000,
-            rate=True,
-        ),
-    ]
+        ratio("reserve and release, core", samples["core"], samples["dictionary"], unit="us", scale=1e6, goal="<= 15",
+              against="a dictionary and two counters"),
+        ratio("reserve, dispatch and release, asyncio", samples["loop"], samples["core"], unit="us", scale=1e6,
+              goal="<= 3.5", against="the core's cycle"),
+    ]  # fmt: skip
 
 
-def picks() -> list[dict[str, Any]]:
-    """One pick among 1,000 servers under changing load, beside a scan of the same loads."""
-    directory = directory_of(1000)
-    held = [directory.reserve("context", number, 0.0, weight=number % 7) for number in range(3000)]
-    pick_us, scan_us = [], []
-    for number in range(20_000):
-        victim = held[number % len(held)]
-        directory.release(victim)
-        started_s = time.perf_counter()
-        made = directory.reserve("context", number + 10_000, 0.0, weight=number % 7)
-        pick_us.append((time.perf_counter() - started_s) * 1e6)
-        held[number % len(held)] = made
-        if number % 200 == 0:
-            loads = [slot.load for slot in directory._slots.values()]
-            started_s = time.perf_counter()
-            min(loads, key=lambda load: (load.weight, load.count))
-            scan_us.append((time.perf_counter() - started_s) * 1e6)
-    directory.validate()
-    median, tail = statistics.median(pick_us), statistics.quantiles(pick_us, n=1000)[989]
-    scan = statistics.median(scan_us)
+async def _refuse(server: str) -> bytes:
+    raise OSError(server)
+
+
+def picks() -> list[Figure]:
+    """One pick among 1,000 servers under changing load, beside a pick among ten and a scan of the thousand loads."""
+
+    def sample_of(servers: int) -> Callable[[], float]:
+        directory = directory_of(servers)
+        held = [directory.reserve("context", number, 0.0, weight=number % 7) for number in range(3 * servers)]
+        numbers = itertools.count(10_000)
+
+        def pick() -> None:
+            number = next(numbers)
+            at = number % len(held)
+            directory.release(held[at])
+            held[at] = directory.reserve("context", number, 0.0, weight=number % 7)
+
+        return timed(pick, 2_000, time.thread_time)
+
+    loads = [slot.load for slot in directory_of(1000)._slots.values()]
+    scan = timed(lambda: min(loads, key=lambda load: (load.weight, load.count)), 20, time.thread_time)
+    with pinned():
+        samples = in_turn({"thousand": sample_of(1000), "ten": sample_of(10), "scan": scan})
     return [
-        figure("pick of 1,000 servers, median", median, "us", baseline=scan, goal="<= 50", met=median <= 50),
-        figure("pick of 1,000 servers, p99", tail, "us", baseline=scan, goal="<= 50", met=tail <= 50),
-    ]
+        ratio("pick among 1,000 servers", samples["thousand"], samples["scan"], unit="us", scale=1e6, goal="<= 0.15",
+              against="one scan of their loads"),
+        ratio("pick among 1,000 servers, growth", samples["thousand"], samples["ten"], unit="us", scale=1e6,
+              goal="<= 3", against="a pick among 10"),
+    ]  # fmt: skip
 
 
-def coalescing() -> list[dict[str, Any]]:
-    """50 callers of one slow refresh; 100 picks of B while A hangs."""
+def coalescing() -> list[Figure]:
+    """50 callers of one slow refresh; picks of one server while another one's fetch hangs, and while none does."""
+    fetches = 0
 
-    async def main() -> tuple[int, float]:
-        fetches = 0
+    async def fetch(server: str) -> EndpointRecord:
+        nonlocal fetches
+        if server == "http://hung":
+            await asyncio.get_running_loop().create_future()
+        fetches += 1
+        await asyncio.sleep(0.05)
+        return record(0)
 
-        async def fetch(server: str) -> EndpointRecord:
-            nonlocal fetches
-            if server == "http://s0":
-                fetches += 1
-                await asyncio.sleep(0.3)
-                return record(0)
-            if server == "http://hung":
-                await asyncio.get_running_loop().create_future()
-            return record(1)
-
+    async def main() -> tuple[int, dict[bool, list[float]]]:
         directory = AsyncEndpointDirectory(fetch, DirectoryConfig(probe_ready_s=None))
         directory.add_server("http://s0", "context")
         await asyncio.gather(*(directory.refresh("http://s0") for _ in range(50)))
-        directory.add_server("http://hung", "context")
-        hung = asyncio.create_task(directory.refresh("http://hung"))
-        await asyncio.sleep(0.01)
-        slowest_s = 0.0
-        for number in range(100):
-            started_s = time.perf_counter()
-            async with directory.reserve("context", number):
-                slowest_s = max(slowest_s, time.perf_counter() - started_s)
-            await asyncio.sleep(0)
-        hung.cancel()
-        await asyncio.gather(hung, return_exceptions=True)
+        once = fetches
+
+        async def picks(hanging: bool) -> float:
+            hung = None
+            if hanging:
+                directory.add_server("http://hung", "context")
+                hung = asyncio.create_task(directory.refresh("http://hung"))
+                await asyncio.sleep(0)
+            began_s = time.thread_time()
+            for number in range(2_000):
+                async with directory.reserve("context", number):
+                    await asyncio.sleep(0)
+            took_s = time.thread_time() - began_s
+            if hung is not None:
+                hung.cancel()
+                await asyncio.gather(hung, return_exceptions=True)
+                directory.remove_server("http://hung")
+            return took_s / 2_000
+
+        samples: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(-1, 15):
+            for hanging in (True, False) if number % 2 else (False, True):
+                took_s = await picks(hanging)
+                if number >= 0:
+                    samples[hanging].append(took_s)
         await directory.aclose()
-        return fetches, slowest_s
+        return once, samples
 
-    fetches, slowest_s = asyncio.run(main())
+    once, samples = asyncio.run(main())
     return [
-        figure("50 callers of one slow refresh", fetches, "fetches", baseline=50, goal="== 1", met=fetches == 1),
-        figure(
-            "slowest of 100 picks of B while A hangs",
-            slowest_s * 1e3,
-            "ms",
-            baseline=300.0,
-            goal="<= 50",
-            met=slowest_s <= 0.050,
-        ),
-    ]
+        counted("fetches for 50 callers of one slow refresh", once, "fetches", "<= 1"),
+        ratio("pick while another server hangs", samples[True], samples[False], unit="us", scale=1e6, goal="<= 1.5",
+              against="the same while none hangs"),
+    ]  # fmt: skip
 
 
-def idle() -> list[dict[str, Any]]:
-    """Wake-ups of an idle thread, and from a notification to the woken thread, beside a plain 10 ms sleep."""
-    backoff = IdleBackoff()
-    started_s = time.perf_counter()
-    cpu_s = time.thread_time()
-    while time.perf_counter() - started_s < 3.0:
-        backoff.wait()
-    elapsed_s = time.perf_counter() - started_s
-    rate = backoff.statistics().waits / elapsed_s
-    cpu_percent = 100 * (time.thread_time() - cpu_s) / elapsed_s
+def idle() -> list[Figure]:
+    """Wake-ups and processor time of an idle thread, beside a plain loop of 10 ms sleeps."""
 
-    woken, slept = _latencies(400)
-    tail = statistics.quantiles(woken, n=100)[98] * 1e3
-    slept_tail = statistics.quantiles(slept, n=100)[98] * 1e3
+    def looping(wait: Callable[[], object], look: Callable[[], float]) -> Callable[[], tuple[float, float]]:
+        def sample() -> tuple[float, float]:
+            count, began_s, used_s = 0, time.perf_counter(), look()
+            while time.perf_counter() - began_s < 0.4:
+                wait()
+                count += 1
+            return count / 0.4, look() - used_s
+
+        return sample
+
+    sides = {
+        "backoff": looping(IdleBackoff().wait, time.thread_time),
+        "sleep": looping(lambda: time.sleep(0.010), time.thread_time),
+    }
+    waits: dict[str, list[float]] = {"backoff": [], "sleep": []}
+    used: dict[str, list[float]] = {"backoff": [], "sleep": []}
+    for number in range(-1, 15):
+        for name in reversed(sides) if number % 2 else sides:
+            rate, used_s = sides[name]()
+            if number >= 0:
+                waits[name].append(rate)
+                used[name].append(used_s)
+    plain = "a loop of 10 ms sleeps"
     return [
-        figure("idle wake-ups of a thread", rate, "1/s", goal="<= 110", met=rate <= 110),
-        figure("processor time of an idle thread", cpu_percent, "%", goal="<= 2", met=cpu_percent <= 2),
-        figure("signalled wake of a thread, p99", tail, "ms", baseline=slept_tail, goal="< 5", met=tail < 5),
-    ]
+        ratio("wake-ups of an idle thread", waits["backoff"], waits["sleep"], unit="1/s", goal="<= 1.2", against=plain),
+        ratio("processor time of an idle thread", used["backoff"], used["sleep"], unit="ms", scale=1e3, goal="<= 4",
+              against=plain),
+    ]  # fmt: skip
 
 
-def _latencies(count: int) -> tuple[list[float], list[float]]:
-    """(by IdleBackoff, by a loop that sleeps 10 ms): seconds from making work known to seeing it, taken in turn."""
-    results: tuple[list[float], list[float]] = ([], [])
-    for which in range(2):
+def wakes() -> list[Figure]:
+    """From making work known to seeing it, asleep at the cap: a thread and a coroutine, beside a bare event of their kind."""
+
+    def thread_wakes(make: Callable[[], tuple[Callable[[], object], Callable[[], object]]]) -> Callable[[], float]:
+        def sample() -> float:
+            wait, notify = make()
+            box: list[float] = []
+            seen: list[float] = []
+            done = threading.Event()
+
+            def consume() -> None:
+                while not done.is_set():
+                    if box:
+                        seen.append(time.perf_counter() - box.pop())
+                    wait()
+
+            thread = threading.Thread(target=consume)
+            thread.start()
+            for _ in range(12):
+                time.sleep(0.013)
+                box.append(time.perf_counter())
+                notify()
+            time.sleep(0.02)
+            done.set()
+            notify()
+            thread.join()
+            return statistics.median(seen)
+
+        return sample
+
+    def bare_thread() -> tuple[Callable[[], object], Callable[[], object]]:
+        event = threading.Event()
+
+        def wait() -> None:
+            event.wait(1.0)
+            event.clear()
+
+        return wait, event.set
+
+    def backoff_thread() -> tuple[Callable[[], object], Callable[[], object]]:
         backoff = IdleBackoff()
+        return backoff.wait, backoff.notify
+
+    async def loop_wakes(bare: bool) -> float:
+        backoff, event = AsyncIdleBackoff(), asyncio.Event()
         box: list[float] = []
-        done = threading.Event()
-
-        def consume(
-            which: int = which, backoff: IdleBackoff = backoff, box: list[float] = box, done: threading.Event = done
-        ) -> None:
-            while not done.is_set():
-                if box:
-                    results[which].append(time.perf_counter() - box.pop())
-                    backoff.reset()
-                elif which == 0:
-                    backoff.wait()
-                else:
-                    time.sleep(0.010)
-
-        thread = threading.Thread(target=consume)
-        thread.start()
-        for number in range(count if which == 0 else count // 2):
-            time.sleep(0.012 + (number % 7) * 0.001)  # long enough to be asleep at the cap
-            box.append(time.perf_counter())
-            if which == 0:
-                backoff.notify()
-        time.sleep(0.03)
-        done.set()
-        backoff.notify()
-        thread.join()
-    return results
-
-
-def idle_asyncio() -> list[dict[str, Any]]:
-    async def main() -> float:
-        backoff = AsyncIdleBackoff()
         seen: list[float] = []
-        box: list[float] = []
 
         async def consume() -> None:
-            while len(seen) < 200:
+            while len(seen) < 12:
                 if box:
                     seen.append(time.perf_counter() - box.pop())
-                    backoff.reset()
+                elif bare:
+                    await event.wait()
+                    event.clear()
                 else:
                     await backoff.wait()
 
@@ -280,39 +276,34 @@ def idle_asyncio() -> list[dict[str, Any]]:
         while not task.done():
             await asyncio.sleep(0.013)
             box.append(time.perf_counter())
-            backoff.notify()
+            event.set() if bare else backoff.notify()
+            await asyncio.sleep(0)
         await task
-        return statistics.quantiles(seen, n=100)[98] * 1e3
+        return statistics.median(seen)
 
-    tail = asyncio.run(main())
-    return [figure("signalled wake of a coroutine, p99", tail, "ms", goal="< 5", met=tail < 5)]
-
-
-def ids() -> list[dict[str, Any]]:
-    generator = RequestIdGenerator(1, ahead_ms_max=3_600_000)
-
-    def make(count: int) -> None:
-        for _ in range(count):
-            generator.next_id()
-
-    rate = best_rate(make, 100_000)
-    return [figure("request ids", rate, "ids/s", goal=">= 100000", met=rate >= 100_000)]
+    return [
+        compare("signalled wake of a thread", thread_wakes(backoff_thread), thread_wakes(bare_thread), unit="us",
+                scale=1e6, goal="<= 1.5", against="a bare threading.Event"),
+        compare("signalled wake of a coroutine", lambda: asyncio.run(loop_wakes(False)),
+                lambda: asyncio.run(loop_wakes(True)), unit="us", scale=1e6, goal="<= 1.5", against="a bare asyncio.Event"),
+    ]  # fmt: skip
 
 
-def main() -> list[dict[str, Any]]:
-    """All figures, in order."""
-    return [*reserve_release(), *picks(), *coalescing(), *idle(), *idle_asyncio(), *ids()]
+def ids() -> list[Figure]:
+    """A request id, beside a counter under a lock."""
+    generator, numbers, lock = RequestIdGenerator(1, ahead_ms_max=3_600_000), itertools.count(), threading.Lock()
+
+    def plain() -> int:
+        with lock:
+            return next(numbers)
+
+    with pinned():
+        return [
+            compare("request id", timed(generator.next_id, 10_000, time.thread_time),
+                    timed(plain, 30_000, time.thread_time), unit="us", scale=1e6, goal="<= 5",
+                    against="a counter under a lock"),
+        ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    figures = main()
-    print(f"{'figure':44} {'value':>14} {'unit':9} {'baseline':>14} {'ratio':>8}  goal")
-    for row in figures:
-        baseline = "" if row["baseline"] is None else f"{row['baseline']:,.2f}"
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        verdict = "met" if row["met"] else "MISSED"
-        print(
-            f"{row['name']:44} {row['value']:>14,.2f} {row['unit']:9} {baseline:>14} {ratio:>8}  {row['goal']} {verdict}"
-        )
-    for row in figures:
-        print(json.dumps(row))
+    run_benchmark(reserve_release, picks, coalescing, idle, wakes, ids)

@@ -272,3 +272,18 @@ def test_field_names_of_tensorrt_llm_workers_are_read() -> None:
     assert record_from_disaggregated_params(info, server="http://a:1", role="context").generation is None
     with pytest.raises(RecordInvalid):
         record_from_disaggregated_params({"model": "m"}, server="http://a:1", role="context")
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (changed(profile_dp_size="x"), "profile.dp_size"),
+        (changed(profile_limits={'" - at `$"' * 3000 + "\n": "x"}), "profile.limits"),
+        (changed(profile_limits={"a - at `$.role`": "x"}), "profile.limits"),
+    ],
+)
+def test_a_field_is_named_whatever_the_text_of_others_looks_like(body: dict[str, Any], field: str) -> None:
+    """The decoder's words are taken apart from their end, in one pass, also beside keys that look like them."""
+    with pytest.raises(RecordInvalid) as caught:
+        parse_record(body)
+    assert caught.value.field.startswith(field)
