@@ -32,14 +32,13 @@ class Failure:
         An exception's text is made by code that nobody knows. What it raises takes the text's place; an interrupt that comes
         meanwhile takes the exception's.
         """
-        kind = type.__getattribute__(type(error), "__name__")
+        kind = _name(error)
         try:
             text = str(error)[:_TEXT_MAX]
             cause = f"{kind}: {text}" if text else kind
             details = "".join(traceback.format_exception(error))[-_TEXT_MAX:]
         except Exception as second:  # noqa: BLE001 - the text is lost, the failure is not
-            hidden = type.__getattribute__(type(second), "__name__")
-            return Failure(f"{kind} (its text cannot be made: {hidden})", "", error)
+            return Failure(f"{kind} (its text cannot be made: {_name(second)})", "", error)
         except BaseException as interrupt:  # noqa: BLE001 - raised by whoever holds the failure
             return Failure(f"{kind} (interrupted while its text was made)", "", interrupt)
         return Failure(cause, details, error)
@@ -60,3 +59,9 @@ class Failure:
         raised = BroadcastError.of((self.report(rank),))
         raised.__cause__ = self.error
         return raised
+
+
+def _name(error: BaseException) -> str:
+    """The name of an exception's class, whatever its metaclass says."""
+    name: str = type.__dict__["__name__"].__get__(type(error))
+    return name

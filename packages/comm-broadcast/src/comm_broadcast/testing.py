@@ -27,11 +27,12 @@ class FakeWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._lock = threading.Lock()
+        # No lock: an exception between its acquisition and its release would keep it for ever. Each access is one operation
+        # of a dictionary, which threads do not interrupt.
         #: number of a collective -> rank -> (operation, bytes, what it gives)
-        self._board: dict[int, dict[int, tuple[str, int, bytes]]] = defaultdict(dict)
+        self._board: dict[int, dict[int, tuple[str, int, bytes]]] = {}
         #: (source, target) -> ordinal -> bytes
-        self._mail: dict[tuple[int, int], dict[int, bytes]] = defaultdict(dict)
+        self._mail: dict[tuple[int, int], dict[int, bytes]] = {}
         self._log: list[dict[int, tuple[str, int]]] = [{} for _ in range(size)]
         #: Per rank: collectives that it has done with.
         self._past = [0] * size
@@ -71,10 +72,8 @@ class FakeWorld:
 
     def join(self, number: int, rank: int, operation: str, size: int, gives: bytes) -> None:
         """Put down what a rank brings to a collective; a second time changes nothing."""
-        # Without the lock two ranks can each make the entry.
-        with self._lock:
-            self._log[rank][number] = (operation, size)
-            self._board[number][rank] = (operation, size, gives)
+        self._log[rank][number] = (operation, size)
+        self._board.setdefault(number, {})[rank] = (operation, size, gives)
 
     def joined(self, number: int, rank: int) -> dict[int, tuple[str, int, bytes]]:
         """Who has joined a collective, and with what.
@@ -82,8 +81,7 @@ class FakeWorld:
         Raises:
             TransportError: They joined different ones.
         """
-        with self._lock:
-            board = dict(self._board[number])
+        board = self._board[number].copy()
         mine = board[rank][:2]
         for other, (operation, size, _) in board.items():
             if (operation, size) != mine:
@@ -94,16 +92,14 @@ class FakeWorld:
 
     def past(self, number: int, rank: int) -> None:
         """A rank is done with all collectives before this one: what all are done with is dropped."""
-        with self._lock:
-            self._past[rank] = max(self._past[rank], number)
-            while self._cleared < min(self._past):
-                self._board.pop(self._cleared, None)
-                self._cleared += 1
+        self._past[rank] = max(self._past[rank], number)
+        while (first := self._cleared) < min(self._past):
+            self._board.pop(first, None)
+            self._cleared = first + 1
 
     def mail(self, source: int, target: int) -> dict[int, bytes]:
         """What was sent from one rank to another."""
-        with self._lock:
-            return self._mail[source, target]
+        return self._mail.setdefault((source, target), {})
 
 
 class _Posted:
