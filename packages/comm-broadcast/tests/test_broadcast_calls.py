@@ -29,6 +29,7 @@ from comm_broadcast import (
     TokenBatchCodec,
     TransportError,
 )
+from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._frame import Call, Frame, Kind, Operation, Status, pack_failure, verdict
 from comm_broadcast.testing import FakeWorld
 
@@ -106,6 +107,64 @@ def test_verdicts_are_those_of_the_table(size):
             assert [f.earlier for f in error.failures] == [states[r][1] is Status.FAILED_EARLIER for r in failed]
         else:
             assert error is None
+
+
+class Poison(PickleCodec):
+    """Cannot be decoded."""
+
+    def decode(self, segments):
+        raise ValueError("cannot be decoded")
+
+
+def test_a_mismatch_forgets_no_failure():
+    """A failure that was not told yet is told in the exchange after the one whose calls differed."""
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, codec=Poison() if comm.rank else PickleCodec())
+        told = []
+        for verb in ("broadcast", "broadcast" if comm.rank else "gather", "broadcast"):
+            try:
+                getattr(broadcaster, verb)("value", timeout_s=10.0)
+            except CommBroadcastError as error:
+                told.append((type(error), getattr(error, "earlier", None)))
+        return told
+
+    last = [(CallMismatchError, None), (BroadcastError, True)]
+    assert FakeWorld(2).run(body) == [last, [(BroadcastError, False), *last]]
+
+
+class Halts(Segment):
+    """Nine thousand bytes that cannot be written."""
+
+    nbytes = 9000
+
+    def prepare(self, target):
+        raise ValueError("cannot be written")
+
+
+class Halting(BytesCodec):
+    """Values that fail when their block is filled."""
+
+    def encode(self, value):
+        return [BufferSegment(b"h"), Halts()]
+
+
+def test_slots_of_exchanges_that_failed_are_free_again():
+    """Whatever ended them, the root's own failure or calls that differ: nobody looks at what was written for them."""
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, codec=BytesCodec(), config=BroadcastConfig(shared_slot_bytes=65_536))
+        good = b"y" * 9000
+        for _ in range(4):
+            with pytest.raises(CallMismatchError):
+                (broadcaster.allgather if comm.rank else broadcaster.broadcast)(good, timeout_s=10.0)
+            with pytest.raises(BroadcastError, match="cannot be written"):
+                broadcaster.broadcast(codec=Halting(), timeout_s=10.0)
+            assert broadcaster.broadcast(good, timeout_s=10.0) == good
+            broadcaster.allgather(None)
+        return broadcaster.statistics().shared
+
+    assert FakeWorld(2).run(body) == [4, 0]
 
 
 def test_one_broadcaster_serves_several_codecs():

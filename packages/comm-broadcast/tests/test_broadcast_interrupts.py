@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_broadcast import Broadcaster, BroadcastError, PickleCodec
+from comm_broadcast import Broadcaster, BroadcastError, LocalProtocolError, PickleCodec
 from comm_broadcast._failure import Failure
 from comm_broadcast.testing import FakeWorld
 
@@ -237,7 +237,6 @@ def test_six_hundred_exchanges_are_given_up_and_finished():
 
 def test_exchanges_that_are_given_up_have_a_bound():
     """A rank that nobody joins does not gather them for ever."""
-    from comm_broadcast import LocalProtocolError
     from comm_broadcast._broadcaster import ABANDONED_MAX
 
     def body(comm):
@@ -246,7 +245,7 @@ def test_exchanges_that_are_given_up_have_a_bound():
             return True
         for _ in range(ABANDONED_MAX):
             broadcaster.start_broadcast()
-        with pytest.raises(LocalProtocolError, match="4096 exchanges were given up"):
+        with pytest.raises(LocalProtocolError, match="1024 exchanges were given up"):
             broadcaster.start_broadcast()
         broadcaster.release()
         return broadcaster.begun == ABANDONED_MAX
@@ -274,3 +273,25 @@ def test_an_interrupted_handle_goes_on():
         return handle.wait(lambda timeout_s: time.sleep(timeout_s), timeout_s=10.0)
 
     assert FakeWorld(2).run(body) == ["late", "late"]
+
+
+def test_a_value_that_was_given_up_is_not_made():
+    """Its handle says so; the others have theirs."""
+
+    gate = threading.Event()
+
+    def body(comm):
+        if comm.rank == 0:
+            broadcaster = Broadcaster(comm)
+            assert gate.wait(10)
+            return [broadcaster.broadcast(n) for n in range(2)]
+        broadcaster = Broadcaster(comm)
+        handle = broadcaster.start_broadcast()
+        handle.abandon()
+        gate.set()
+        got = broadcaster.broadcast(timeout_s=10.0)
+        with pytest.raises(LocalProtocolError, match="given up"):
+            handle.result()
+        return got
+
+    assert FakeWorld(2).run(body) == [[0, 1], 1]

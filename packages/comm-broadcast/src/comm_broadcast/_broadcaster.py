@@ -20,7 +20,7 @@ from comm_broadcast._settings import codec_problem, comm_problem, compare, diges
 from comm_broadcast._window import SharedWindow, open_window
 
 #: Exchanges that were given up and not finished yet (count).
-ABANDONED_MAX = 4096
+ABANDONED_MAX = 1024
 _DEFAULTS = BroadcastConfig()
 
 
