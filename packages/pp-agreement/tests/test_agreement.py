@@ -114,14 +114,14 @@ def test_a_fault_is_data_and_comes_once():
 
 
 def test_a_defect_inside_the_core_stops_the_domain(monkeypatch):
-    """W3: no exception may leave half a step behind and the group waiting for it."""
+    """no exception may leave half a step behind and the group waiting for it."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
 
     def broken(*_arguments):
         raise OverflowError("defect")
 
-    monkeypatch.setattr(one._core, "_count_terminal", broken)
+    monkeypatch.setattr(one._core.coordinator, "count_terminal", broken)
     zero.vote_terminal(key, Outcome.COMPLETED)
     zero.poll()
     with pytest.raises(OverflowError):
@@ -132,7 +132,7 @@ def test_a_defect_inside_the_core_stops_the_domain(monkeypatch):
 
 
 def test_drain_keeps_events_for_the_next_poll():
-    """W4: nothing that happens while draining is lost."""
+    """nothing that happens while draining is lost."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
     for agreement in (zero, one):
@@ -273,7 +273,7 @@ def test_baseline_poison_stops_everybody():
 
 
 def test_baseline_leaves_a_drain_together():
-    """R11: the first deadline that passes anywhere ends the drain everywhere, in the same exchange; nobody is left in one."""
+    """the first deadline that passes anywhere ends the drain everywhere, in the same exchange; nobody is left in one."""
     domain = Domain(4, (0, 1, 2))
     polls = {}
 
@@ -385,7 +385,7 @@ def test_the_largest_domain_tells_every_rank_s_reason():
 
 
 def test_another_activation_order_is_found():
-    """S7: the order in which a schedule was followed is compared, not only how much of it."""
+    """the order in which a schedule was followed is compared, not only how much of it."""
     _network, (zero, one) = pair()
     keys = [zero.admit(n, n) for n in (1, 2)]
     assert [one.admit(n, n) for n in (1, 2)] == keys
@@ -408,7 +408,7 @@ def test_another_activation_order_is_found():
 
 
 def test_the_core_has_no_clock_and_does_no_input_or_output():
-    """W19: what decides imports nothing that could wait, look at a clock, or talk to anybody."""
+    """what decides imports nothing that could wait, look at a clock, or talk to anybody."""
     root = Path(pp_agreement.__file__).parent
     allowed = {
         "__future__", "struct", "collections", "collections.abc", "dataclasses", "enum", "hashlib", "types", "typing", "zlib",

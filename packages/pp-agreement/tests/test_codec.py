@@ -19,14 +19,14 @@ READER = Codec(DOMAIN, 7, 1024)
 
 u8, u32, u64 = st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 records = st.lists(st.tuples(u8, u8, u8, u8, u32, u64, u64), max_size=CONFIG.records_per_frame_max).map(tuple)
-frames = st.builds(Frame, st.integers(1, 2**64 - 1), u32, records)
+frames = st.builds(Frame, st.integers(1, 2**64 - 1), u32, records, u64, st.just(0))
 
 
 @given(frames)
 def test_round_trip(frame):
     data = SENDER.encode(2, frame)
     assert len(data) == HEADER_BYTES + RECORD_BYTES * len(frame.records) <= 1024
-    assert READER.decode(0, data) == frame
+    assert READER.decode(0, data)[:4] == frame[:4]
     assert frame_length(data + b"\0" * 17) == len(data)
 
 
@@ -82,4 +82,4 @@ def test_a_mutation_is_refused_or_changes_nothing(frame, draw):
         decoded = READER.decode(0, wrong)
     except RemoteProtocolError:
         return
-    assert wrong == data and decoded == frame
+    assert wrong == data and decoded[:4] == frame[:4]

@@ -10,7 +10,7 @@ from pp_agreement.testing import CI_WORLDS, NIGHTLY_WORLDS, Explorer, World
 
 @pytest.mark.parametrize("name", CI_WORLDS)
 def test_every_interleaving(name):
-    """S1–S17, S21 at every transition, ``validate()`` of every core, and everything decided where nothing must happen."""
+    """The group's invariants at every transition, ``validate()`` of every core; decided where nothing must happen."""
     found = Explorer(CI_WORLDS[name]).run()
     assert found.violation is None, f"{found.violation}\n" + "\n".join(found.trace)
     assert found.complete and found.finished > 0

@@ -73,10 +73,10 @@ def life(seed, liar_coordinates):
             everybody[0].start_drain(len(log))
         for victim in (0, 2) if liar_coordinates else (2,):
             if draw.random() < lies:
-                sequence = liar._core.next_sequence[victim]
-                liar._core.next_sequence[victim] += 1
+                sequence = liar._core.streams.next_sequence[victim]
+                liar._core.streams.next_sequence[victim] += 1
                 said = tuple(record(draw, kinds, len(log)) for _ in range(draw.randint(0, 2)))
-                network.inject(LIAR, victim, codec.encode(victim, Frame(sequence, 0, said)))
+                network.inject(LIAR, victim, codec.encode(victim, Frame(sequence, 0, said, liar._core.context.session)))
         for rank, agreement in enumerate(everybody):
             for event in agreement.poll():
                 heard_of[rank].append(type(event))
@@ -103,7 +103,7 @@ def life(seed, liar_coordinates):
                 if isinstance(event, FINAL):
                     finals[rank].append(event)
     for told in heard_of.values():
-        assert Fault not in told[:-1], f"S17: {told[told.index(Fault) :]}"
+        assert Fault not in told[:-1], f"after a fault: {told[told.index(Fault) :]}"
     del finals[LIAR], everybody[LIAR]
     return everybody, finals, sum(Drained in told for told in heard_of.values())
 
@@ -145,7 +145,7 @@ def act(draw, agreement, log, released, schedule, done):
 
 @pytest.mark.parametrize("block", range(4))
 def test_a_lying_follower_cannot_split_the_honest(block):
-    """S1, S2, S15: the honest see one order of decisions; a lie that is found stops all of them; never an internal error."""
+    """the honest see one order of decisions; a lie that is found stops all of them; never an internal error."""
     stopped = decided = proven = 0
     for seed in range(block * 60, block * 60 + 60):
         honest, finals, drained = life(seed, liar_coordinates=False)
@@ -169,7 +169,7 @@ def test_a_lying_coordinator_is_found_or_obeyed(block):
         for agreement in honest:
             assert agreement.stopped is None or agreement.stopped.code is not FaultCode.INTERNAL, f"seed {seed}"
             keys = [(type(e), e.key) for e in finals[agreement.rank]]
-            assert len(keys) == len(set(keys)), f"seed {seed}: S12"
+            assert len(keys) == len(set(keys)), f"seed {seed}: an event twice"
             stopped += agreement.stopped is not None
             decided += len(keys)
     assert stopped > 20 and decided > 200

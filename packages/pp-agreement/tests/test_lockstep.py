@@ -28,8 +28,8 @@ from pp_agreement import (
 )
 from pp_agreement import _events as ev
 from pp_agreement._events import Answer, SendFrame
-from pp_agreement._machine import EXCHANGE
-from pp_agreement._state import TERMINAL_ALLOWED_IN
+from pp_agreement._state import FENCE, TerminalInput
+from pp_agreement._streams import EXCHANGE
 from pp_agreement.testing import Monitor
 
 SAID = {1: "publish", 2: "withdraw", 3: "ack", 4: "activate", 5: "abort_ack", 6: "revoke", 8: "terminal"}
@@ -56,15 +56,15 @@ class Group:
             self.listen(me, core)
 
     def listen(self, me, core):
-        said = core._say
+        said = core.streams.say
 
         def say(round_, slot, kind, outcome=0, disposition=0, reason=0):
             if kind in SAID:
-                key = Key(round_.request_id, round_.incarnation, round_.attempt)
+                key = Key(round_.request_id, round_.incarnation, round_.own.attempt)
                 self.monitor.did(me, SAID[kind], key, (outcome, disposition) if kind == 8 else ())
             said(round_, slot, kind, outcome, disposition, reason)
 
-        core._say = say
+        core.streams.say = say
 
     def call(self, me, event):
         effects = self.cores[me].step(event, 0.0)
@@ -73,10 +73,10 @@ class Group:
     def admit(self):
         """The authority's broadcast; with skew each rank hears it some exchanges later."""
         heard = self.cores[self.scheduler].heard
-        if heard < self.planned and self.draw.random() < 0.6 and self.cores[self.scheduler].drain_last is None:
+        if heard < self.planned and self.draw.random() < 0.6 and self.cores[self.scheduler].book.last is None:
             event = ev.RequestAdmitted(10 + heard, heard + 1, self.draw.random() < 0.7)
             authority = self.cores[self.scheduler]
-            if authority.open_count < authority.config.credits:
+            if authority.book.open_count < authority.config.credits:
                 self.hear(self.scheduler, event)
                 self.log.append(event)
             else:
@@ -104,10 +104,10 @@ class Group:
                 continue
             if what == "publish":
                 odd = self.draw.random()
-                if round_.terminal < TerminalState.VOTED and key.attempt == round_.attempt:
+                if round_.own.terminal < TerminalState.VOTED and key.attempt == round_.own.attempt:
                     if odd < 0.1:
                         self.call(me, ev.WithdrawRequested(key, self.draw.choice((Reason.NOT_READY, Reason.CANCELLED))))
-                    elif odd < 0.15 and round_.ready is ReadyState.IDLE:
+                    elif odd < 0.15 and round_.own.ready is ReadyState.IDLE:
                         self.vote(me, key)
                     else:
                         self.call(me, ev.ReadyPublished(key))
@@ -120,11 +120,11 @@ class Group:
 
     def vote(self, me, key):
         round_ = self.cores[me].rounds.get(key.incarnation)
-        if round_ is None or round_.terminal >= TerminalState.VOTED:
+        if round_ is None or round_.own.terminal >= TerminalState.VOTED:
             return
         outcome = self.draw.choice(list(Outcome))
         vote = ev.TerminalVoted(key, outcome, Disposition.RELEASE, self.draw.choice(list(Reason)))
-        if round_.ready in TERMINAL_ALLOWED_IN:
+        if round_.own.ready in FENCE[TerminalInput.VOTE]:
             self.call(me, vote)
             return
         with pytest.raises(LocalProtocolError, match="attempt is open"):
@@ -158,7 +158,7 @@ class Group:
         for me, core in enumerate(self.cores):
             self.told(me, core.step(ev.ExchangeCompleted(tuple(contributions)), 0.0))
             core.validate()
-        assert len({(c.digest, c.committed, c.closed_rounds, c.drained) for c in self.cores}) == 1
+        assert len({(c.member.digest, c.member.committed, c.member.closed_rounds, c.drained) for c in self.cores}) == 1
         for incarnation in set.intersection(*[set(c.rounds) for c in self.cores]):
             states = {
                 (r.phase, r.phase_attempt, r.votes, r.acks, r.activated, r.abort_acks, r.terminal_mask)
@@ -189,7 +189,7 @@ class Group:
 @pytest.mark.parametrize("skewed", [False, True], ids=["in step", "skewed"])
 @pytest.mark.parametrize("block", range(4))
 def test_every_rank_decides_the_same_in_the_same_exchange(block, skewed):
-    """R11, R1: replicated coordinators never drift apart, whatever the hosts do in between and whenever each hears of an
+    """replicated coordinators never drift apart, whatever the hosts do in between and whenever each hears of an
     admission; the drain proves it."""
     decided = 0
     for seed in range(block * 100, block * 100 + 100):
@@ -210,6 +210,6 @@ def test_every_rank_decides_the_same_in_the_same_exchange(block, skewed):
             group.run_schedule()
             group.exchange()
         assert all(core.drained for core in group.cores), f"seed {seed}: {[c.undecided() for c in group.cores]}"
-        assert len({core.activation_digest for core in group.cores}) == 1
+        assert len({core.member.activation_digest for core in group.cores}) == 1
         decided += last
     assert decided > 200

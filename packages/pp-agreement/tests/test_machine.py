@@ -37,7 +37,7 @@ def core(rank=1, config=CONFIG, domain=DOMAIN):
 
 
 def frame(core_, source, *records):
-    return ev.FrameReceived(source, Frame(core_.expected[source], 0, records))
+    return ev.FrameReceived(source, Frame(core_.streams.expected[source], 0, records))
 
 
 def test_a_commit_is_one_step():
@@ -48,7 +48,7 @@ def test_a_commit_is_one_step():
     assert coordinator.step(vote, 0.0) == (Answer(True),)
     effects = coordinator.step(frame(coordinator, 0, (int(Kind.TERMINAL), 1, 0, 0, 0, 5, 1)), 0.0)
     assert effects == (Committed(Key(5, 1), Outcome.FAILED, Disposition.RELEASE, (Reason.NONE,) * 2),)
-    assert coordinator.queues[0] == [(int(Kind.COMMIT), 1, 0, 0, 0, 5, 1)]
+    assert coordinator.streams.queues[0] == [(int(Kind.COMMIT), 1, 0, 0, 0, 5, 1)]
     (sent,) = coordinator.step(ev.SlotFreed(0, 0), 0.0)
     assert sent == SendFrame(0, Frame(1, 0, ((int(Kind.COMMIT), 1, 0, 0, 0, 5, 1),)))
     assert not coordinator.rounds and coordinator.step(ev.SlotFreed(0, 0), 0.0) == ()
@@ -60,7 +60,7 @@ def test_unsent_vote_is_replaced_by_the_withdrawal():
     follower.step(ev.RequestAdmitted(5, 1, True), 0.0)
     follower.step(ev.ReadyPublished(Key(5, 1)), 0.0)
     follower.step(ev.WithdrawRequested(Key(5, 1), Reason.CANCELLED), 0.0)
-    assert [r[0] for r in follower.intents.values()] == [Kind.WITHDRAW]
+    assert [r[0] for r in follower.streams.intents.values()] == [Kind.WITHDRAW]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_credits_are_spent_at_admission():
 
 
 def test_silence_needs_an_empty_ring():
-    """R7: a peer whose frames wait to be read is not silent, however long."""
+    """a peer whose frames wait to be read is not silent, however long."""
     one = core()
     for second in range(600):
         assert one.step(ev.SweepCompleted(0), float(second)) == ()
@@ -129,7 +129,7 @@ def test_silence_needs_an_empty_ring():
 
 
 def test_first_diagnosis_stays():
-    """S17: nothing is decided after a fault, calls are refused with the first one."""
+    """nothing is decided after a fault, calls are refused with the first one."""
     one = core()
     one.step(ev.RequestAdmitted(5, 1, False), 0.0)
     (fault,) = one.step(ev.FrameRejected(0, "noise"), 0.0)
@@ -142,14 +142,14 @@ def test_first_diagnosis_stays():
 
 
 def test_nothing_is_drained_after_a_fault():
-    """S17, R10: the drain's last report is this rank's own, and the fault came before it, in the same frame."""
+    """the drain's last report is this rank's own, and the fault came before it, in the same frame."""
     one = core()
     drain, report = (int(Kind.DRAIN), 0, 0, 0, 0, 0, 0), (int(Kind.DRAIN_REPORT), 0, 0, 0, 0, 0, 0)
     effects = one.step(frame(one, 0, drain, report, (13, 0, 0, 0, 0, 0, 0)), 0.0)
     assert [type(e) for e in effects] == [ev.DrainStarted, Fault]
     (sent,) = one.step(ev.SlotFreed(0, 0), 0.0)
     assert [r[0] for r in sent.frame.records] == [Kind.FAIL_STOP]
-    assert not one.drained and not one.reported and one.step(ev.SlotFreed(0, 0), 1.0) == ()
+    assert not one.drained and not one.ending.reported and one.step(ev.SlotFreed(0, 0), 1.0) == ()
 
 
 def test_story_is_bounded_and_keeps_first_and_last():
@@ -171,7 +171,7 @@ def test_a_copy_is_independent():
     assert twin.fingerprint() == one.fingerprint()
     twin.step(ev.ReadyPublished(Key(5, 1)), 0.0)
     assert twin.fingerprint() != one.fingerprint()
-    assert one.rounds[1].votes == 0
+    assert one.rounds[1].tally.votes == 0
 
 
 @pytest.mark.parametrize("field", ["votes", "acks", "activated", "terminal_mask", "held", "incarnation", "blocked"])
@@ -180,9 +180,10 @@ def test_validate_notices_damage(field):
     one = core()
     one.step(ev.RequestAdmitted(5, 1, True), 0.0)
     damage = {"votes": 0, "acks": 1, "activated": 2, "terminal_mask": 1, "held": [], "incarnation": 3, "blocked": True}
-    setattr(one.rounds[1], field, damage[field])
+    round_ = one.rounds[1]
+    setattr(round_ if hasattr(round_, field) else round_.tally, field, damage[field])
     if field == "votes":
-        one.rounds[1].phase = type(one.rounds[1].phase).GRANTING
+        round_.tally.phase = type(round_.tally.phase).GRANTING
     with pytest.raises(InvariantViolation):
         one.validate()
 
@@ -225,7 +226,7 @@ def test_queues_are_bounded_whatever_the_destination_does():
                 coordinator.step(frame(coordinator, source, (int(Kind.TERMINAL), 1, 0, 1, 0, number, number)), 0.0)
         coordinator.step(ev.TerminalVoted(Key(number, number), Outcome.FAILED, Disposition.RELEASE, Reason.HOST), 0.0)
         coordinator.validate()
-    assert len(coordinator.queues[1]) <= config.queue_records_max
+    assert len(coordinator.streams.queues[1]) <= config.queue_records_max
 
 
 records = st.tuples(

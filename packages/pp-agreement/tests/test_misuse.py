@@ -91,7 +91,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_argument_changes_nothing(name):
-    """W3: found here, by name, and not by the encoder when the record has left its queue already."""
+    """found here, by name, and not by the encoder when the record has left its queue already."""
     _network, both = pair()
     for agreement in both:
         agreement.admit(7, 1)
@@ -144,7 +144,7 @@ def test_the_longest_busy_time_fits_its_field():
     zero.poll()
     assert zero.busy(4e6)
     one.poll()
-    assert one._core.busy_s[0] == pytest.approx(4e6)
+    assert one._core.silence.busy_s[0] == pytest.approx(4e6)
     assert zero.stopped is None and one.stopped is None
 
 
@@ -174,11 +174,11 @@ def test_a_second_close_says_nothing_again():
     zero._clock = lambda: next(ticks) / 100
     assert zero.close(2.0, wait=lambda _s: None) is False  # the other never closed
     assert zero.close(2.0) is False
-    assert zero._core.sent_kinds[Kind.CLOSE] == 1
+    assert zero._core.streams.sent_kinds[Kind.CLOSE] == 1
 
 
 def test_events_kept_while_closing_can_still_be_had():
-    """W4: what a drain without a handler kept is not lost with the transport."""
+    """what a drain without a handler kept is not lost with the transport."""
     _network, (zero, one) = pair()
     for agreement in (zero, one):
         agreement.vote_terminal(agreement.admit(7, 1, ready=False), Outcome.COMPLETED)
@@ -193,7 +193,7 @@ def test_events_kept_while_closing_can_still_be_had():
 
 
 def test_what_a_drain_kept_from_before_a_fault_does_not_bind():
-    """R6: PREPARE and ABORT that a drain has buffered are suppressed when the fault comes before they are handed out."""
+    """PREPARE and ABORT that a drain has buffered are suppressed when the fault comes before they are handed out."""
     _network, (zero, one) = pair()
     keys = [a.admit(7, 1) for a in (zero, one)]
     done = [a.admit(8, 2, ready=False) for a in (zero, one)]
@@ -305,22 +305,24 @@ def test_calls_from_inside_a_transport(where, what):
 
 def interrupted(core, name, error):
     """Make one inner call of the next step raise."""
-    honest = getattr(core, name)
+    room = getattr(core, name.partition(".")[0])
+    name = name.partition(".")[2]
+    honest = getattr(room, name)
 
     def broken(*arguments):
-        setattr(core, name, honest)
+        setattr(room, name, honest)
         honest(*arguments)
         raise error
 
-    setattr(core, name, broken)
+    setattr(room, name, broken)
 
 
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("defect"), MemoryError(), ConcurrentCallError("x")]
 )
-@pytest.mark.parametrize("name", ["_fan_out", "_note", "_count_terminal", "_commit"])
+@pytest.mark.parametrize("name", ["streams.fan_out", "book.note", "coordinator.count_terminal", "member.commit"])
 def test_a_step_that_is_broken_off_stops_the_domain(error, name):
-    """An interrupt between two lines of a decision must not leave it in half of the queues (R3)."""
+    """An interrupt between two lines of a decision must not leave it in half of the queues."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
     one.vote_terminal(key, Outcome.COMPLETED)
@@ -335,7 +337,9 @@ def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     events = [e for _ in range(3) for e in (*one.poll(), *zero.poll())]
     assert sum(isinstance(e, Fault) for e in events) == 2 and zero.stopped.code is FaultCode.INTERNAL
     told = [e for e in events if isinstance(e, Committed)]
-    assert len(told) == one._core.committed + zero._core.committed, "a decision that was made is told once"
+    assert len(told) == one._core.member.committed + zero._core.member.committed, (
+        "a decision that was made is told once"
+    )
 
 
 def test_an_interrupt_between_the_effects_of_a_step_stops_the_domain():
@@ -438,16 +442,16 @@ def test_a_signal_handler_may_stop_the_domain():
     """``fail`` is safe at any moment: noted while a step runs, in force with the next poll at the latest."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
-    honest = one._core._note
+    honest = one._core.book.note
     before = signal.signal(signal.SIGUSR1, lambda *_: one.fail("SIGUSR1"))
 
     def noted(*arguments):
-        one._core._note = honest
+        one._core.book.note = honest
         signal.raise_signal(signal.SIGUSR1)
         honest(*arguments)
 
     try:
-        one._core._note = noted
+        one._core.book.note = noted
         assert one.vote_terminal(key, Outcome.COMPLETED) is True
         assert one.stopped is None
         (fault,) = one.poll()
@@ -473,7 +477,7 @@ def test_a_second_thread_is_refused_while_a_call_runs():
             except ConcurrentCallError as error:
                 found.append(error)
 
-    honest = one._core._count_terminal
+    honest = one._core.coordinator.count_terminal
 
     def counting(*arguments):
         thread = threading.Thread(target=other)
@@ -481,7 +485,7 @@ def test_a_second_thread_is_refused_while_a_call_runs():
         thread.join()
         honest(*arguments)
 
-    one._core._count_terminal = counting
+    one._core.coordinator.count_terminal = counting
     assert any(isinstance(e, Committed) for e in one.poll())
     assert len(found) == 4 and one.stopped is None
     one.validate()
@@ -500,7 +504,7 @@ def test_leaving_by_an_exception_tells_the_others():
 
 
 def test_one_watch_for_several_domains():
-    """R7: a death stops every domain with that rank, also when their transports share the evidence."""
+    """a death stops every domain with that rank, also when their transports share the evidence."""
     wide, narrow = Domain(1, (0, 1, 2)), Domain(2, (2, 0))
     agreements = []
     for domain in (wide, narrow):
@@ -516,7 +520,7 @@ def test_one_watch_for_several_domains():
 
 
 def test_what_a_dead_rank_had_said_is_heard_first():
-    """R7: the launcher's word about a death does not overtake the decision that lies in the ring."""
+    """the launcher's word about a death does not overtake the decision that lies in the ring."""
     _network, (zero, one) = pair()
     for agreement in (zero, one):
         agreement.vote_terminal(agreement.admit(7, 1, ready=False), Outcome.COMPLETED)
@@ -610,7 +614,7 @@ def count_calls(action):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_poll_costs_the_same_however_many_rounds_are_open(rank):
-    """S16: open rounds that nothing happens to are not looked at (8)."""
+    """open rounds that nothing happens to are not looked at (8)."""
     costs = []
     for rounds in (4, 4000):
         _network, both = pair(credits=5000, round_timeout_s=600.0)
@@ -633,7 +637,7 @@ def test_a_full_round_commits_at_once_among_many():
         zero.vote_terminal(Key(number, number), Outcome.COMPLETED)
     for _ in range(6):
         zero.poll(), one.poll()
-    assert one._core.queues[0] == []
+    assert one._core.streams.queues[0] == []
     one.vote_terminal(Key(1000, 1000), Outcome.FAILED, Disposition.RELEASE, Reason.HOST)
     assert [e.key.incarnation for e in one.poll() if isinstance(e, Committed)] == [1000]
     assert [e.key.incarnation for e in zero.poll() if isinstance(e, Committed)] == [1000]

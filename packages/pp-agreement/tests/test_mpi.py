@@ -236,7 +236,7 @@ class AgreementBehaviour:
         )
 
     def check_foreign_traffic(self, comm):
-        """S18: a message on the world communicator with the same tag survives, and no collective is needed while polling."""
+        """a message on the world communicator with the same tag survives, and no collective is needed while polling."""
         domain = domain_of(comm)
         rank, size = comm.Get_rank(), comm.Get_size()
         with make(comm, domain) as agreement:

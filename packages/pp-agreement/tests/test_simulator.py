@@ -13,7 +13,7 @@ BLOCK = 125
 
 @pytest.mark.parametrize("block", range(16))
 def test_seeds(block):
-    """Every seed holds S1–S21 through its faults and converges afterwards."""
+    """Every seed holds the group's invariants through its faults and converges afterwards."""
     faults = collections.Counter()
     decided = 0
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
@@ -29,9 +29,9 @@ def test_a_seed_replays_exactly():
 
 
 def test_a_failure_names_its_seed(monkeypatch):
-    from pp_agreement._machine import AgreementCore
+    from pp_agreement._coordinator import Coordinator
 
-    monkeypatch.setattr(AgreementCore, "_finalize", lambda self, round_: None)
+    monkeypatch.setattr(Coordinator, "finalize", lambda self, round_, tally: None)
     with pytest.raises(SimulationFailure, match=r"seed \d+"):
         for seed in range(50):
             simulate(seed)

@@ -8,14 +8,20 @@ from pp_agreement._state import (
     CONTRACT,
     COORDINATOR_RULE,
     COORDINATOR_RULES,
+    FENCE,
+    MEMBER_NEXT,
+    MEMBER_TRANSITIONS,
     MESSAGES,
-    READY_NEXT,
+    PHASE_NEXT,
+    PHASE_TRANSITIONS,
     READY_OPEN,
-    READY_TRANSITIONS,
     REPLACES,
-    TERMINAL_ALLOWED_IN,
+    SCHEDULER_NEXT,
+    SCHEDULER_TRANSITIONS,
     TERMINAL_NEXT,
     TERMINAL_TRANSITIONS,
+    WITHDRAW_ANSWERS,
+    Decision,
     Kind,
     Phase,
     ReadyInput,
@@ -25,59 +31,87 @@ from pp_agreement._state import (
     TerminalState,
 )
 
+AT_SCHEDULER = {ReadyState.RELEASED, ReadyState.REVOKED}
+TABLES = [
+    (MEMBER_TRANSITIONS, MEMBER_NEXT, ReadyState, ReadyInput),
+    (SCHEDULER_TRANSITIONS, SCHEDULER_NEXT, ReadyState, ReadyInput),
+    (TERMINAL_TRANSITIONS, TERMINAL_NEXT, TerminalState, TerminalInput),
+    (PHASE_TRANSITIONS, PHASE_NEXT, Phase, Decision),
+]
+
 
 def test_every_state_has_a_row():
-    assert set(READY_TRANSITIONS) == set(ReadyState)
+    assert set(SCHEDULER_TRANSITIONS) == set(ReadyState)
+    assert set(MEMBER_TRANSITIONS) == set(ReadyState) - AT_SCHEDULER
     assert set(TERMINAL_TRANSITIONS) == set(TerminalState)
-    assert set(COORDINATOR_RULES) == set(Phase)
+    assert set(PHASE_TRANSITIONS) == set(COORDINATOR_RULES) == set(Phase)
     assert set(MESSAGES) == set(Kind)
+    assert set(WITHDRAW_ANSWERS) == set(ReadyState)
 
 
-def test_every_state_is_reachable_from_idle():
-    seen, todo = {ReadyState.IDLE}, [ReadyState.IDLE]
+@pytest.mark.parametrize(("table", "states"), [
+    (MEMBER_TRANSITIONS, set(ReadyState) - AT_SCHEDULER), (SCHEDULER_TRANSITIONS, set(ReadyState)),
+    (TERMINAL_TRANSITIONS, set(TerminalState)), (PHASE_TRANSITIONS, set(Phase)),
+])  # fmt: skip
+def test_every_state_is_reachable(table, states):
+    start = {ReadyState: ReadyState.IDLE, TerminalState: TerminalState.OPEN, Phase: Phase.GATHERING}[
+        type(next(iter(table)))
+    ]
+    seen, todo = {start}, [start]
     while todo:
-        for after in READY_TRANSITIONS[todo.pop()].values():
+        for after in table[todo.pop()].values():
             if after not in seen:
                 seen.add(after)
                 todo.append(after)
-    assert seen == set(ReadyState) - {ReadyState.NOT_USED}
+    assert seen == states
 
 
 def test_final_states_have_no_way_out():
     for state in (ReadyState.NOT_USED, ReadyState.COMPLETE, ReadyState.FINALIZED):
-        assert not READY_TRANSITIONS[state]
+        assert not MEMBER_TRANSITIONS[state] and not SCHEDULER_TRANSITIONS[state]
     for terminal in (TerminalState.COMMITTED, TerminalState.NOT_USED):
         assert not TERMINAL_TRANSITIONS[terminal]
 
 
 def test_an_activated_attempt_never_aborts():
-    """S6, S11: from ACTIVATED only COMPLETE."""
-    assert dict(READY_TRANSITIONS[ReadyState.ACTIVATED]) == {ReadyInput.COMPLETE: ReadyState.COMPLETE}
+    """From ACTIVATED only COMPLETE."""
+    for table in (MEMBER_TRANSITIONS, SCHEDULER_TRANSITIONS):
+        assert dict(table[ReadyState.ACTIVATED]) == {ReadyInput.COMPLETE: ReadyState.COMPLETE}
     assert COORDINATOR_RULES[Phase.COMPLETE][Kind.REVOKE] is Rule.FAULT
+    assert Decision.ABORT not in PHASE_TRANSITIONS[Phase.COMPLETE]
 
 
 def test_a_lease_is_irrevocable_for_its_rank():
     for state in (ReadyState.LEASED, ReadyState.RELEASED, ReadyState.ACTIVATED):
-        assert ReadyInput.WITHDRAW not in READY_TRANSITIONS[state]
+        assert ReadyInput.WITHDRAW not in SCHEDULER_TRANSITIONS[state]
+
+
+def test_only_the_scheduling_rank_revokes_and_is_released_to():
+    for row in MEMBER_TRANSITIONS.values():
+        assert not {ReadyInput.REVOKE, ReadyInput.RELEASE} & set(row)
+    assert ReadyInput.ACTIVATE not in SCHEDULER_TRANSITIONS[ReadyState.LEASED]
 
 
 def test_the_fence_has_no_gap():
-    """S21: each state is either open or allows a terminal vote, never both."""
-    assert set(ReadyState) == READY_OPEN | TERMINAL_ALLOWED_IN
-    assert not READY_OPEN & TERMINAL_ALLOWED_IN
+    """Each state is either open or allows a terminal vote, never both."""
+    allowed = FENCE[TerminalInput.VOTE]
+    assert set(ReadyState) == READY_OPEN | allowed
+    assert not READY_OPEN & allowed
+    assert FENCE[TerminalInput.COMMIT] < allowed and FENCE[TerminalInput.DOUBT] < allowed
 
 
 def test_an_activation_is_never_replaced():
     assert all(Kind.ACTIVATE_ACK not in older for older in REPLACES.values())
 
 
-def test_compiled_tables_equal_the_tables():
-    for state in ReadyState:
-        for given in ReadyInput:
-            assert READY_NEXT[state][given] is READY_TRANSITIONS[state].get(given)
-    for terminal in TerminalState:
-        for cause in TerminalInput:
-            assert TERMINAL_NEXT[terminal][cause] is TERMINAL_TRANSITIONS[terminal].get(cause)
+@pytest.mark.parametrize(("table", "compiled", "states", "inputs"), TABLES)
+def test_compiled_tables_equal_the_tables(table, compiled, states, inputs):
+    for state in states:
+        for given in inputs:
+            assert compiled[state][given] is table.get(state, {}).get(given)
+
+
+def test_compiled_rules_equal_the_rules():
     for phase in Phase:
         for kind in COORDINATOR_RULES[phase]:
             assert COORDINATOR_RULE[phase][kind] is COORDINATOR_RULES[phase][kind]

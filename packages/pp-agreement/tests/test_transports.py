@@ -137,7 +137,7 @@ def _zmq_rank(addresses, rank, ready, votes):
         agreement.vote_terminal(key, Outcome.COMPLETED)
     while True:
         agreement.poll()
-        if agreement._core.spoken:
+        if agreement._core.silence.spoken:
             ready.set()
         time.sleep(0.001)
 
@@ -263,7 +263,7 @@ def test_a_stranger_at_the_socket_is_no_death(key, tmp_path):
 
 
 def test_one_watch_may_be_shared():
-    """R7: ``dead`` tells each once, ``all_dead`` tells everyone who asks."""
+    """``dead`` tells each once, ``all_dead`` tells everyone who asks."""
     context = multiprocessing.get_context("spawn")
     child = context.Process(target=time.sleep, args=(600,))
     child.start()

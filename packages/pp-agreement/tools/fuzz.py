@@ -57,7 +57,7 @@ def main() -> int:
         core = cores[rank]
         source = draw.choice(core.peers)
         good = codecs[source].encode(
-            rank, Frame(core.expected[source], 0, tuple(record(draw) for _ in range(draw.randrange(4))))
+            rank, Frame(core.streams.expected[source], 0, tuple(record(draw) for _ in range(draw.randrange(4))))
         )
         data = mutate(draw, good) if draw.random() < 0.6 else good
         try:

@@ -2,13 +2,20 @@
 
 Layout, from the leaves up::
 
-    _errors      the error tree                         _config      Domain, AgreementConfig
-    _events      identities, inputs, effects            _state       states, tables, the round record
-    _machine     AgreementCore.step(event, now_s)       _codec       frames <-> bytes
-    _transport   the interface                          _inprocess, _mpi, _zmq, _lifeline    adapters
-    _agreement   the shell around the core              _allgather   the blocking baseline
-    _negotiate   start-up comparison of flags           _evidence, _verify    what happened, as data; compared
-    testing      simulated networks, explorer, simulator, conformance checks
+    _errors, _config, _events      errors; Domain and bounds; identities, inputs, effects
+    _state                         states, and the tables that decide
+    _round                         one admission's record: this rank's half, the coordinator's half
+    _context, _timers, _rounds     what the rooms share; deadlines; the open rounds
+    _streams                       what waits to be sent, whose frames come
+    _member, _coordinator          a rank's own part; the tally that decides
+    _silence, _ending              verdicts; drain and close
+    _machine                       AgreementCore.step(event, now_s): who hears what, and how a domain stops
+    _codec, _transport             frames <-> bytes; the interface of transports
+    _inprocess, _mpi, _zmq, _lifeline    adapters
+    _agreement, _allgather         the shell around the core; the blocking baseline
+    _negotiate                     start-up comparison of flags
+    _statistics, _evidence, _verify, _validate    what happened, as data; compared; checked
+    testing                        simulated networks, explorer, simulator, conformance checks
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pp_agreement.__about__ import __version__
-from pp_agreement._agreement import Agreement, AgreementStatistics, BaseAgreement, DrainReport
+from pp_agreement._agreement import Agreement, BaseAgreement
 from pp_agreement._allgather import AllgatherAgreement, Exchange, InProcessExchange
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import (
@@ -60,10 +67,12 @@ from pp_agreement._events import (
 )
 from pp_agreement._inprocess import InProcessNetwork, InProcessTransport
 from pp_agreement._lifeline import PidWatch
-from pp_agreement._machine import AgreementCore, CoreStatistics, InvariantViolation
+from pp_agreement._machine import AgreementCore
 from pp_agreement._negotiate import AgreementMode, Contribution, contribution, negotiate
 from pp_agreement._state import Phase, ReadyState, RoundState, TerminalState
+from pp_agreement._statistics import AgreementStatistics, CoreStatistics, DrainReport
 from pp_agreement._transport import Sweep, Transport
+from pp_agreement._validate import InvariantViolation
 from pp_agreement._verify import Difference, verify
 
 if TYPE_CHECKING:

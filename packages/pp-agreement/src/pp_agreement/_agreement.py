@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from math import frexp
 from types import TracebackType
 from typing import Any, cast
 
@@ -35,47 +36,15 @@ from pp_agreement._events import (
     SendFrame,
     WithdrawResult,
 )
-from pp_agreement._machine import AgreementCore, CoreStatistics
+from pp_agreement._evidence import evidence_of
+from pp_agreement._machine import AgreementCore
 from pp_agreement._state import ReadyState, RoundState
+from pp_agreement._statistics import AgreementStatistics, DrainReport
 from pp_agreement._transport import Transport
 
 BUCKETS = 40
 VERDICTS = (ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)
 VERDICTS_MAX = 256
-
-
-@dataclass(frozen=True, slots=True)
-class DrainReport:
-    """What a drain has proven, or what it lacks.
-
-    ``missing_ranks``: ranks whose report is not known here; ``undecided``: this rank's open rounds.
-    """
-
-    drained: bool
-    last_incarnation: int | None
-    admitted: int
-    committed: int
-    closed: int
-    digest: str
-    undecided: tuple[Key, ...]
-    missing_ranks: tuple[int, ...]
-    fault: Fault | None
-
-
-@dataclass(frozen=True, slots=True)
-class AgreementStatistics:
-    """Counters of the core and the times spent in polls."""
-
-    core: CoreStatistics
-    polls: int
-    poll_sum_s: float
-    poll_max_s: float
-    poll_gap_max_s: float
-    poll_buckets: tuple[int, ...]
-    bytes_sent: int
-    bytes_received: int
-    refused_slots: int
-    outstanding_max: int
 
 
 class BaseAgreement:
@@ -87,14 +56,15 @@ class BaseAgreement:
         self, domain: Domain, rank: int, config: AgreementConfig, clock: Callable[[], float], *, replicated: bool
     ) -> None:
         if not isinstance(domain, Domain):
-            raise ConfigurationError("domain", f"{domain!r} is no Domain")
+            raise ConfigurationError("domain", f"{domain!r} is not a Domain")
         if not isinstance(config, AgreementConfig):
-            raise ConfigurationError("config", f"{config!r} is no AgreementConfig")
+            raise ConfigurationError("config", f"{config!r} is not an AgreementConfig")
         self.domain = domain
         self.rank = rank
         self.config = config
         self._clock = clock
-        self._core = AgreementCore(domain, rank, config, replicated=replicated)
+        session = secrets.randbits(64) or 1
+        self._core = AgreementCore(domain, rank, config, replicated=replicated, session=session)
         self._events: list[AgreementEvent] = []
         self._opened = False
         self._ended = False
@@ -122,9 +92,14 @@ class BaseAgreement:
         return self._step(event, self._clock())
 
     def _step(self, event: ev.Input, now_s: float) -> Any:
+        return self._carry_out(self._core.step, event, now_s)
+
+    def _carry_out(self, call: Callable[..., tuple[ev.Effect, ...]], *arguments: Any) -> Any:
+        """One step of the core and its effects; whatever breaks either off stops the domain."""
         core = self._core
         try:
-            return self._keep(core.step(event, now_s))
+            effects = call(*arguments)
+            return self._keep(effects) if effects else None
         except (LocalProtocolError, WouldBlock, DomainStopped, ConcurrentCallError):
             self._keep(
                 core.salvage()
@@ -133,7 +108,8 @@ class BaseAgreement:
         except BaseException as error:  # a defect or an interrupt, in the step or between its effects
             self._keep(core.salvage())
             if core.fault is None:
-                self._keep(core.step(ev.HostFailed(FaultCode.INTERNAL, f"broken off: {error!r}"), now_s))
+                failed = ev.HostFailed(FaultCode.INTERNAL, f"broken off: {error!r}")
+                self._keep(core.step(failed, self._clock()))
             raise
 
     def _fail_now(self) -> None:
@@ -172,7 +148,7 @@ class BaseAgreement:
         """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
         round_ = self._core.rounds.get(event.key.incarnation)
         wanted = ReadyState.PREPARED if isinstance(event, ev.Prepared) else ReadyState.RELEASED
-        return round_ is not None and round_.attempt == event.key.attempt and round_.ready is wanted
+        return round_ is not None and round_.own.attempt == event.key.attempt and round_.own.ready is wanted
 
     def _begin_poll(self) -> float:
         if not self._opened or self._ended:
@@ -194,7 +170,8 @@ class BaseAgreement:
         self.poll_sum_s += spent_s
         if spent_s > self.poll_max_s:
             self.poll_max_s = spent_s
-        self._poll_buckets[min(int(max(spent_s, 0.0) * 1e6).bit_length(), BUCKETS - 1)] += 1
+        bucket = frexp(spent_s * 1e6)[1] if spent_s > 1e-6 else 0
+        self._poll_buckets[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
 
     # -- admission -----------------------------------------------------------------------------------------------------------
 
@@ -206,7 +183,7 @@ class BaseAgreement:
     @property
     def credits_available(self) -> int:
         """Admissions that the authority may make now."""
-        return max(0, self.config.credits - self._core.open_count)
+        return max(0, self.config.credits - self._core.book.open_count)
 
     @property
     def open_rounds(self) -> int:
@@ -244,11 +221,11 @@ class BaseAgreement:
         Raises:
             WouldBlock: On the scheduling rank without a free credit. Nothing changed.
             LocalProtocolError: Out of order, in use, after the drain, or of a wrong type. Nothing changed.
-            DomainStopped: After a fault.
+            DomainStopped: After a fault, or by this call: the broadcast contradicts what peers said, or the drain.
         """
         answer = self._apply(ev.RequestAdmitted(request_id, incarnation, ready))
-        if answer is None:  # the broadcast contradicted what peers said, or the drain: the domain stopped in this call
-            return Key(request_id, incarnation)
+        if answer is None and self._core.fault is not None:  # the broadcast contradicts what peers said, or the drain
+            raise DomainStopped(self._core.fault)
         return cast(Key, answer)
 
     # -- readiness -----------------------------------------------------------------------------------------------------------
@@ -295,7 +272,7 @@ class BaseAgreement:
             LocalProtocolError: One is not RELEASED here (scheduling rank) or LEASED (others). Nothing changed.
         """
         if not isinstance(keys_in_schedule_order, Iterable) or isinstance(keys_in_schedule_order, Key):
-            raise LocalProtocolError(f"{keys_in_schedule_order!r} is no sequence of keys", rank=self.rank)
+            raise LocalProtocolError(f"{keys_in_schedule_order!r} is not a sequence of keys", rank=self.rank)
         return int(self._apply(ev.ScheduleActivated(tuple(keys_in_schedule_order))) or 0)
 
     def revoke(self, key: Key, reason: Reason = Reason.CANCELLED) -> RevokeResult:
@@ -339,7 +316,7 @@ class BaseAgreement:
         and takes effect with the next call or poll.
         """
         if type(code) is not FaultCode:
-            raise LocalProtocolError(f"{code!r} is no FaultCode", rank=self.rank)
+            raise LocalProtocolError(f"{code!r} is not a FaultCode", rank=self.rank)
         failed = ev.HostFailed(code, str(detail)[:1000])
         if self._core.stepping:
             self._failing = self._failing or failed
@@ -358,13 +335,13 @@ class BaseAgreement:
         core = self._core
         return DrainReport(
             drained=core.drained and core.fault is None,
-            last_incarnation=core.drain_last,
+            last_incarnation=core.book.last,
             admitted=core.heard,
-            committed=core.committed,
-            closed=core.closed_rounds,
-            digest=core.digest.hex(),
+            committed=core.member.committed,
+            closed=core.member.closed_rounds,
+            digest=core.member.digest.hex(),
             undecided=core.undecided(),
-            missing_ranks=() if core.drained else core.missing_ranks(),
+            missing_ranks=() if core.drained else core.ending.missing_ranks(),
             fault=core.fault,
         )
 
@@ -387,7 +364,7 @@ class BaseAgreement:
                 next ``poll()``.
 
         Raises:
-            LocalProtocolError: Not open, or ``deadline_s`` is no number.
+            LocalProtocolError: Not open, or ``deadline_s`` is not a number.
         """
         until_s = self._clock() + self._duration(deadline_s)
         kept: list[AgreementEvent] = []
@@ -407,7 +384,7 @@ class BaseAgreement:
 
     def _duration(self, deadline_s: float) -> float:
         if type(deadline_s) not in (int, float) or math.isnan(deadline_s):  # a wait until NaN would never end
-            raise LocalProtocolError(f"deadline_s={deadline_s!r} is no number of seconds", rank=self.rank)
+            raise LocalProtocolError(f"deadline_s={deadline_s!r} is not a number of seconds", rank=self.rank)
         return deadline_s
 
     # -- looking at it ---------------------------------------------------------------------------------------------------------
@@ -422,7 +399,7 @@ class BaseAgreement:
 
     def _number(self, key: Key) -> int:
         if type(key) is not Key or type(key.incarnation) is not int:
-            raise LocalProtocolError(f"{key!r} is no Key", rank=self.rank)
+            raise LocalProtocolError(f"{key!r} is not a Key", rank=self.rank)
         return key.incarnation
 
     def validate(self) -> None:
@@ -453,9 +430,17 @@ class BaseAgreement:
 
     def evidence(self) -> dict[str, object]:
         """Everything a comparison of ranks needs, as JSON-able data; see ``pp-agreement verify``."""
-        from pp_agreement._evidence import evidence_of
-
-        return evidence_of(self)
+        return evidence_of(
+            mode=self.mode,
+            transport=self._transport_name(),
+            rank=self.rank,
+            domain=self.domain,
+            config=self.config,
+            statistics=self.statistics(),
+            drain=self.drain_state(),
+            busy_reason=self.busy_reason,
+            verdicts=self.verdicts,
+        )
 
     def __enter__(self) -> Any:
         raise NotImplementedError
@@ -464,18 +449,46 @@ class BaseAgreement:
         """End this rank's part; see the subclasses."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Leave now, without waiting for anybody: what ``close`` did not come to, or was not called for.
+
+        A rank that leaves while the others still close tells them, as far as that needs no waiting, so that nobody
+        takes this end for a clean one. Without effect after ``close`` has ended this rank's part.
+        """
+        if self._ended:
+            return
+        try:
+            if self._opened and self._core.closing and not self._core.closed and self._core.fault is None:
+                self.fail("left before everybody had closed")
+                self._last_words()
+        finally:
+            self._end(False)
+
+    def _end(self, clean: bool) -> None:
+        """The last thing that happens to an agreement, once."""
+        if not self._ended:
+            self._ended = True
+            self._clean = clean
+            if self._opened:
+                self._let_go(clean)
+
+    def _let_go(self, clean: bool) -> None:
+        raise NotImplementedError
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.close(5.0)
+            if not self.close(5.0):
+                self.abandon()
             return
         try:  # the others would wait for this rank's votes: tell them, as far as that needs no waiting
             if self._opened and not self._ended and not self._core.drained:
                 self.fail(f"left by {kind.__name__}: {error}")
                 self._last_words()
         finally:
-            self.close(0.0)
+            if not self.close(0.0):
+                self.abandon()
 
     def _last_words(self) -> None:
         """After a failure, before leaving."""
@@ -496,7 +509,7 @@ class Agreement(BaseAgreement):
         clock: Monotonic seconds.
 
     Raises:
-        ConfigurationError: ``rank`` is no member.
+        ConfigurationError: ``rank`` is not a member.
     """
 
     mode = "async"
@@ -567,47 +580,46 @@ class Agreement(BaseAgreement):
         if self._ended and self._events:
             return self._take()
         began_s = self._begin_poll()
+        core, transport = self._core, self._transport
         try:
-            self._exchange(began_s)
+            try:
+                frames, empty = transport.receive(self.config.frames_per_poll_max)
+                if frames:
+                    self._receive(frames, began_s)
+                self._carry_out(core.sweep, empty, began_s)
+                deaths = transport.deaths()
+                if deaths or self._dead:
+                    self._bury(deaths, empty, began_s)
+            except TransportError as error:
+                self.fail(str(error), FaultCode.TRANSPORT)
+            if self._failing is not None:
+                self._fail_now()
+            wanting = core.streams.wanting()
+            if wanting:
+                self._flush(wanting, began_s)
             self._end_poll(began_s)
         finally:
             self._polling = False
-        return self._take()
+        return self._take() if self._events else ()
 
-    def _exchange(self, began_s: float) -> None:
-        transport = self._transport
-        try:
-            sweep = transport.receive(self.config.frames_per_poll_max)
-        except TransportError as error:
-            self.fail(str(error), FaultCode.TRANSPORT)
-            sweep = None
-        if sweep is not None:
-            decode = self._codec.decode
-            for peer, data in sweep.frames:
-                self._bytes_received += len(data)
-                event: ev.Input
-                try:
-                    event = ev.FrameReceived(peer, decode(peer, data))
-                except RemoteProtocolError as error:
-                    event = ev.FrameRejected(peer, str(error))
-                self._apply(event)
-            self._step(ev.SweepCompleted(sweep.empty), began_s)
+    def _receive(self, frames: list[tuple[int, bytes]], now_s: float) -> None:
+        core, decode = self._core, self._codec.decode
+        for peer, data in frames:
+            self._bytes_received += len(data)
+            if self._failing is not None:
+                self._fail_now()
             try:
-                deaths = transport.deaths()
-            except TransportError as error:
-                self.fail(str(error), FaultCode.TRANSPORT)
-                deaths = ()
-            if deaths or self._dead:
-                for member, evidence in deaths:
-                    if member not in self._buried:
-                        self._dead.setdefault(member, evidence)
-                self._bury(sweep.empty, began_s)
-        if self._failing is not None:
-            self._fail_now()
-        self._flush(began_s)
+                frame = decode(peer, data)
+            except RemoteProtocolError as error:
+                self._step(ev.FrameRejected(peer, str(error)), now_s)
+            else:
+                self._carry_out(core.receive, peer, frame, now_s)
 
-    def _bury(self, empty: int, now_s: float) -> None:
+    def _bury(self, deaths: Iterable[tuple[int, str]], empty: int, now_s: float) -> None:
         """Evidence of death counts once everything that the dead member said has been heard."""
+        for member, evidence in deaths:
+            if member not in self._buried:
+                self._dead.setdefault(member, evidence)
         links = sum(1 << peer for peer in self._core.peers)
         for member, evidence in tuple(self._dead.items()):
             if empty >> member & 1 or not links >> member & 1:
@@ -615,22 +627,21 @@ class Agreement(BaseAgreement):
                 self._buried.add(member)
                 self._step(ev.PeerDied(member, evidence), now_s)
 
-    def _flush(self, now_s: float) -> None:
+    def _flush(self, wanting: Iterable[int], now_s: float) -> None:
         core, transport = self._core, self._transport
-        for peer in core.peers:
-            if core.wants_slot(peer, now_s):
-                try:
-                    outstanding = transport.outstanding(peer)
-                    free = transport.can_send(peer)
-                except TransportError as error:
-                    self._step(ev.SendFailed(peer, str(error)), now_s)
-                    continue
-                if outstanding > self._outstanding_max:
-                    self._outstanding_max = outstanding
-                if free:
-                    self._step(ev.SlotFreed(peer, outstanding), now_s)
-                else:
-                    self._refused_slots += 1
+        for peer in wanting:
+            try:
+                outstanding = transport.outstanding(peer)
+                free = transport.can_send(peer)
+            except TransportError as error:
+                self._step(ev.SendFailed(peer, str(error)), now_s)
+                continue
+            if outstanding > self._outstanding_max:
+                self._outstanding_max = outstanding
+            if free:
+                self._carry_out(core.fill, peer, outstanding, now_s)
+            else:
+                self._refused_slots += 1
 
     def busy(self, max_s: float, reason: str = "") -> bool:
         """Declare that this rank will not poll for up to ``max_s``; its observers extend their patience.
@@ -642,8 +653,8 @@ class Agreement(BaseAgreement):
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
         self._apply(ev.BusyDeclared(max_s))
         self.busy_reason = str(reason)[:200]
-        self._flush(self._clock())
-        return not self._core.busy_pending
+        self._flush(self._core.streams.wanting(), self._clock())
+        return not self._core.streams.busy_pending
 
     def peer_died(self, rank: int, evidence: str) -> None:
         """The launcher has operating-system evidence that ``rank`` is gone. Stops the domain; frees nothing.
@@ -660,16 +671,21 @@ class Agreement(BaseAgreement):
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """End this rank's part. After a proven drain all ranks shake hands, then the transport is freed.
 
+        Until every rank has closed nothing is ended: a call whose time is over answers False and may be made again, and
+        comes to True on every rank as long as every rank goes on calling. ``abandon`` leaves without the others. Without a
+        proven drain, or after a fault, this rank's part ends with this call.
+
         Args:
             deadline_s: Longest wait for the others (or, after a fault, for the FAIL_STOP to leave), in seconds.
             wait: Called between polls.
 
         Returns:
-            True: clean, every rank has closed. False: left without them; nothing that needs a peer was done. Events that
-            came while closing wait for a ``poll()`` after it.
+            True: clean, every rank has closed. False: not everybody has yet, try again; or, without a drain or after a
+            fault, left without them: nothing that needs a peer was done. Events that came while closing wait for a
+            ``poll()`` after it.
 
         Raises:
-            LocalProtocolError: ``deadline_s`` is no number.
+            LocalProtocolError: ``deadline_s`` is not a number.
             ConcurrentCallError: A poll or another call runs.
         """
         if self._ended:
@@ -684,22 +700,30 @@ class Agreement(BaseAgreement):
             if self._opened:
                 if core.drained and core.fault is None:
                     self._apply(ev.CloseRequested())
-                # Without a drain nobody is waited for; after a fault only for the FAIL_STOP to leave.
-                while core.closing or core.fault is not None:
-                    if self._left(core.closed or core.fault is not None) or self._clock() >= until_s:
-                        break
-                    self._events[:0] = self.poll()
-                    wait(0.0005)
-                self._clean = core.closed and core.fault is None and self._left(True)
-        finally:  # also when an interrupt ends the waiting: an agreement is left once, and nothing of it stays open
-            self._ended = True
-            if self._opened:
-                self._transport.close(self._clean)
-        return self._clean
+                self._shake_hands(until_s, wait)
+        except BaseException:  # an interrupt ends the waiting for good: nothing stays open
+            self._end(False)
+            raise
+        clean = self._opened and core.closed and core.fault is None and self._left(True)
+        if clean or not core.closing or core.fault is not None:
+            self._end(clean)
+        return clean
+
+    def _shake_hands(self, until_s: float, wait: Callable[[float], object]) -> None:
+        """Without a drain nobody is waited for; after a fault only for the FAIL_STOP to leave."""
+        core = self._core
+        while core.closing or core.fault is not None:
+            if self._left(core.closed or core.fault is not None) or self._clock() >= until_s:
+                return
+            self._events[:0] = self.poll()
+            wait(0.0005)
+
+    def _let_go(self, clean: bool) -> None:
+        self._transport.close(clean)
 
     def _left(self, said: bool) -> bool:
         """Whether the last words have been received by the peers."""
-        if not said or self._core.intents or any(self._core.queues.values()):
+        if not said or self._core.streams.intents or any(self._core.streams.queues.values()):
             return False
         try:
             return all(self._transport.outstanding(peer) == 0 for peer in self._core.peers)

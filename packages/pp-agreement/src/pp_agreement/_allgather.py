@@ -15,14 +15,16 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from pp_agreement import _events as ev
-from pp_agreement._agreement import BaseAgreement, DrainReport
+from pp_agreement._agreement import BaseAgreement
 from pp_agreement._config import RECORD_BYTES, AgreementConfig, Domain
 from pp_agreement._errors import ConcurrentCallError, LocalProtocolError, TransportError
 from pp_agreement._events import AgreementEvent, FaultCode, Record, SendFrame
-from pp_agreement._machine import EXCHANGE
+from pp_agreement._statistics import DrainReport
+from pp_agreement._streams import EXCHANGE
+from pp_agreement._words import TEXT_BYTES_MAX, text_of
 
 _RECORD = struct.Struct("<BBBBIQQ")
-_HEAD = struct.Struct("<IIII")  # marker, domain id, epoch, flags
+_HEAD = struct.Struct("<IIIIQ")  # marker, domain id, epoch, flags, session
 _MARK, _POISON = 0x50504C53, 0xDEADBEEF
 _LEAVING = 1  # flag: the deadline of this rank's drain has passed
 
@@ -112,6 +114,7 @@ class AllgatherAgreement(BaseAgreement):
         super().__init__(domain, rank, AgreementConfig() if config is None else config, clock, replicated=True)
         self._comm = comm
         self._exchange: Exchange | None = comm if hasattr(comm, "exchange") else None
+        self._sessions: dict[int, int] = {}
         self._outgoing: tuple[Record, ...] = ()
         self._poisoned = False
         self._leaving = False
@@ -166,9 +169,13 @@ class AllgatherAgreement(BaseAgreement):
         if not poison:
             self._step(ev.SlotFreed(EXCHANGE, 0), began_s)
         flags = _LEAVING if self._leaving else 0
-        head = _HEAD.pack(_POISON if poison else _MARK, self.domain.domain_id, self.domain.epoch, flags)
+        mark = _POISON if poison else _MARK
+        head = _HEAD.pack(mark, self.domain.domain_id, self.domain.epoch, flags, self._core.context.session)
         outgoing: tuple[Record, ...] = self._outgoing  # set by _transmit
-        payload = head + b"".join([_RECORD.pack(*record) for record in outgoing])
+        said = (
+            self._core.fault.detail.encode("utf-8", "replace")[:TEXT_BYTES_MAX] if self._core.fault is not None else b""
+        )
+        payload = head + (said if poison else b"".join([_RECORD.pack(*record) for record in outgoing]))
         self._bytes_sent += len(payload)
         if self._exchange is None:
             raise LocalProtocolError("poll before open()", rank=self.rank)
@@ -182,20 +189,27 @@ class AllgatherAgreement(BaseAgreement):
             self.fail(f"broken off in an exchange: {error!r}", FaultCode.TRANSPORT)
             raise
         else:
-            decoded = tuple(self._decode(data) for data in contributions)
+            decoded = tuple(self._decode(member, data) for member, data in enumerate(contributions))
             self._bytes_received += sum(len(data) for data in contributions)
             if not poison:
                 self._apply(ev.ExchangeCompleted(decoded))
-                if self._core.fault is not None and any(d is None for d in decoded):
+                if self._core.fault is not None and any(d is None or isinstance(d, str) for d in decoded):
                     self._poisoned = True  # everybody saw the poison in this exchange
                 self._step(ev.SweepCompleted(0), began_s)
 
-    def _decode(self, data: bytes) -> tuple[Record, ...] | None:
-        if len(data) < _HEAD.size or (len(data) - _HEAD.size) % RECORD_BYTES:
+    def _decode(self, member: int, data: bytes) -> tuple[Record, ...] | str | None:
+        """A member's records; what it said, of a failed one; None where the bytes are not this member's in this domain."""
+        if len(data) < _HEAD.size:
             return None
-        mark, domain_id, epoch, flags = _HEAD.unpack_from(data)
-        if mark != _MARK or (domain_id, epoch) != (self.domain.domain_id, self.domain.epoch) or flags & ~_LEAVING:
+        mark, domain_id, epoch, flags, session = _HEAD.unpack_from(data)
+        if (domain_id, epoch) != (self.domain.domain_id, self.domain.epoch) or flags & ~_LEAVING:
             return None
+        if mark == _POISON:
+            return text_of(data[_HEAD.size :])
+        if mark != _MARK or (len(data) - _HEAD.size) % RECORD_BYTES:
+            return None
+        if self._sessions.setdefault(member, session) != session:
+            return "restarted, which needs another epoch of the domain"
         self._somebody_leaves |= flags == _LEAVING
         return tuple(_RECORD.iter_unpack(memoryview(data)[_HEAD.size :]))
 
@@ -250,15 +264,18 @@ class AllgatherAgreement(BaseAgreement):
         self._duration(deadline_s)
         if self._polling or self._core.stepping:
             raise ConcurrentCallError(f"rank {self.rank}: close while another call runs")
+        clean = False
         try:
             if self._failing is not None:
                 self._fail_now()
             if self._opened and self._core.drained and self._core.fault is None:
                 self._apply(ev.CloseRequested())
                 self._events[:0] = self.poll()
-            self._clean = self._core.closed and self._core.fault is None
+            clean = self._core.closed and self._core.fault is None
         finally:
-            self._ended = True
-            if self._opened and self._exchange is not None:
-                self._exchange.close(self._clean)
-        return self._clean
+            self._end(clean)
+        return clean
+
+    def _let_go(self, clean: bool) -> None:
+        if self._exchange is not None:
+            self._exchange.close(clean)

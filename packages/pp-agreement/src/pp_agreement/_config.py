@@ -11,7 +11,7 @@ RANKS_MAX = 64  # a set of ranks travels as one 64-bit mask
 U32_MAX = 2**32 - 1
 FRAME_BYTES_MIN = 256
 RECORD_BYTES = 24
-HEADER_BYTES = 40
+HEADER_BYTES = 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Domain:
     def __post_init__(self) -> None:
         given: object = self.ranks
         if not isinstance(given, Iterable):
-            raise ConfigurationError("ranks", f"{given!r} is no sequence of ranks")
+            raise ConfigurationError("ranks", f"{given!r} is not a sequence of ranks")
         object.__setattr__(self, "ranks", tuple(given))
         within("domain_id", self.domain_id, 0, U32_MAX)
         within("epoch", self.epoch, 0, U32_MAX)
@@ -54,7 +54,7 @@ class Domain:
         for name in ("scheduling_rank", "coordinator_rank"):
             within(name, getattr(self, name), 0, 65_535)
             if getattr(self, name) not in self.ranks:
-                raise ConfigurationError(name, f"{getattr(self, name)} is no member of {self.ranks}")
+                raise ConfigurationError(name, f"{getattr(self, name)} is not a member of {self.ranks}")
 
     @property
     def size(self) -> int:
@@ -75,12 +75,14 @@ class Domain:
         """Position of ``rank``.
 
         Raises:
-            ConfigurationError: ``rank`` is no member.
+            ConfigurationError: ``rank`` is not a member.
         """
         try:
             return self.ranks.index(rank)
         except ValueError:
-            raise ConfigurationError("rank", f"{rank} is no member of domain {self.domain_id} {self.ranks}") from None
+            raise ConfigurationError(
+                "rank", f"{rank} is not a member of domain {self.domain_id} {self.ranks}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,15 @@ class AgreementConfig:
         within("frames_per_poll_max", self.frames_per_poll_max, 1, 65_536)
         within("quarantine_rounds_max", self.quarantine_rounds_max, 0, 1 << 31)
         within("story_entries_max", self.story_entries_max, 0, 1024)
-        _seconds("heartbeat_s", self.heartbeat_s, 1e-3)
-        _seconds("silence_s", self.silence_s, 2 * self.heartbeat_s)
-        _seconds("startup_s", self.startup_s, self.silence_s)
-        _seconds("busy_max_s", self.busy_max_s, 0.0, 4e6)
-        _seconds("doubt_deadline_s", self.doubt_deadline_s, 0.0)
+        seconds("heartbeat_s", self.heartbeat_s, 1e-3)
+        seconds("silence_s", self.silence_s, 2 * self.heartbeat_s)
+        seconds("startup_s", self.startup_s, self.silence_s)
+        seconds("busy_max_s", self.busy_max_s, 0.0, 4e6)
+        seconds("doubt_deadline_s", self.doubt_deadline_s, 0.0)
         for name in ("round_timeout_s", "lease_timeout_s"):
             value = getattr(self, name)
             if value is not None:
-                _seconds(name, value, 1e-3)
+                seconds(name, value, 1e-3)
 
     @property
     def records_per_frame_max(self) -> int:
@@ -156,9 +158,9 @@ class AgreementConfig:
 
 def within(field: str, value: object, low: int, high: int) -> None:
     if type(value) is not int or not low <= value <= high:
-        raise ConfigurationError(field, f"{value!r} is no integer in {low}..{high}")
+        raise ConfigurationError(field, f"{value!r} is not an integer in {low}..{high}")
 
 
-def _seconds(field: str, value: object, low: float, high: float = 1e9) -> None:
+def seconds(field: str, value: object, low: float, high: float = 1e9) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigurationError(field, f"{value!r} is no number of seconds in {low}..{high:g}")
+        raise ConfigurationError(field, f"{value!r} is not a number of seconds in {low}..{high:g}")

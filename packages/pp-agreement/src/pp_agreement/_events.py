@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+REQUEST_ID_MAX = 2**63 - 1
+
+
 # -- identity and values -------------------------------------------------------------------------------------------------
 
 
@@ -120,17 +123,21 @@ class FaultCode(IntEnum):
     POISON = 12
 
 
-Record = tuple[
-    int, int, int, int, int, int, int
-]  # kind, outcome, disposition, reason, attempt, request_id, incarnation
+Record = tuple[int, int, int, int, int, int, int]
+"""kind, outcome, disposition, reason, attempt, request_id, incarnation"""
 
 
 class Frame(NamedTuple):
-    """One decoded frame of a stream: ``sequence`` counts from 1; ``busy_ms`` extends the sender's silence."""
+    """One decoded frame of a stream: ``sequence`` counts from 1; ``busy_ms`` extends the sender's silence.
+
+    ``session`` tells one life of the sender from another; ``checksum`` is that of the bytes that came.
+    """
 
     sequence: int
     busy_ms: int
     records: tuple[Record, ...]
+    session: int = 0
+    checksum: int = 0
 
 
 # -- effects: to the host ------------------------------------------------------------------------------------------------
@@ -139,6 +146,11 @@ class Frame(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AgreementEvent:
     """Something the host must hear, once, in order."""
+
+    @property
+    def ends_request(self) -> bool:
+        """Whether nothing more will be said about the request: a COMMIT, or a FINALIZE that closes."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +201,11 @@ class Finalized(AgreementEvent):
     mode: FinalizeMode
     reason: Reason
 
+    @property
+    def ends_request(self) -> bool:
+        """Where no attempt and no terminal phase follow."""
+        return self.mode is FinalizeMode.CLOSED
+
 
 @dataclass(frozen=True, slots=True)
 class Committed(AgreementEvent):
@@ -198,6 +215,11 @@ class Committed(AgreementEvent):
     outcome: Outcome
     disposition: Disposition
     reasons: tuple[Reason, ...]
+
+    @property
+    def ends_request(self) -> bool:
+        """Always."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,9 +488,12 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeCompleted:
-    """Blocking baseline only: every member's records of one lockstep exchange, in member order; None is poison."""
+    """Blocking baseline only: every member's records of one lockstep exchange, in member order.
 
-    contributions: tuple[tuple[Record, ...] | None, ...]
+    None is poison, a text is poison with what the host said.
+    """
+
+    contributions: tuple[tuple[Record, ...] | str | None, ...]
 
 
 Input = (

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from pp_agreement.__about__ import __version__
-
-if TYPE_CHECKING:
-    from pp_agreement._agreement import BaseAgreement
+from pp_agreement._config import AgreementConfig, Domain
+from pp_agreement._events import AgreementEvent
+from pp_agreement._statistics import AgreementStatistics, DrainReport
 
 EVIDENCE_VERSION = 1
 
 
-def evidence_of(agreement: BaseAgreement) -> dict[str, object]:
+def evidence_of(
+    *,
+    mode: str,
+    transport: str,
+    rank: int,
+    domain: Domain,
+    config: AgreementConfig,
+    statistics: AgreementStatistics,
+    drain: DrainReport,
+    busy_reason: str,
+    verdicts: Sequence[AgreementEvent],
+) -> dict[str, object]:
     """See :meth:`Agreement.evidence`."""
-    statistics = agreement.statistics()
-    drain = agreement.drain_state()
     core = statistics.core
-    domain = agreement.domain
     fault = drain.fault
     return {
         "format": "pp-agreement evidence",
         "version": EVIDENCE_VERSION,
         "package_version": __version__,
-        "mode": agreement.mode,
-        "transport": agreement._transport_name(),
-        "rank": agreement.rank,
+        "mode": mode,
+        "transport": transport,
+        "rank": rank,
         "domain": {
             "id": domain.domain_id,
             "epoch": domain.epoch,
@@ -34,7 +42,7 @@ def evidence_of(agreement: BaseAgreement) -> dict[str, object]:
             "scheduling_rank": domain.scheduling_rank,
             "coordinator_rank": domain.coordinator_rank,
         },
-        "config": dict(agreement.config.describe()),
+        "config": dict(config.describe()),
         "admitted": core.admitted,
         "committed": core.committed,
         "closed": core.closed,
@@ -61,7 +69,7 @@ def evidence_of(agreement: BaseAgreement) -> dict[str, object]:
         "events": dict(core.events),
         "records_sent": dict(core.records_sent),
         "records_received": dict(core.records_received),
-        "busy_reason": agreement.busy_reason,
+        "busy_reason": busy_reason,
         "frames_sent": core.frames_sent,
         "frames_received": core.frames_received,
         "heartbeats_sent": core.heartbeats_sent,
@@ -89,5 +97,5 @@ def evidence_of(agreement: BaseAgreement) -> dict[str, object]:
             "max_s": core.latency_max_s,
             "microsecond_power_of_two_buckets": list(core.latency_buckets),
         },
-        "verdicts": [{"kind": type(v).__name__, **asdict(v)} for v in agreement.verdicts],
+        "verdicts": [{"kind": type(v).__name__, **asdict(v)} for v in verdicts],
     }

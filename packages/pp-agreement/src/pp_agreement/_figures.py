@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from pp_agreement._state import (
+    ACKNOWLEDGE_ANSWERS,
     COORDINATOR_RULES,
+    FENCE,
+    MEMBER_TRANSITIONS,
     MESSAGES,
-    READY_TRANSITIONS,
+    PHASE_TRANSITIONS,
+    PUBLISH_ANSWERS,
+    REVOKE_ANSWERS,
+    SCHEDULER_TRANSITIONS,
     TERMINAL_TRANSITIONS,
+    WITHDRAW_ANSWERS,
     Kind,
     Phase,
     ReadyState,
+    TerminalInput,
     TerminalState,
 )
 
@@ -50,16 +58,43 @@ def coordinator_table() -> str:
     return "\n".join(lines)
 
 
+def answer_table() -> str:
+    """What a host's calls answer, by readiness state."""
+    columns: dict[str, Mapping[ReadyState, object]] = {
+        "publish_ready": PUBLISH_ANSWERS,
+        "acknowledge_prepare": ACKNOWLEDGE_ANSWERS,
+        "withdraw": WITHDRAW_ANSWERS,
+        "revoke (scheduling rank)": REVOKE_ANSWERS,
+    }
+    lines = ["| state | " + " | ".join(columns) + " | vote_terminal | doubt |", "|---" * (len(columns) + 3) + "|"]
+    for state in ReadyState:
+        cells = []
+        for answers in columns.values():
+            answer = answers.get(state, "refused")
+            cells.append(answer.name if isinstance(answer, IntEnum) else str(answer))
+        cells += [
+            "taken" if state in FENCE[given] else "refused" for given in (TerminalInput.VOTE, TerminalInput.DOUBT)
+        ]
+        lines.append(f"| {state.name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def figures() -> str:
     """The generated part of docs/design.md."""
     return "\n\n".join(
         [
-            "### Readiness at a member",
-            state_figure(READY_TRANSITIONS, ReadyState.IDLE),  # type: ignore[arg-type]
-            "### Terminal phase at a member",
+            "### Readiness at every rank but the scheduling one",
+            state_figure(MEMBER_TRANSITIONS, ReadyState.IDLE),  # type: ignore[arg-type]
+            "### Readiness at the scheduling rank",
+            state_figure(SCHEDULER_TRANSITIONS, ReadyState.IDLE),  # type: ignore[arg-type]
+            "### Terminal phase at a rank",
             state_figure(TERMINAL_TRANSITIONS, TerminalState.OPEN),  # type: ignore[arg-type]
+            "### Coordinator: where its decisions lead",
+            state_figure(PHASE_TRANSITIONS, Phase.GATHERING),  # type: ignore[arg-type]
             "### Coordinator: a member's readiness record, by phase",
             coordinator_table(),
+            "### What calls answer, by the state of the attempt that runs",
+            answer_table(),
             "### Messages",
             message_table(),
         ]

@@ -8,20 +8,22 @@ There is no collective between ``open`` and ``close``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpi4py import MPI
 
 from pp_agreement._codec import frame_length
-from pp_agreement._config import Domain, within
+from pp_agreement._config import Domain, seconds, within
 from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
 from pp_agreement._transport import Sweep
 
 TAG = 0
 QUIET_ROUNDS = 4
-"""Fruitless rounds that end a sweep. One ``Test`` makes MPICH handle about one packet, and the acknowledgements of our own
-synchronous sends are packets, too: with a single round every hop took an iteration longer (60 instead of 20 ms)."""
+"""Fruitless rounds that end a sweep while sends of our own are outstanding. One look makes MPICH handle about one packet, and
+the acknowledgements of synchronous sends are packets, too: with a single round every hop took an iteration longer (60 instead
+of 20 ms). With nothing outstanding one fruitless round is enough."""
 SIZE_CLASSES = (256, 2048)  # persistent sends have a fixed length; most frames carry under nine records
 CANCEL_TESTS = 1000
 """Looks at a cancelled receive before it is left alone: one that has matched a large frame completes only with its sender."""
@@ -41,9 +43,11 @@ class MpiTransport:
             is the peer's, so at most ``2 * window`` frames of a stream lie between two hosts.
         watch: Gives (rank, evidence) of dead ranks of the parent communicator, again as often as it likes: for instance
             ``PidWatch.all_dead``, which several domains may share; a death has to stop every one of them.
+        open_deadline_s: Longest wait of ``open`` for the other members, > 0. It needs ``MPI_THREAD_MULTIPLE``, which
+            mpi4py asks for by default; with less MPI waits as long as it likes.
 
     Raises:
-        ConfigurationError: This process is no member, or a value is out of range.
+        ConfigurationError: This process is not a member, or a value is out of range.
     """
 
     name = "mpi"
@@ -55,8 +59,10 @@ class MpiTransport:
         *,
         window: int = 4,
         watch: Callable[[], Iterable[tuple[int, str]]] | None = None,
+        open_deadline_s: float = 120.0,
     ) -> None:
         within("window", window, 1, 64)
+        seconds("open_deadline_s", open_deadline_s, 1e-3)
         if max(domain.ranks) >= comm.Get_size():
             raise ConfigurationError("ranks", f"{domain.ranks} exceed the communicator of {comm.Get_size()}")
         self._parent = comm
@@ -64,33 +70,76 @@ class MpiTransport:
         self._me = domain.index_of(comm.Get_rank())
         self._window = window
         self._watch = watch
+        self._open_deadline_s = open_deadline_s
         self._comm: Any = None
         self._streams: dict[int, _Stream] = {}
         self._order: tuple[int, ...] = ()
+        self._all = 0  # their mask
+        self._nothing = Sweep([], 0)  # a sweep that found every ring empty
+        self._sending = False  # whether a send may be outstanding
+        self._left_over = False  # frames that the last sweep had no room for
         self._start = 0
-        self._status: Any = None
+        self._requests: list[Any] = []  # all posted receives, by peer and slot
+        self._owners: list[tuple[_Stream, int]] = []  # whose they are
+        self._statuses: list[Any] = []
         self._broken: MPI.Exception | None = None  # found while frames were in hand
 
     def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
-        """See :class:`Transport`. Collective over the domain's members."""
-        group = self._parent.Get_group()
-        members = group.Incl(list(self._domain.ranks))
+        """See :class:`Transport`. Collective over the domain's members, and bounded.
+
+        Raises:
+            TransportError: MPI refused, or not every member has opened within the deadline. This transport is of no more
+                use then: MPI may still be waiting for the others.
+        """
         try:
-            self._comm = self._parent.Create_group(members, self._domain.domain_id % 32_768)
+            self._comm = self._make_communicator()
             self._comm.Set_errhandler(MPI.ERRORS_RETURN)  # surfaces as MPI.Exception, mapped below
         except MPI.Exception as error:
             raise TransportError(f"no private communicator: {error}") from error
-        finally:
-            members.Free()
-            group.Free()
-        self._status = MPI.Status()
         self._order = peers
+        self._all = sum(1 << peer for peer in peers)
+        self._nothing = Sweep([], self._all)
         try:
             for peer in peers:
-                self._streams[peer] = _Stream(self._comm, peer, self._window, frame_bytes_max)
+                stream = self._streams[peer] = _Stream(self._comm, peer, self._window, frame_bytes_max)
+                self._requests.extend(stream.receives)
+                self._owners.extend((stream, slot) for slot in range(self._window))
         except MPI.Exception as error:
             self.close(False)
             raise TransportError(f"no persistent requests: {error}") from error
+        self._statuses = [MPI.Status() for _ in self._requests]
+
+    def _make_communicator(self) -> Any:
+        """Making it waits for every member, and MPI offers no bound: a thread waits, this one only so long."""
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return self._create_group()
+        made: list[Any] = []
+        failed: list[BaseException] = []
+
+        def make() -> None:
+            try:
+                made.append(self._create_group())
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that opens
+                failed.append(error)
+
+        thread = threading.Thread(target=make, name="pp-agreement open", daemon=True)
+        thread.start()
+        thread.join(self._open_deadline_s)
+        if failed:
+            raise failed[0]
+        if not made:
+            ranks = self._domain.ranks
+            raise TransportError(f"not every member of {ranks} has opened within {self._open_deadline_s} s")
+        return made[0]
+
+    def _create_group(self) -> Any:
+        group = self._parent.Get_group()
+        members = group.Incl(list(self._domain.ranks))
+        try:
+            return self._parent.Create_group(members, self._domain.domain_id % 32_768)
+        finally:
+            members.Free()
+            group.Free()
 
     def outstanding(self, peer: int) -> int:
         """See :class:`Transport`."""
@@ -109,42 +158,68 @@ class MpiTransport:
             raise WouldBlock(f"{self._window} frames are outstanding")
         try:
             self._streams[peer].send(frame)
+            self._sending = True
         except MPI.Exception as error:
             raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
 
     def receive(self, frames_max: int) -> Sweep:
-        """See :class:`Transport`. Round robin, one frame per peer and turn."""
+        """See :class:`Transport`. Round robin, one frame per peer and turn; one look at all streams per round."""
         if self._broken is not None:
             raise TransportError(str(self._broken)) from self._broken
         frames: list[tuple[int, bytes]] = []
-        empty = 0
-        count = len(self._order)
-        if not count:
-            return Sweep(frames, empty)
-        start = self._start % count
-        self._start = start + 1
-        order = self._order if not start else (*self._order[start:], *self._order[:start])
-        status = self._status
+        order = self._order
+        if not order:
+            return Sweep(frames, 0)
+        look, requests, statuses = MPI.Request.Testsome, self._requests, self._statuses
         quiet = 0
+        if self._left_over and self._move(frames, frames_max):
+            return Sweep(frames, self._empty())
         try:
-            while quiet < QUIET_ROUNDS:
-                empty = 0
-                before = len(frames)
-                for peer in order:
-                    data = self._streams[peer].receive(status)
-                    if data is None:
-                        empty |= 1 << peer
-                    else:
-                        frames.append((peer, data))
-                        if len(frames) >= frames_max:  # those looked at in this round were empty: a flood hides nobody
-                            return Sweep(frames, empty)
-                quiet = quiet + 1 if len(frames) == before else 0
+            while True:
+                found = look(requests, statuses)
+                if found:
+                    for place, index in enumerate(found):
+                        stream, slot = self._owners[index]
+                        stream.arrived[slot] = statuses[place].Get_count(MPI.BYTE)
+                        stream.waiting += 1
+                    quiet = 0
+                    if self._move(frames, frames_max):
+                        return Sweep(frames, self._empty())
+                else:
+                    quiet += 1
+                    if quiet >= QUIET_ROUNDS or not self._sending or not self._is_sending():
+                        return Sweep(frames, self._all) if frames else self._nothing
         except MPI.Exception as error:
             if not frames:
                 raise TransportError(str(error)) from error
             self._broken = error  # what was received is handed over first
             return Sweep(frames, 0)
-        return Sweep(frames, empty)
+
+    def _move(self, frames: list[tuple[int, bytes]], frames_max: int) -> bool:
+        """Move what has arrived into ``frames``; True: their limit is reached."""
+        order = self._order
+        self._start = start = (self._start + 1) % len(order)
+        live = [self._streams[peer] for peer in (*order[start:], *order[:start])]
+        while live:
+            for stream in tuple(live):
+                if len(frames) >= frames_max:
+                    self._left_over = True
+                    return True
+                data = stream.take()
+                if data is None:
+                    live.remove(stream)
+                else:
+                    frames.append((stream.peer, data))
+        self._left_over = False
+        return len(frames) >= frames_max
+
+    def _empty(self) -> int:
+        """Members whose ring holds nothing that was seen: a flood of one hides no other."""
+        return sum(1 << peer for peer in self._order if not self._streams[peer].waiting)
+
+    def _is_sending(self) -> bool:
+        self._sending = any(stream.count and stream.outstanding() for stream in self._streams.values())
+        return self._sending
 
     def deaths(self) -> tuple[tuple[int, str], ...]:
         """See :class:`Transport`."""
@@ -170,6 +245,7 @@ class MpiTransport:
         streams, self._streams = self._streams, {}
         comm, self._comm = self._comm, None
         self._order = ()
+        self._requests, self._owners, self._statuses = [], [], []
         try:
             for stream in streams.values():
                 if not stream.close(clean):
@@ -185,6 +261,7 @@ class _Stream:
     """Both directions between two members: rings of persistent requests."""
 
     def __init__(self, comm: Any, peer: int, window: int, frame_bytes_max: int) -> None:
+        self.peer = peer
         self._window = window
         self._sizes = (*(s for s in SIZE_CLASSES if s < frame_bytes_max), frame_bytes_max)
         self._send_buffers = [bytearray(frame_bytes_max) for _ in range(window)]
@@ -196,9 +273,11 @@ class _Stream:
         self._first = 0  # oldest outstanding send
         self.count = 0
         self._buffers = [bytearray(frame_bytes_max) for _ in range(window)]
-        self._receives = [comm.Recv_init([b, len(b), MPI.BYTE], source=peer, tag=TAG) for b in self._buffers]
+        self.receives = [comm.Recv_init([b, len(b), MPI.BYTE], source=peer, tag=TAG) for b in self._buffers]
+        self.arrived: list[int] = [-1] * window  # bytes in each slot; -1: nothing yet
+        self.waiting = 0  # slots with something
         self._head = 0
-        for request in self._receives:
+        for request in self.receives:
             request.Start()
 
     def outstanding(self) -> int:
@@ -221,23 +300,26 @@ class _Stream:
                 return
         raise WouldBlock(f"a frame of {length} bytes is longer than {self._sizes[-1]}")
 
-    def receive(self, status: Any) -> bytes | None:
-        request = self._receives[self._head]
-        if not request.Test(status):
+    def take(self) -> bytes | None:
+        """The next frame in posting order, which MPI's matching order makes stream order; None: it has not come."""
+        head = self._head
+        size = self.arrived[head]
+        if size < 0:
             return None
-        buffer = self._buffers[self._head]
-        arrived = memoryview(buffer)[: status.Get_count(MPI.BYTE)]
+        arrived = memoryview(self._buffers[head])[:size]
         data = bytes(arrived[: frame_length(arrived)])
-        request.Start()
-        self._head = (self._head + 1) % self._window
+        self.arrived[head] = -1
+        self.waiting -= 1
+        self.receives[head].Start()
+        self._head = (head + 1) % self._window
         return data
 
     def close(self, clean: bool) -> bool:
         """Whether nothing is left that MPI may still touch."""
         idle = True
-        for request in self._receives:
+        for request in self.receives:
             request.Cancel()
-        for request in self._receives:
+        for request in self.receives:
             # Local for a cancelled or a small matched receive; never ``Wait``: the sender of a large frame may be dead.
             if any(request.Test() for _ in range(CANCEL_TESTS)):
                 request.Free()

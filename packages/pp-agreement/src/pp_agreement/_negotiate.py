@@ -130,7 +130,7 @@ _FIELDS = ("tag", "protocol version", "flags", "domain", "config", "topology")
 
 def _check(rank: int, part: tuple[object, ...], reference: tuple[object, ...], reference_rank: int) -> None:
     if len(part) != len(_FIELDS) or type(part[0]) is not str or part[0] != _TAG:
-        raise NegotiationError(rank, "tag", f"{str(part)[:120]} is no contribution of this protocol")
+        raise NegotiationError(rank, "tag", f"{str(part)[:120]} is not a contribution of this protocol")
     if type(part[1]) is not int or part[1] != PROTOCOL_VERSION:
         raise NegotiationError(rank, "protocol version", f"{part[1]!r}; this is {PROTOCOL_VERSION}")
     given = part[2]

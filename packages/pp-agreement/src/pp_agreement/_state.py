@@ -1,18 +1,21 @@
-"""States, tables and the round record.
+"""States, and the tables that decide.
 
 Theory of operation
 -------------------
-One :class:`Round` per admission (incarnation) holds everything this rank knows about it. Two member machines run in it.
-*Readiness* may be taken back until the rank grants its lease (ACK); from then on only the scheduling rank can end the
-attempt (REVOKE), and only before it activates. *Terminal* is one immutable vote. A fence keeps them apart: a rank whose
-readiness attempt is open casts no terminal vote, and a rank that voted terminal publishes no readiness.
+One :class:`~pp_agreement._round.Round` per admission (incarnation) holds everything this rank knows about it, in two halves:
+what this rank itself does (the member's half) and what the coordinator has counted (the tally; only where the coordinator
+runs). Two machines run in the member's half. *Readiness* may be taken back until the rank grants its lease (ACK); from
+then on only the scheduling rank can end the attempt (REVOKE), and only before it activates. *Terminal* is one immutable
+vote. A fence keeps them apart: a rank whose readiness attempt is open casts no terminal vote, and a rank that voted terminal
+publishes no readiness.
 
-The coordinator runs a third machine per round that only counts: sets of members as bit masks, one decision per attempt,
-one COMMIT per round. Each decision is appended to all destinations' queues in one step. Members never talk to each other.
+The coordinator's half only counts: sets of members as bit masks, one decision per attempt, one COMMIT per round. Each
+decision is appended to all destinations' queues in one step. Members never talk to each other.
 
-Three tables decide everything: ``READY_TRANSITIONS`` and ``TERMINAL_TRANSITIONS`` for a member's own state (no entry: an
-illegal transition), ``COORDINATOR_RULES`` for what the coordinator does with a record in a phase. The figures and the
-message table in docs/design.md are drawn from them.
+No state is ever assigned but by looking it up here: ``MEMBER_TRANSITIONS`` and ``SCHEDULER_TRANSITIONS`` for a rank's
+readiness, ``TERMINAL_TRANSITIONS`` and ``FENCE`` for its terminal phase, ``COORDINATOR_RULES`` for what the coordinator does
+with a record, ``PHASE_TRANSITIONS`` for what its decisions lead to. What a call answers where it moves nothing stands in the
+``..._ANSWERS``. No entry: an illegal transition. The figures and tables in docs/design.md are drawn from them.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from pp_agreement._events import Disposition, FinalizeMode, Outcome, Reason
+from pp_agreement._events import Disposition, FinalizeMode, Outcome, PublishResult, Reason, RevokeResult, WithdrawResult
 
 
 class ReadyState(IntEnum):
@@ -44,7 +47,7 @@ class ReadyState(IntEnum):
 
 
 class ReadyInput(IntEnum):
-    """What moves a member's readiness; upper half: decisions of the coordinator."""
+    """What moves a member's readiness: its host's calls, then the coordinator's decisions, then the broadcast."""
 
     PUBLISH = 0
     WITHDRAW = 1
@@ -58,6 +61,7 @@ class ReadyInput(IntEnum):
     ABORT = 9
     FINALIZE_REOPEN = 10
     FINALIZE_LAST = 11
+    NOT_USED = 12
 
 
 class TerminalState(IntEnum):
@@ -90,6 +94,18 @@ class Phase(IntEnum):
     FINAL = 5
 
 
+class Decision(IntEnum):
+    """What the coordinator decides about a round."""
+
+    PREPARE = 0
+    RELEASE = 1
+    COMPLETE = 2
+    ABORT = 3
+    FINALIZE_REOPEN = 4
+    FINALIZE_LAST = 5
+    COMMIT = 6
+
+
 class Kind(IntEnum):
     """Record kinds on the wire. Below 32 members speak, from 32 the coordinator, from 64 both."""
 
@@ -119,6 +135,7 @@ class Kind(IntEnum):
     CLOSE_ACK = 43
     VERDICT = 44
     FAIL_STOP = 64
+    TEXT = 65
 
 
 class Message(NamedTuple):
@@ -132,7 +149,7 @@ class Message(NamedTuple):
     meaning: str
 
 
-_R, _T, _D = "READY", "TERMINAL", "DOMAIN"
+_R, _T, _X = "READY", "TERMINAL", "DOMAIN"
 MESSAGES: Mapping[Kind, Message] = MappingProxyType(
     {
         Kind.VOTE: Message("member", "coordinator", _R, 0, 0, "ready for this attempt"),
@@ -144,9 +161,9 @@ MESSAGES: Mapping[Kind, Message] = MappingProxyType(
         Kind.RECALL: Message("member", "coordinator", _R, 0, 0, "advice: please revoke (reason)"),
         Kind.TERMINAL: Message("member", "coordinator", _T, 2, 1, "immutable vote: outcome, disposition, reason"),
         Kind.DOUBT: Message("member", "coordinator", _T, 0, 0, "advice: no proof of quiescence yet (reason)"),
-        Kind.DRAIN: Message("scheduler", "coordinator", _D, 0, 0, "incarnation is the last one admitted"),
-        Kind.DRAIN_REPORT: Message("member", "coordinator", _D, 0, 0, "heard and decided all; digest in request_id"),
-        Kind.CLOSE: Message("member", "coordinator", _D, 0, 0, "sends nothing more"),
+        Kind.DRAIN: Message("scheduler", "coordinator", _X, 0, 0, "incarnation is the last one admitted"),
+        Kind.DRAIN_REPORT: Message("member", "coordinator", _X, 0, 0, "heard and decided all; digest in request_id"),
+        Kind.CLOSE: Message("member", "coordinator", _X, 0, 0, "sends nothing more"),
         Kind.PREPARE: Message("coordinator", "members", _R, 0, 0, "all voted"),
         Kind.RELEASE: Message("coordinator", "scheduler", _R, 0, 0, "all leases granted"),
         Kind.COMPLETE: Message("coordinator", "members", _R, 0, 0, "all activated"),
@@ -154,51 +171,70 @@ MESSAGES: Mapping[Kind, Message] = MappingProxyType(
         Kind.FINALIZE: Message("coordinator", "members", _R, 2, 0, "all let go; mode in outcome, greatest reason"),
         Kind.COMMIT: Message("coordinator", "members", _T, 2, 1, "the decision: reclaim or retire"),
         Kind.REASONS: Message("coordinator", "members", _T, 7, 0, "eight members' reasons of the COMMIT that follows"),
-        Kind.ADVICE: Message("coordinator", "scheduler", _D, 63, 1, "advice of the member in outcome"),
-        Kind.DRAIN_ALL: Message("coordinator", "members", _D, 0, 0, "incarnation is the last one admitted"),
-        Kind.DRAIN_STATUS: Message("coordinator", "members", _D, 0, 0, "request_id: mask of the members that reported"),
-        Kind.DRAINED: Message("coordinator", "members", _D, 0, 0, "every member reported this number and digest"),
-        Kind.CLOSE_ACK: Message("coordinator", "members", _D, 0, 0, "every member has closed"),
-        Kind.VERDICT: Message("coordinator", "members", _D, 63, 1, "member in outcome is silent (0) or back (1)"),
-        Kind.FAIL_STOP: Message("any", "members", _D, 63, 64, "domain stops; origin in outcome, suspect+1 beside it"),
+        Kind.ADVICE: Message("coordinator", "scheduler", _X, 63, 1, "advice of the member in outcome"),
+        Kind.DRAIN_ALL: Message("coordinator", "members", _X, 0, 0, "incarnation is the last one admitted"),
+        Kind.DRAIN_STATUS: Message("coordinator", "members", _X, 0, 0, "request_id: mask of the members that reported"),
+        Kind.DRAINED: Message("coordinator", "members", _X, 0, 0, "every member reported this number and digest"),
+        Kind.CLOSE_ACK: Message("coordinator", "members", _X, 0, 0, "every member has closed"),
+        Kind.VERDICT: Message("coordinator", "members", _X, 63, 1, "member in outcome is silent (0) or back (1)"),
+        Kind.FAIL_STOP: Message("any", "members", _X, 63, 64, "domain stops; origin in outcome, suspect+1 beside it"),
+        Kind.TEXT: Message("any", "members", _X, 11, 0, "20 bytes of what the host said, before its FAIL_STOP"),
     }
 )
 
 _S, _I = ReadyState, ReadyInput
-READY_TRANSITIONS: Mapping[ReadyState, Mapping[ReadyInput, ReadyState]] = MappingProxyType(
+MEMBER_TRANSITIONS: Mapping[ReadyState, Mapping[ReadyInput, ReadyState]] = MappingProxyType(
     {
         _S.NOT_USED: {},
-        _S.IDLE: {_I.PUBLISH: _S.VOTED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
+        _S.IDLE: {
+            _I.PUBLISH: _S.VOTED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING, _I.NOT_USED: _S.NOT_USED,
+        },
         _S.VOTED: {_I.PREPARE: _S.PREPARED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
         _S.PREPARED: {_I.ACK: _S.LEASED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
-        _S.LEASED: {
-            _I.RELEASE: _S.RELEASED,
-            _I.ACTIVATE: _S.ACTIVATED,
-            _I.REVOKE: _S.REVOKED,
-            _I.ABORT: _S.ABORTING,
-        },
-        _S.RELEASED: {_I.ACTIVATE: _S.ACTIVATED, _I.REVOKE: _S.REVOKED},
-        _S.REVOKED: {_I.RELEASE: _S.REVOKED, _I.WITHDRAW: _S.REVOKED, _I.ABORT: _S.ABORTING},
+        _S.LEASED: {_I.ACTIVATE: _S.ACTIVATED, _I.ABORT: _S.ABORTING},
         _S.ACTIVATED: {_I.COMPLETE: _S.COMPLETE},
         _S.COMPLETE: {},
         _S.WITHDRAWN: {_I.PREPARE: _S.WITHDRAWN, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
         _S.ABORTING: {_I.WITHDRAW: _S.ABORTING, _I.ABORT_ACK: _S.ABORT_ACKED},
+        _S.ABORT_ACKED: {_I.WITHDRAW: _S.ABORT_ACKED, _I.FINALIZE_REOPEN: _S.IDLE, _I.FINALIZE_LAST: _S.FINALIZED},
+        _S.FINALIZED: {},
+    }
+)  # fmt: skip
+"""Readiness at every rank but the scheduling one. A state that maps to itself swallows the input."""
+
+SCHEDULER_TRANSITIONS: Mapping[ReadyState, Mapping[ReadyInput, ReadyState]] = MappingProxyType(
+    {
+        _S.NOT_USED: {},
+        _S.IDLE: {
+            _I.PUBLISH: _S.VOTED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING, _I.NOT_USED: _S.NOT_USED,
+        },
+        _S.VOTED: {_I.PREPARE: _S.PREPARED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
+        _S.PREPARED: {_I.ACK: _S.LEASED, _I.WITHDRAW: _S.WITHDRAWN, _I.ABORT: _S.ABORTING},
+        _S.LEASED: {_I.RELEASE: _S.RELEASED, _I.REVOKE: _S.REVOKED, _I.ABORT: _S.ABORTING},
+        _S.RELEASED: {_I.ACTIVATE: _S.ACTIVATED, _I.REVOKE: _S.REVOKED},
+        _S.REVOKED: {
+            _I.RELEASE: _S.REVOKED, _I.WITHDRAW: _S.REVOKED, _I.REVOKE: _S.REVOKED, _I.ABORT: _S.ABORTING,
+        },
+        _S.ACTIVATED: {_I.COMPLETE: _S.COMPLETE},
+        _S.COMPLETE: {},
+        _S.WITHDRAWN: {
+            _I.PREPARE: _S.WITHDRAWN, _I.WITHDRAW: _S.WITHDRAWN, _I.REVOKE: _S.WITHDRAWN, _I.ABORT: _S.ABORTING,
+        },
+        _S.ABORTING: {_I.WITHDRAW: _S.ABORTING, _I.REVOKE: _S.ABORTING, _I.ABORT_ACK: _S.ABORT_ACKED},
         _S.ABORT_ACKED: {
-            _I.WITHDRAW: _S.ABORT_ACKED,
-            _I.FINALIZE_REOPEN: _S.IDLE,
+            _I.WITHDRAW: _S.ABORT_ACKED, _I.REVOKE: _S.ABORT_ACKED, _I.FINALIZE_REOPEN: _S.IDLE,
             _I.FINALIZE_LAST: _S.FINALIZED,
         },
         _S.FINALIZED: {},
     }
-)
-"""Member readiness. ACTIVATE leaves LEASED at followers and RELEASED at the scheduling rank; RELEASE and REVOKE exist
-at the scheduling rank only (checked beside the table). A state that maps to itself swallows the input."""
+)  # fmt: skip
+"""Readiness at the scheduling rank: it alone is released to and revokes, and it activates only what was released."""
 
 _TS, _TI = TerminalState, TerminalInput
 TERMINAL_TRANSITIONS: Mapping[TerminalState, Mapping[TerminalInput, TerminalState]] = MappingProxyType(
     {
         _TS.OPEN: {_TI.DOUBT: _TS.DOUBTED, _TI.VOTE: _TS.VOTED, _TI.CLOSE: _TS.NOT_USED},
-        _TS.DOUBTED: {_TI.DOUBT: _TS.DOUBTED, _TI.VOTE: _TS.VOTED},
+        _TS.DOUBTED: {_TI.VOTE: _TS.VOTED},
         _TS.VOTED: {_TI.COMMIT: _TS.COMMITTED},
         _TS.COMMITTED: {},
         _TS.NOT_USED: {},
@@ -206,13 +242,54 @@ TERMINAL_TRANSITIONS: Mapping[TerminalState, Mapping[TerminalInput, TerminalStat
 )
 """Member terminal phase. CLOSE is a FINALIZE after which nothing remains to be decided."""
 
-TERMINAL_ALLOWED_IN = frozenset({_S.NOT_USED, _S.IDLE, _S.ACTIVATED, _S.COMPLETE, _S.FINALIZED})
-"""The fence: readiness states in which a rank may cast its terminal vote (no attempt of its own is open)."""
+FENCE: Mapping[TerminalInput, frozenset[ReadyState]] = MappingProxyType(
+    {
+        _TI.DOUBT: frozenset({_S.NOT_USED, _S.ACTIVATED, _S.COMPLETE, _S.FINALIZED}),
+        _TI.VOTE: frozenset({_S.NOT_USED, _S.IDLE, _S.ACTIVATED, _S.COMPLETE, _S.FINALIZED}),
+        _TI.COMMIT: frozenset({_S.NOT_USED, _S.IDLE, _S.COMPLETE, _S.FINALIZED}),
+        _TI.CLOSE: frozenset({_S.ABORT_ACKED}),
+    }
+)
+"""The fence between the machines: readiness states in which an input may move the terminal phase. A vote needs that no
+attempt of this rank is open; a doubt, that the request ran here; a commit, that nobody's activation is under way."""
 
 READY_OPEN = frozenset(
     {_S.VOTED, _S.PREPARED, _S.LEASED, _S.RELEASED, _S.REVOKED, _S.WITHDRAWN, _S.ABORTING, _S.ABORT_ACKED}
 )
 """Readiness states in which this rank's attempt is open."""
+
+_PR, _WR, _RR = PublishResult, WithdrawResult, RevokeResult
+_ENDING = (_S.WITHDRAWN, _S.REVOKED, _S.ABORTING, _S.ABORT_ACKED)
+PUBLISH_ANSWERS: Mapping[ReadyState, PublishResult] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (_S.IDLE, _S.VOTED, _S.PREPARED, _S.LEASED, _S.RELEASED, _S.ACTIVATED, _S.COMPLETE), _PR.PUBLISHED
+        ),
+        **dict.fromkeys(_ENDING, _PR.ABORTING),
+        _S.FINALIZED: _PR.FINAL,
+    }
+)
+WITHDRAW_ANSWERS: Mapping[ReadyState, WithdrawResult] = MappingProxyType(
+    {
+        **dict.fromkeys((_S.IDLE, _S.VOTED, _S.PREPARED, *_ENDING), _WR.WILL_ABORT),
+        **dict.fromkeys((_S.LEASED, _S.RELEASED), _WR.LEASED),
+        **dict.fromkeys((_S.ACTIVATED, _S.COMPLETE), _WR.ACTIVATED),
+        _S.FINALIZED: _WR.FINAL,
+        _S.NOT_USED: _WR.NOT_USED,
+    }
+)
+REVOKE_ANSWERS: Mapping[ReadyState, RevokeResult] = MappingProxyType(
+    {
+        **dict.fromkeys((_S.LEASED, _S.RELEASED, *_ENDING), _RR.WILL_ABORT),
+        **dict.fromkeys((_S.NOT_USED, _S.IDLE, _S.VOTED, _S.PREPARED), _RR.NOT_LEASED),
+        **dict.fromkeys((_S.ACTIVATED, _S.COMPLETE), _RR.ACTIVATED),
+        _S.FINALIZED: _RR.FINAL,
+    }
+)
+ACKNOWLEDGE_ANSWERS: Mapping[ReadyState, bool] = MappingProxyType(
+    {_S.PREPARED: True, **dict.fromkeys((*_ENDING, _S.FINALIZED), False)}
+)
+"""What the calls of a host answer about the attempt that runs, by its state before the call. No entry: refused."""
 
 
 class Rule(IntEnum):
@@ -224,6 +301,8 @@ class Rule(IntEnum):
     ABORT = 3
     NOTE = 4
     ADVISE = 5
+    ABORT_UNLESS_LEASED = 6
+    ABORT_UNLESS_ACTIVATED = 7
 
 
 _P, _K = Phase, Kind
@@ -234,12 +313,12 @@ COORDINATOR_RULES: Mapping[Phase, Mapping[Kind, Rule]] = MappingProxyType(
             _K.ABORT_ACK: Rule.FAULT, _K.REVOKE: Rule.ABORT, _K.RECALL: Rule.IGNORE,
         },
         _P.GRANTING: {
-            _K.VOTE: Rule.IGNORE, _K.WITHDRAW: Rule.ABORT, _K.ACK: Rule.COUNT, _K.ACTIVATE_ACK: Rule.FAULT,
+            _K.VOTE: Rule.IGNORE, _K.WITHDRAW: Rule.ABORT_UNLESS_LEASED, _K.ACK: Rule.COUNT, _K.ACTIVATE_ACK: Rule.FAULT,
             _K.ABORT_ACK: Rule.FAULT, _K.REVOKE: Rule.ABORT, _K.RECALL: Rule.ADVISE,
         },
         _P.RELEASED: {
             _K.VOTE: Rule.IGNORE, _K.WITHDRAW: Rule.IGNORE, _K.ACK: Rule.IGNORE, _K.ACTIVATE_ACK: Rule.COUNT,
-            _K.ABORT_ACK: Rule.FAULT, _K.REVOKE: Rule.ABORT, _K.RECALL: Rule.ADVISE,
+            _K.ABORT_ACK: Rule.FAULT, _K.REVOKE: Rule.ABORT_UNLESS_ACTIVATED, _K.RECALL: Rule.ADVISE,
         },
         _P.COMPLETE: {
             _K.VOTE: Rule.IGNORE, _K.WITHDRAW: Rule.IGNORE, _K.ACK: Rule.IGNORE, _K.ACTIVATE_ACK: Rule.IGNORE,
@@ -255,8 +334,22 @@ COORDINATOR_RULES: Mapping[Phase, Mapping[Kind, Rule]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-"""Coordinator, per phase of the record's attempt. Beside the table: a WITHDRAW whose sender's ACK is held is ignored, and
-a REVOKE after any ACTIVATE_ACK is a fault. NOTE: only the reason counts."""
+"""Coordinator, per phase of the record's attempt. ABORT_UNLESS_LEASED: ignored when the sender's ACK is held (by FIFO it
+came first, and a lease is irrevocable). ABORT_UNLESS_ACTIVATED: a fault once anybody activated. NOTE: only the reason
+counts."""
+
+_D = Decision
+PHASE_TRANSITIONS: Mapping[Phase, Mapping[Decision, Phase]] = MappingProxyType(
+    {
+        _P.GATHERING: {_D.PREPARE: _P.GRANTING, _D.ABORT: _P.ABORTING, _D.COMMIT: _P.FINAL},
+        _P.GRANTING: {_D.RELEASE: _P.RELEASED, _D.ABORT: _P.ABORTING},
+        _P.RELEASED: {_D.COMPLETE: _P.COMPLETE, _D.ABORT: _P.ABORTING},
+        _P.COMPLETE: {_D.COMMIT: _P.FINAL},
+        _P.ABORTING: {_D.FINALIZE_REOPEN: _P.GATHERING, _D.FINALIZE_LAST: _P.FINAL},
+        _P.FINAL: {_D.COMMIT: _P.FINAL},
+    }
+)
+"""Coordinator: where each decision leads. COMMIT waits until a phase allows it: no readiness attempt is in progress then."""
 
 REPLACES: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
     {
@@ -272,12 +365,20 @@ REPLACES: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
 
 
 # Compiled forms: list lookups by integer are several times faster than enum-keyed dictionaries.
-READY_NEXT: list[list[ReadyState | None]] = [
-    [READY_TRANSITIONS[state].get(given) for given in ReadyInput] for state in ReadyState
-]
-TERMINAL_NEXT: list[list[TerminalState | None]] = [
-    [TERMINAL_TRANSITIONS[state].get(given) for given in TerminalInput] for state in TerminalState
-]
+_State = TypeVar("_State", bound=IntEnum)
+_Given = TypeVar("_Given", bound=IntEnum)
+
+
+def _compiled(
+    table: Mapping[_State, Mapping[_Given, _State]], states: type[_State], inputs: type[_Given]
+) -> list[list[_State | None]]:
+    return [[table.get(state, {}).get(given) for given in inputs] for state in states]
+
+
+MEMBER_NEXT = _compiled(MEMBER_TRANSITIONS, ReadyState, ReadyInput)
+SCHEDULER_NEXT = _compiled(SCHEDULER_TRANSITIONS, ReadyState, ReadyInput)
+TERMINAL_NEXT = _compiled(TERMINAL_TRANSITIONS, TerminalState, TerminalInput)
+PHASE_NEXT = _compiled(PHASE_TRANSITIONS, Phase, Decision)
 COORDINATOR_RULE: list[list[Rule]] = [
     [
         COORDINATOR_RULES[phase].get(Kind(code), Rule.FAULT) if code in Kind._value2member_map_ else Rule.FAULT
@@ -288,112 +389,6 @@ COORDINATOR_RULE: list[list[Rule]] = [
 CONTRACT: list[Message | None] = [
     MESSAGES[Kind(code)] if code in Kind._value2member_map_ else None for code in range(256)
 ]
-
-NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
-
-
-class Round:
-    """Everything one rank knows about one admission."""
-
-    __slots__ = (
-        "abort_acks",
-        "abort_reason",
-        "aborted_for",
-        "acks",
-        "activated",
-        "advised",
-        "attempt",
-        "blocked",
-        "disposition",
-        "doubt_at_s",
-        "doubt_expired",
-        "doubted",
-        "heard",
-        "held",
-        "incarnation",
-        "leased_at_s",
-        "next_intent",
-        "next_reason",
-        "outcome",
-        "own_reason",
-        "phase",
-        "phase_attempt",
-        "ready",
-        "reason",
-        "reasons",
-        "recalled",
-        "request_id",
-        "story",
-        "terminal",
-        "terminal_mask",
-        "terminal_votes",
-        "uses_ready",
-        "voted_at_s",
-        "votes",
-        "withdrawn",
-    )
-
-    def __init__(self, request_id: int, incarnation: int) -> None:
-        self.request_id = request_id
-        self.incarnation = incarnation
-        # member
-        self.heard = False
-        self.blocked = False  # admitted, but an older round must be decided here first; records are held
-        self.uses_ready = True
-        self.attempt = 0
-        self.ready: ReadyState = ReadyState.IDLE
-        self.terminal: TerminalState = TerminalState.OPEN
-        self.outcome = 0
-        self.disposition = 0
-        self.reason = 0
-        self.aborted_for = 0  # reason of the ABORT
-        self.own_reason = 0  # greatest reason of this rank in this attempt
-        self.next_intent = NEXT_NOTHING
-        self.next_reason = 0
-        self.doubt_at_s: float | None = None
-        self.doubt_expired = False
-        self.leased_at_s: float | None = None
-        self.voted_at_s = 0.0
-        self.advised = False
-        self.held: list[tuple[int, tuple[int, int, int, int, int, int, int]]] | None = None
-        self.reasons: int = 0  # packed, eight bits per member, from REASONS records
-        # coordinator
-        self.phase: Phase = Phase.GATHERING
-        self.phase_attempt = 0  # the attempt that ``phase`` speaks of
-        self.votes = 0
-        self.withdrawn = 0
-        self.acks = 0
-        self.activated = 0
-        self.abort_acks = 0
-        self.abort_reason = 0
-        self.doubted = 0  # members whose advice was passed on: of each once
-        self.recalled = 0
-        self.terminal_mask = 0
-        self.terminal_votes: dict[int, tuple[int, int, int]] | None = None
-        self.story: list[tuple[float, str, int]] = []
-
-    def copy(self) -> Round:
-        """An independent copy, for the explorer."""
-        twin = Round.__new__(Round)
-        for name in Round.__slots__:
-            setattr(twin, name, getattr(self, name))
-        twin.story = list(self.story)
-        if self.held is not None:
-            twin.held = list(self.held)
-        if self.terminal_votes is not None:
-            twin.terminal_votes = dict(self.terminal_votes)
-        return twin
-
-    def fingerprint(self) -> tuple[object, ...]:
-        """All that decides the future, without times and stories."""
-        votes = tuple(sorted(self.terminal_votes.items())) if self.terminal_votes else ()
-        return (
-            self.request_id, self.incarnation, self.heard, self.blocked, self.uses_ready, self.attempt, int(self.ready),
-            int(self.terminal), self.outcome, self.disposition, self.reason, self.own_reason, self.next_intent,
-            self.next_reason, self.aborted_for, self.doubt_expired, self.advised, tuple(self.held or ()), self.reasons,
-            int(self.phase), self.phase_attempt, self.votes, self.withdrawn, self.acks, self.activated,
-            self.abort_acks, self.abort_reason, self.doubted, self.recalled, self.terminal_mask, votes,
-        )  # fmt: skip
 
 
 class RoundState(NamedTuple):

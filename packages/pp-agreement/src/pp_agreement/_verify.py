@@ -92,7 +92,7 @@ def _compare(by_rank: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
         if isinstance(ranks, (list, tuple)):
             members.update(r for r in ranks if type(r) is int)
     found.extend(Difference(rank, "evidence", "missing") for rank in sorted(members - set(by_rank)))
-    found.extend(Difference(rank, "domain", "is no member") for rank in sorted(set(by_rank) - members))
+    found.extend(Difference(rank, "domain", "is not a member") for rank in sorted(set(by_rank) - members))
     return found
 
 

@@ -301,6 +301,8 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
         lambda line: log(f"{rank.identity.name}: {line}"),
     )
     closed = rank.agreement.close(5.0) if rank.agreement is not None else True
+    if rank.agreement is not None and not closed:
+        rank.agreement.abandon()
     rank.listening.close()
     rank.engine.close()
     if rank.owner.generation is not None:

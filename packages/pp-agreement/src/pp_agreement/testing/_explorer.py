@@ -20,9 +20,22 @@ from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import DomainStopped, LocalProtocolError, WouldBlock
 from pp_agreement._events import AgreementEvent, Answer, Disposition, Frame, Key, Outcome, Reason, Record, SendFrame
-from pp_agreement._machine import AgreementCore, InvariantViolation
+from pp_agreement._machine import AgreementCore
+from pp_agreement._round import Round
 from pp_agreement._state import Kind, ReadyState, TerminalState
+from pp_agreement._validate import InvariantViolation
 from pp_agreement.testing._monitor import HEARD, PropertyViolation, Row, did, told
+
+_DEADLINE_S = 1.0
+_SAID = {
+    Kind.VOTE: "publish",
+    Kind.WITHDRAW: "withdraw",
+    Kind.ACK: "ack",
+    Kind.ABORT_ACK: "abort_ack",
+    Kind.ACTIVATE_ACK: "activate",
+    Kind.REVOKE: "revoke",
+    Kind.TERMINAL: "terminal",
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,11 @@ class World:
         drain: Whether the scheduling rank drains at the end.
         credits: Credits; fewer than ``requests`` makes admissions wait.
         same_request: All admissions have one request id, one after the other.
+        reasons: The reason of each withdrawal, by member in turn; ``withdraw_reason`` for all when empty.
+        doubters: Members that may raise a doubt, and vote FAILED with QUARANTINE once its deadline has passed.
+        recall: Whether members may recall a lease, once per attempt.
+        early: Members that may speak of the next attempt, publishing or withdrawing it, while this one ends.
+        ticks: Times that all deadlines of a member may pass, each.
         lazy: Record kinds whose sending is a transition of its own (others leave at once).
     """
 
@@ -63,6 +81,12 @@ class World:
     same_request: bool = False
     coordinator: int | None = None
     scheduler: int | None = None
+    reasons: tuple[Reason, ...] = ()
+    doubters: tuple[int, ...] = ()
+    recall: bool = False
+    early: tuple[int, ...] = ()
+    ticks: int = 0
+    lease_timeout: bool = False
     lazy: tuple[Kind, ...] = (Kind.VOTE, Kind.ACK)
     slow_abort_ack: bool = False
 
@@ -90,6 +114,7 @@ class _Result:
     frames: tuple[tuple[int, tuple[Record, ...]], ...]
     answer: object
     refused: bool
+    said: tuple[tuple[str, int, int, tuple[int, ...]], ...] = ()
 
 
 # A state: (core ids, channels, rows, schedule, budgets, crashed); all hashable.
@@ -108,7 +133,13 @@ class Explorer:
             scheduling_rank=world.scheduler,
             coordinator_rank=world.coordinator,
         )
-        self.config = AgreementConfig(credits=world.credits, round_timeout_s=None, story_entries_max=0)
+        self.config = AgreementConfig(
+            credits=world.credits,
+            round_timeout_s=None,
+            story_entries_max=0,
+            doubt_deadline_s=_DEADLINE_S,
+            lease_timeout_s=_DEADLINE_S if world.lease_timeout else None,
+        )
         self.digests = world.drain or world.requests > 1
         self.cores: list[AgreementCore] = []
         self.ids: dict[object, int] = {}
@@ -138,15 +169,29 @@ class Explorer:
             return result
         self.exploration.executed += 1
         core = self.cores[core_id].copy()
+        said: list[tuple[str, int, int, tuple[int, ...]]] = []
+        say = core.streams.say
+
+        def listen(
+            round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
+        ) -> None:
+            """What a rank says is what it did, also where the core says it on the host's behalf."""
+            if kind in _SAID:
+                extra = (outcome, disposition) if kind is Kind.TERMINAL else ()
+                said.append((_SAID[kind], round_.incarnation - 1, round_.own.attempt, extra))
+            say(round_, slot, kind, outcome, disposition, reason)
+
+        core.streams.say = listen  # type: ignore[method-assign]
         refused = False
         effects: list[Any] = []
         if isinstance(given, tuple) and given and given[0] == "record":
             _tag, source, record = given
-            given_event: ev.Input = ev.FrameReceived(source, Frame(core.expected[source], 0, (record,)))
+            given_event: ev.Input = ev.FrameReceived(source, Frame(core.streams.expected[source], 0, (record,)))
         else:
             given_event = given  # type: ignore[assignment]
+        now_s = core.context.now_s + 2 * _DEADLINE_S if isinstance(given_event, ev.SweepCompleted) else 0.0
         try:
-            effects.extend(core.step(given_event, 0.0))
+            effects.extend(core.step(given_event, now_s))
         except (LocalProtocolError, WouldBlock, DomainStopped):
             refused = True
             if core.fingerprint() != self.cores[core_id].fingerprint():
@@ -156,18 +201,19 @@ class Explorer:
             while self._flushes(core, peer):
                 sent = core.step(ev.SlotFreed(peer, 0), 0.0)
                 frames.extend((e.peer, e.frame.records) for e in sent if isinstance(e, SendFrame))
+        del core.streams.say  # the copy's own again
         events = tuple(e for e in effects if isinstance(e, AgreementEvent))
         answer = next((e.value for e in effects if isinstance(e, Answer)), None)
         frames.extend((e.peer, e.frame.records) for e in effects if isinstance(e, SendFrame))
-        result = _Result(self._intern(core), events, tuple(frames), answer, refused)
+        result = _Result(self._intern(core), events, tuple(frames), answer, refused, tuple(said))
         self.memo[core_id, given] = result
         return result
 
     def _flushes(self, core: AgreementCore, peer: int) -> bool:
         """Whether waiting records leave at once: the coordinator's always, others unless a later one may replace them."""
         if core.is_coordinator:
-            return bool(core.queues[peer])
-        return bool(core.intents) and not any(r[0] in self.world.lazy for r in core.intents.values())
+            return bool(core.streams.queues[peer])
+        return bool(core.streams.intents) and not any(r[0] in self.world.lazy for r in core.streams.intents.values())
 
     # -- states and transitions ---------------------------------------------------------------------------------------
 
@@ -232,6 +278,11 @@ class Explorer:
                 place = self.link_index[member, peer]
                 channel_list[place] = (*channel_list[place], *records)
             channels = tuple(channel_list)
+        if result.said:
+            row_list = list(rows)
+            for what, index, attempt, extra in result.said:
+                row_list[index] = did(row_list[index], member, self.scheduler, what, attempt, extra)
+            rows = tuple(row_list)
         state = (ids, channels, rows, schedule, budgets, crashed)
         for event in result.events:
             state = self._hand_over(state, member, event)
@@ -274,7 +325,7 @@ class Explorer:
             core = self.cores[ids[member]]
             if core.fault is not None:
                 continue
-            if not core.is_coordinator and core.intents:
+            if not core.is_coordinator and core.streams.intents:
                 sent = self._execute(ids[member], ev.SlotFreed(self.coordinator, 0))
                 yield True, f"send {member}", self._settle(state, member, sent)
             yield from self._local(state, member, core)
@@ -303,14 +354,14 @@ class Explorer:
             round_ = core.rounds.get(base.incarnation)
             if round_ is None or not round_.heard:
                 continue
-            key = Key(base.request_id, base.incarnation, round_.attempt)
-            ready = round_.ready
-            name = f"{base.incarnation}.{round_.attempt} @{member}"
+            key = Key(base.request_id, base.incarnation, round_.own.attempt)
+            ready = round_.own.ready
+            name = f"{base.incarnation}.{round_.own.attempt} @{member}"
             spent = budgets[member]
-            withdraw_bit, revoke_bit, idle_bit = 1 << 4 * index, 2 << 4 * index, 4 << 4 * index
-            voted = round_.terminal >= TerminalState.VOTED
+            withdraw_bit, revoke_bit, idle_bit, recall_bit, early_bit = (1 << n + 8 * index for n in range(5))
+            voted = round_.own.terminal >= TerminalState.VOTED
             if ready is ReadyState.IDLE and not voted:
-                if round_.attempt < world.attempts:
+                if round_.own.attempt < world.attempts:
                     yield True, f"publish {name}", self._call(state, member, ev.ReadyPublished(key), "publish", index)
                 else:  # hosts give up: every further attempt is withdrawn for good
                     give_up = ev.WithdrawRequested(key, Reason.TIMEOUT)
@@ -337,12 +388,28 @@ class Explorer:
                 in (ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED, ReadyState.LEASED, ReadyState.ABORTING)
                 and not (voted and ready is ReadyState.IDLE)
             ):
-                call = ev.WithdrawRequested(key, world.withdraw_reason)
+                reason = world.reasons[member % len(world.reasons)] if world.reasons else world.withdraw_reason
+                call = ev.WithdrawRequested(key, reason)
                 yield False, f"withdraw {name}", self._call(state, member, call, "withdraw", index, (), withdraw_bit)
             leased = ready in (ReadyState.LEASED, ReadyState.RELEASED)
             if world.revoke and member == self.scheduler and leased and not spent & revoke_bit:
                 revoke = ev.RevokeRequested(key, Reason.CANCELLED)
                 yield False, f"revoke {name}", self._call(state, member, revoke, "revoke", index, (), revoke_bit)
+            if world.recall and member != self.scheduler and ready is ReadyState.LEASED and not spent & recall_bit:
+                recalled = self._execute(ids[member], ev.RecallRequested(key, Reason.CAPACITY))
+                yield False, f"recall {name}", self._settle(self._spend(state, member, recall_bit), member, recalled)
+            ending = ready in (ReadyState.WITHDRAWN, ReadyState.REVOKED, ReadyState.ABORTING, ReadyState.ABORT_ACKED)
+            if member in world.early and ending and not spent & early_bit and key.attempt < world.attempts:
+                after = key._replace(attempt=key.attempt + 1)
+                early = self._spend(state, member, early_bit)
+                published = self._execute(ids[member], ev.ReadyPublished(after))
+                yield False, f"publish early {name}", self._settle(early, member, published)
+                refusal = ev.WithdrawRequested(after, Reason.NOT_READY)
+                promised = self._call(early, member, refusal, "withdraw", index)
+                yield False, f"withdraw early {name}", promised
+                # What was promised is kept whatever is said of it afterwards.
+                changed = self._execute(promised[0][member], ev.ReadyPublished(after))
+                yield False, f"withdraw, then publish early {name}", self._settle(promised, member, changed)
             if member == self.scheduler and ready is ReadyState.RELEASED:
                 yield (
                     True,
@@ -358,34 +425,52 @@ class Explorer:
                         self._call(state, member, ev.ScheduleActivated((key,)), "activate", index),
                     )
             over = ready in (ReadyState.NOT_USED, ReadyState.ACTIVATED, ReadyState.COMPLETE, ReadyState.FINALIZED)
+            if over and not voted and member in world.doubters and round_.own.terminal is TerminalState.OPEN:
+                doubted = self._execute(ids[member], ev.DoubtRaised(key, Reason.DOUBT))
+                yield False, f"doubt {name}", self._settle(state, member, doubted)
+            if over and not voted and round_.own.doubt_expired:
+                unproven = ev.TerminalVoted(key, Outcome.FAILED, Disposition.QUARANTINE, Reason.DOUBT)
+                extra = (int(Outcome.FAILED), int(Disposition.QUARANTINE))
+                yield True, f"quarantine {name}", self._call(state, member, unproven, "terminal", index, extra)
             if over and not voted and world.terminal:
                 vote, extra = self._vote(member, key)
                 yield True, f"terminal {name}", self._call(state, member, vote, "terminal", index, extra)
-        if world.drain and member == self.scheduler and core.heard == world.requests and core.drain_last is None:
+        passed = budgets[member] >> 8 * world.requests
+        if passed < world.ticks and any(core.book.timers.armed()):
+            late = self._execute(ids[member], ev.SweepCompleted(0))
+            spent_state = self._spend(state, member, (passed + 1 ^ passed) << 8 * world.requests, replace=True)
+            yield False, f"deadlines @{member}", self._settle(spent_state, member, late)
+        if world.drain and member == self.scheduler and core.heard == world.requests and core.book.last is None:
             drain = self._execute(ids[member], ev.DrainRequested(world.requests))
             row_list = list(rows)
             for index, base in enumerate(self.keys):  # the core withdraws and revokes on the host's behalf
                 round_ = core.rounds.get(base.incarnation)
-                if round_ is not None and round_.ready in (
+                if round_ is not None and round_.own.ready in (
                     ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED, ReadyState.LEASED, ReadyState.RELEASED,
                 ):  # fmt: skip
-                    what = "revoke" if round_.ready in (ReadyState.LEASED, ReadyState.RELEASED) else "withdraw"
-                    row_list[index] = did(row_list[index], member, self.scheduler, what, round_.attempt)
+                    what = "revoke" if round_.own.ready in (ReadyState.LEASED, ReadyState.RELEASED) else "withdraw"
+                    row_list[index] = did(row_list[index], member, self.scheduler, what, round_.own.attempt)
             drained = (state[0], state[1], tuple(row_list), *state[3:])
             yield True, "drain", self._settle(drained, member, drain)
+
+    def _spend(self, state: _State, member: int, bits: int, *, replace: bool = False) -> _State:
+        """With a budget used; ``replace``: the bits are turned over."""
+        budgets = list(state[4])
+        budgets[member] = budgets[member] ^ bits if replace else budgets[member] | bits
+        return (*state[:4], tuple(budgets), state[5])
 
     def _may_admit(self, core: AgreementCore, member: int, rows: tuple[Row, ...], index: int) -> bool:
         if member != self.scheduler:
             return bool(rows[index][self.scheduler] & HEARD)
-        if core.drain_last is not None:
+        if core.book.last is not None:
             return False
         if self.world.same_request and core.rounds:
             return False
-        return core.open_count < self.world.credits
+        return core.book.open_count < self.world.credits
 
     def _activated(self, core: AgreementCore, rows: tuple[Row, ...], key: Key, member: int) -> bool:
         round_ = core.rounds.get(key.incarnation)
-        return round_ is None or round_.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
+        return round_ is None or round_.own.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
 
     def _vote(self, member: int, key: Key) -> tuple[ev.TerminalVoted, tuple[int, int]]:
         outcome = (
@@ -439,20 +524,20 @@ class Explorer:
         cores = [self.cores[i] for i in ids]
         for core in cores:
             unfinished = bool(self.world.terminal) or bool(self.world.withdrawers)
-            open_rounds = [r for r in core.rounds.values() if not self._resting(r.ready)]
+            open_rounds = [r for r in core.rounds.values() if not self._resting(r.own.ready)]
             if open_rounds or core.heard != self.world.requests or (unfinished and self.world.terminal and core.rounds):
+                left = [(r.incarnation, r.own.ready.name, r.own.terminal.name) for r in core.rounds.values()]
                 raise PropertyViolation(
-                    f"liveness: nothing must happen any more, but rank {core.rank} heard of {core.heard} and has open "
-                    f"{[(r.incarnation, r.ready.name, r.terminal.name, r.phase.name) for r in core.rounds.values()]}"
+                    f"liveness: nothing must happen any more, but rank {core.rank} heard of {core.heard} and has open {left}"
                 )
             if self.world.drain and not core.drained:
                 raise PropertyViolation(f"liveness: rank {core.rank} never drained")
         if (
             self.digests
             and not self.world.drain
-            and len({(c.digest, c.committed, c.closed_rounds) for c in cores}) != 1
+            and len({(c.member.digest, c.member.committed, c.member.closed_rounds) for c in cores}) != 1
         ):
-            raise PropertyViolation("S15: digests differ at the end")
+            raise PropertyViolation("digests differ at the end")
 
     def _resting(self, ready: ReadyState) -> bool:
         """Readiness-only worlds end in COMPLETE; the terminal phase is not voted there."""
@@ -483,11 +568,35 @@ CI_WORLDS: dict[str, World] = {
     "3 ranks, drain, scheduler coordinates": World(
         3, withdrawers=(1,), terminal=(0, 1, 0), drain=True, coordinator=0, lazy=(),
     ),
+    "2 ranks, doubt and quarantine": World(
+        2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), ticks=1, lazy=(),
+    ),
+    "3 ranks, doubt": World(3, ready=False, terminal=(0, 1, 0), doubters=(0, 2), ticks=1, lazy=()),
+    "3 ranks, recall": World(3, withdrawers=(1,), terminal=(0,), recall=True, revoke=True, attempts=2, lazy=()),
+    "2 ranks, leases expire": World(2, terminal=(0, 1), lease_timeout=True, ticks=2, withdrawers=(1,), lazy=()),
+    "2 ranks, the next attempt": World(
+        2, withdrawers=(0,), reasons=(Reason.NOT_READY,), revoke=True, terminal=(0, 1), attempts=2, early=(0,), lazy=(),
+    ),
+    "2 ranks, mixed reasons": World(
+        2, withdrawers=(0, 1), reasons=(Reason.NOT_READY, Reason.CANCELLED), revoke=True, terminal=(0,), attempts=2,
+        slow_abort_ack=True, lazy=(),
+    ),
+    "2 ranks, drain with reopening": World(
+        2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, terminal=(0, 1), attempts=2, drain=True, lazy=(),
+    ),
     "2 ranks, reused id": World(2, 2, withdrawers=(1,), terminal=(0, 1), same_request=True, unheard=True, lazy=()),
 }  # fmt: skip
 """Explored by the tests."""
 
 NIGHTLY_WORLDS: dict[str, World] = {
+    "2 ranks, the next attempt, of both": World(
+        2, withdrawers=(0, 1), reasons=(Reason.NOT_READY,), revoke=True, terminal=(0, 1), attempts=2, early=(0, 1),
+        lazy=(),
+    ),
+    "3 ranks, mixed reasons": World(
+        3, withdrawers=(0, 1, 2), reasons=(Reason.NOT_READY, Reason.CANCELLED, Reason.CAPACITY), terminal=(0,),
+        attempts=2, slow_abort_ack=True, lazy=(),
+    ),
     "4 ranks, all withdraw": World(4, withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
     "4 ranks, one withdraws, terminal": World(4, withdrawers=(2,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
     "3 ranks, crash, evidence": World(

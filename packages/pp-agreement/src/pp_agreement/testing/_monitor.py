@@ -50,42 +50,42 @@ def did(row: Row, me: int, scheduler: int, what: str, attempt: int, extra: tuple
     if what == "admit":
         return (*row[:me], row[me] | HEARD, *row[me + 1 :])
     if not row[me] & HEARD:
-        _raise(row, me, f"R1: {what} for an unheard incarnation")
+        _raise(row, me, f"{what} for an unheard incarnation")
     if what == "publish":
         if row[me] & TERMINAL_VOTED:
-            _raise(row, me, "S21: readiness after the terminal vote")
+            _raise(row, me, "readiness after the terminal vote")
         if attempt and not all(_at(flags, attempt - 1) & ABORT_ACKED for flags in row):
-            _raise(row, me, "S13: a new attempt before the last one was finalized")
+            _raise(row, me, "a new attempt before the last one was finalized")
         if mine & (ABORTED | PROMISED):
-            _raise(row, me, "S13: a vote for an attempt that is ending")
+            _raise(row, me, "a vote for an attempt that is ending")
         return _put(row, me, attempt, VOTE)
     if what == "withdraw":  # it was promised that the attempt aborts
         if mine & ACKED and not mine & (ABORTED | REVOKED):
-            _raise(row, me, "S10: a withdrawal was accepted after the lease")
+            _raise(row, me, "a withdrawal was accepted after the lease")
         if any(_at(flags, attempt) & (ACTIVATED | COMPLETE) for flags in row):
-            _raise(row, me, "S11: an abort was promised for an activated attempt")
+            _raise(row, me, "an abort was promised for an activated attempt")
         return _put(row, me, attempt, PROMISED)
     if what == "ack":
         if not mine & PREPARED or mine & (ABORTED | PROMISED):
-            _raise(row, me, "S6: a lease without PREPARE, or in an ending attempt")
+            _raise(row, me, "a lease without PREPARE, or in an ending attempt")
         return _put(row, me, attempt, ACKED)
     if what == "abort_ack":
         if not mine & ABORTED:
-            _raise(row, me, "S9: an acknowledgement without ABORT")
+            _raise(row, me, "an acknowledgement without ABORT")
         return _put(row, me, attempt, ABORT_ACKED)
     if what == "activate":
         if not mine & ACKED or mine & (ABORTED | REVOKED) or (me == scheduler and not mine & RELEASED):
-            _raise(row, me, "S7: activation without a lease, a release, or of an ending attempt")
+            _raise(row, me, "activation without a lease, a release, or of an ending attempt")
         if me != scheduler and not _at(row[scheduler], attempt) & ACTIVATED:
-            _raise(row, me, "S7: activation before the scheduling rank's")
+            _raise(row, me, "activation before the scheduling rank's")
         if any(_at(flags, attempt) & (ABORTED | PROMISED | REVOKED) for flags in row):
             _raise(row, me, "activated, yet the attempt aborts")
         if row[me] & (TERMINAL_VOTED | COMMITTED | CLOSED):
-            _raise(row, me, "S21: activation after the terminal phase began")
+            _raise(row, me, "activation after the terminal phase began")
         return _put(row, me, attempt, ACTIVATED)
     if what == "revoke":
         if me != scheduler or not mine & ACKED or mine & ACTIVATED:
-            _raise(row, me, "R4: REVOKE by another rank, without a lease, or after activation")
+            _raise(row, me, "REVOKE by another rank, without a lease, or after activation")
         return _put(row, me, attempt, REVOKED | PROMISED)
     if what == "terminal":
         flags = row[me] >> ATTEMPT_BASE
@@ -94,13 +94,13 @@ def did(row: Row, me: int, scheduler: int, what: str, attempt: int, extra: tuple
             last, flags, latest = flags & 0xFFF, flags >> ATTEMPT_BITS, latest + 1
         let_go = latest >= 0 and all(_at(other, latest) & ABORT_ACKED for other in row)
         if last & (VOTE | PROMISED | ABORTED) and not last & (FINALIZED | ACTIVATED) and not let_go:
-            _raise(row, me, "S21: a terminal vote beside an open readiness attempt")
+            _raise(row, me, "a terminal vote beside an open readiness attempt")
         if row[me] & (COMMITTED | CLOSED):
-            _raise(row, me, "S4: a vote after the decision")
+            _raise(row, me, "a vote after the decision")
         outcome, disposition = extra
         vote = TERMINAL_VOTED | outcome << OUTCOME_SHIFT | (DISPOSITION_BIT if disposition else 0)
         if row[me] & TERMINAL_VOTED and row[me] & 0xF != vote:
-            _raise(row, me, "S4: a terminal vote was changed")
+            _raise(row, me, "a terminal vote was changed")
         return (*row[:me], row[me] | vote, *row[me + 1 :])
     raise ValueError(what)
 
@@ -112,72 +112,72 @@ def told(row: Row, me: int, scheduler: int, event: AgreementEvent) -> Row:
     mine = _at(row[me], attempt)
     everyone = [_at(flags, attempt) for flags in row]
     if not row[me] & HEARD:
-        _raise(row, me, f"R1: {type(event).__name__} for an unheard incarnation")
+        _raise(row, me, f"{type(event).__name__} for an unheard incarnation")
     if row[me] & (COMMITTED | CLOSED):
-        _raise(row, me, f"S13: {type(event).__name__} after the final decision")
+        _raise(row, me, f"{type(event).__name__} after the final decision")
     if isinstance(event, ev.Revoked):
         return row
     if isinstance(event, ev.Prepared):
         if not all(f & VOTE for f in everyone):
-            _raise(row, me, "S5: PREPARE without all votes")
+            _raise(row, me, "PREPARE without all votes")
         if mine & (PREPARED | ABORTED | PROMISED):
-            _raise(row, me, "S9, S12: PREPARE twice, after ABORT, or after the own withdrawal")
+            _raise(row, me, "PREPARE twice, after ABORT, or after the own withdrawal")
         return _put(row, me, attempt, PREPARED)
     if isinstance(event, ev.Released):
         if me != scheduler or not all(f & ACKED for f in everyone):
-            _raise(row, me, "S6: RELEASE elsewhere, or without all leases")
+            _raise(row, me, "RELEASE elsewhere, or without all leases")
         if mine & (RELEASED | ABORTED | REVOKED) or any(f & ABORTED for f in everyone):
-            _raise(row, me, "S6, S12: RELEASE twice, after ABORT, or not swallowed after REVOKE")
+            _raise(row, me, "RELEASE twice, after ABORT, or not swallowed after REVOKE")
         return _put(row, me, attempt, RELEASED)
     if isinstance(event, ev.Completed):
         if not all(f & ACTIVATED for f in everyone) or mine & COMPLETE:
-            _raise(row, me, "S8, S12: COMPLETE without all activations, or twice")
+            _raise(row, me, "COMPLETE without all activations, or twice")
         if any(f & (ABORTED | FINALIZED | PROMISED) for f in everyone):
-            _raise(row, me, "S1, S11: COMPLETE of an attempt that was to abort")
+            _raise(row, me, "COMPLETE of an attempt that was to abort")
         return _put(row, me, attempt, COMPLETE)
     if isinstance(event, ev.Aborted):
         if any(f & (ACTIVATED | COMPLETE) for f in everyone):
             _raise(row, me, "activated, yet ABORT")
         if everyone[scheduler] & RELEASED and not everyone[scheduler] & REVOKED:
-            _raise(row, me, "S6: ABORT after RELEASE without REVOKE")
+            _raise(row, me, "ABORT after RELEASE without REVOKE")
         if not any(f & PROMISED for f in everyone) and not any(flags & TERMINAL_VOTED for flags in row):
             _raise(row, me, "ABORT although nobody asked for it")
         if mine & ABORTED:
-            _raise(row, me, "S12: ABORT twice")
+            _raise(row, me, "ABORT twice")
         return _put(row, me, attempt, ABORTED)
     if isinstance(event, ev.Finalized):
         if not all(f & ABORT_ACKED for f in everyone) or mine & FINALIZED:
-            _raise(row, me, "S9, S12: FINALIZE without all acknowledgements, or twice")
+            _raise(row, me, "FINALIZE without all acknowledgements, or twice")
         for flags in everyone:
             if flags & FINALIZED and bool(flags & LAST) != (event.mode is not FinalizeMode.REOPEN):
-                _raise(row, me, "S1: FINALIZE differs between ranks")
+                _raise(row, me, "FINALIZE differs between ranks")
         row = _put(row, me, attempt, FINALIZED | (0 if event.mode is FinalizeMode.REOPEN else LAST))
         if event.mode is FinalizeMode.CLOSED:
             if any(flags & (TERMINAL_VOTED | COMMITTED) for flags in row):
-                _raise(row, me, "S1: closed although a terminal vote exists")
+                _raise(row, me, "closed although a terminal vote exists")
             return (*row[:me], row[me] | CLOSED, *row[me + 1 :])
         return row
     if isinstance(event, ev.Committed):
         if not all(flags & TERMINAL_VOTED for flags in row):
-            _raise(row, me, "S3: COMMIT without all votes")
+            _raise(row, me, "COMMIT without all votes")
         outcome = max(flags >> OUTCOME_SHIFT & 3 for flags in row)
         disposition = max(flags >> 3 & 1 for flags in row)
         if (event.outcome, event.disposition) != (outcome, disposition):
             _raise(
                 row,
                 me,
-                f"S2: COMMIT {event.outcome.name}, {event.disposition.name}; votes say {outcome}, {disposition}",
+                f"COMMIT {event.outcome.name}, {event.disposition.name}; votes say {outcome}, {disposition}",
             )
         for flags in row:
             if flags & CLOSED:
-                _raise(row, me, "S1: COMMIT here, CLOSED elsewhere")
+                _raise(row, me, "COMMIT here, CLOSED elsewhere")
             last, rest = 0, flags >> ATTEMPT_BASE
             while rest:
                 last, rest = rest & 0xFFF, rest >> ATTEMPT_BITS
             if last & ACTIVATED and not all(_at(f, attempt) & ACTIVATED for f in row):
-                _raise(row, me, "S8: COMMIT of a request that only some ranks activated")
+                _raise(row, me, "COMMIT of a request that only some ranks activated")
             if last & VOTE and not last & (ACTIVATED | FINALIZED):
-                _raise(row, me, "S21: COMMIT while a rank's readiness attempt is open")
+                _raise(row, me, "COMMIT while a rank's readiness attempt is open")
         return (*row[:me], row[me] | COMMITTED, *row[me + 1 :])
     return row
 
@@ -202,12 +202,12 @@ class Monitor:
         if what == "activate":
             self.activations[me].append(key)
             if me != self.scheduler:
-                self._prefix(self.activations[me], self.activations[self.scheduler], me, "S7: activation order")
+                self._prefix(self.activations[me], self.activations[self.scheduler], me, "activation order")
 
     def told(self, me: int, event: AgreementEvent) -> None:
-        """See :func:`told`; also S15 (one order of finals everywhere) and S17 (nothing after a fault)."""
+        """See :func:`told`; also one order of finals everywhere, and nothing after a fault."""
         if self.stopped[me]:
-            raise PropertyViolation(f"member {me}: S17: {event} after a fault")
+            raise PropertyViolation(f"member {me}: {event} after a fault")
         if isinstance(event, ev.Fault):
             self.stopped[me] = True
         if not hasattr(event, "key") or isinstance(event, (ev.Fault, ev.Advice, ev.DoubtExpired)):
@@ -221,7 +221,7 @@ class Monitor:
             )  # fmt: skip
             self.finals[me].append(final)
             longest = max(self.finals, key=len)
-            self._prefix(self.finals[me], longest, me, "S15: order of decisions")
+            self._prefix(self.finals[me], longest, me, "order of decisions")
 
     def _prefix(self, mine: Sequence[object], theirs: Sequence[object], me: int, what: str) -> None:
         position = len(mine) - 1

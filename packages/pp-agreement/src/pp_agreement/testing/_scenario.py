@@ -11,8 +11,9 @@ Commands (``@RANKS`` is ``*``, ``0,2`` or ``1``; K is ``incarnation`` or ``incar
     recall K @RANKS     vote K OUTCOME [QUARANTINE] [REASON] @RANKS               doubt K @RANKS
     busy SECONDS @RANKS poll @RANKS [times]           settle                      advance SECONDS
     hold A B            release A B                   refuse A B                  break A B
-    kill R              fail @R                       drain N @RANKS              report @RANKS
-    close @RANKS        inject A B KIND [field=value] raw A B what                replay A B
+    kill R              fail [TEXT] @R                restart R
+    drain N @RANKS              report @RANKS
+    close @RANKS        abandon @R                    inject A B KIND [field=value] raw A B what                replay A B
     state K @RANKS      queue                         closing
 """
 
@@ -166,8 +167,16 @@ class Scenario:
     def _do_busy(self, rank: int, rest: list[str]) -> list[str]:
         return [] if self.agreements[rank].busy(float(rest[0])) else ["waits"]
 
-    def _do_fail(self, rank: int, _rest: list[str]) -> list[str]:
-        self.agreements[rank].fail("the host says so")
+    def _do_fail(self, rank: int, rest: list[str]) -> list[str]:
+        self.agreements[rank].fail(" ".join(rest) or "the host says so")
+        return []
+
+    def _do_restart(self, rest: list[str]) -> list[str]:
+        """Another life of a rank, under the same epoch and over the same links."""
+        rank = int(rest[0])
+        network = self.network.transport(rank)
+        self.agreements[rank] = Agreement(self.domain, rank, network, self.config, lambda: self.now_s)
+        self.agreements[rank].open()
         return []
 
     def _do_drain(self, rank: int, rest: list[str]) -> list[str]:
@@ -194,12 +203,18 @@ class Scenario:
             self.now_s += _STEP_S
             for other in self.agreements.values():
                 if other is not self.agreements[rank] and not other._ended:
-                    if other._core.drained and other._core.fault is None and not other._core.closing:
+                    if other._core.drained and other._core.fault is None and not other._core.ending.closing:
                         other._apply(ev.CloseRequested())
                     other.poll()
 
         clean = self.agreements[rank].close(2.0, turn)
-        return ["closed" if clean else "left unclean"]
+        if clean:
+            return ["closed"]
+        return ["left unclean" if self.agreements[rank]._ended else "not everybody has closed"]
+
+    def _do_abandon(self, rank: int, _rest: list[str]) -> list[str]:
+        self.agreements[rank].abandon()
+        return []
 
     # -- the world --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class Scenario:
         out: list[str] = []
         for _ in range(int(rest[0]) if rest else 1):
             self.now_s += _STEP_S
-            for rank in ranks:
+            for rank in [r for r in ranks if not self.agreements[r]._ended]:
                 out.extend(f"{rank}: {tell(event)}" for event in self.agreements[rank].poll())
         return out
 
@@ -258,10 +273,10 @@ class Scenario:
         source, target, kind = int(rest[0]), int(rest[1]), rest[2]
         fields = dict(word.split("=") for word in rest[3:])
         sequence = int(
-            fields.get("sequence", self.agreements[source]._core.next_sequence[self.domain.index_of(target)])
+            fields.get("sequence", self.agreements[source]._core.streams.next_sequence[self.domain.index_of(target)])
         )
         if "sequence" not in fields:
-            self.agreements[source]._core.next_sequence[self.domain.index_of(target)] += 1
+            self.agreements[source]._core.streams.next_sequence[self.domain.index_of(target)] += 1
         incarnation = int(fields.get("incarnation", "1"))
         record = (
             int(Kind[kind]) if kind in Kind.__members__ else int(kind),
@@ -273,7 +288,9 @@ class Scenario:
             incarnation,
         )
         codec = Codec(self.domain, source, self.config.frame_bytes_max)
-        frame = codec.encode(self.domain.index_of(target), Frame(sequence, 0, (record,)))
+        frame = codec.encode(
+            self.domain.index_of(target), Frame(sequence, 0, (record,), self.agreements[source]._core.context.session)
+        )
         self.network.inject(source, target, frame)
         return []
 
@@ -287,10 +304,15 @@ class Scenario:
             domain = Domain(1, self.domain.ranks, epoch=1)
         sender = source if what != "source" else next(r for r in self.domain.ranks if r not in (source, target))
         reader = target if what != "target" else next(r for r in self.domain.ranks if r not in (source, target))
-        sequence = self.agreements[source]._core.next_sequence[self.domain.index_of(target)]
+        sequence = self.agreements[source]._core.streams.next_sequence[self.domain.index_of(target)]
         record = (int(Kind.TERMINAL), 0, 0, 0, 0, self.requests.get(1, 0), 1)
         codec = Codec(domain, sender, self.config.frame_bytes_max)
-        data = bytearray(codec.encode(self.domain.index_of(reader), Frame(sequence, 0, (record,))))
+        data = bytearray(
+            codec.encode(
+                self.domain.index_of(reader),
+                Frame(sequence, 0, (record,), self.agreements[source]._core.context.session),
+            )
+        )
         if what == "empty":
             data = bytearray()
         elif what == "short":
@@ -311,10 +333,10 @@ class Scenario:
         out = []
         for rank, agreement in self.agreements.items():
             core = agreement._core
-            waiting = [Kind(r[0]).name for r in core.intents.values()]
+            waiting = [Kind(r[0]).name for r in core.streams.intents.values()]
             if waiting:
                 out.append(f"{rank}: unsent {' '.join(waiting)}")
-            for peer, queue in core.queues.items():
+            for peer, queue in core.streams.queues.items():
                 if queue:
                     out.append(
                         f"{rank}: unsent to {self.domain.ranks[peer]}: {' '.join(Kind(r[0]).name for r in queue)}"
@@ -328,14 +350,14 @@ class Scenario:
         """Counters of one rank."""
         core = self.agreements[int(rest[0])]._core
         return [
-            f"stale {core.stale}, duplicates {core.duplicates}, ignored {core.ignored}, open {core.open_count}, "
-            f"frames sent {core.frames_sent}"
+            f"stale {core.book.stale}, duplicates {core.streams.duplicates}, ignored {core.ignored}, "
+            f"open {core.book.open_count}, frames sent {core.streams.frames_sent}"
         ]
 
     def _do_digests(self, _rest: list[str]) -> list[str]:
         """Whether all ranks hold the same digests."""
-        finals = {a._core.digest for a in self.agreements.values()}
-        activations = {a._core.activation_digest for a in self.agreements.values()}
+        finals = {a._core.member.digest for a in self.agreements.values()}
+        activations = {a._core.member.activation_digest for a in self.agreements.values()}
         return [
             f"finals {'equal' if len(finals) == 1 else 'differ'}, activations {'equal' if len(activations) == 1 else 'differ'}"
         ]

@@ -26,7 +26,8 @@ from pp_agreement._events import (
     WithdrawResult,
 )
 from pp_agreement._inprocess import InProcessNetwork
-from pp_agreement._state import Kind, ReadyState, Round, TerminalState
+from pp_agreement._round import Round
+from pp_agreement._state import Kind, ReadyState, TerminalState
 from pp_agreement._verify import verify
 from pp_agreement.testing._monitor import Monitor, PropertyViolation
 
@@ -85,19 +86,19 @@ class _Host:
         self.polls = 0
 
         core = agreement._core
-        said = core._say
+        said = core.streams.say
 
         def listen(
-            round_: Round, slot: int, kind: int, outcome: int = 0, disposition: int = 0, reason: int = 0
+            round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
         ) -> None:
             """What a rank says is what it did, also where the core says it on the host's behalf."""
             what = _SAID.get(kind)
             if what is not None:
-                key = Key(round_.request_id, round_.incarnation, round_.attempt)
+                key = Key(round_.request_id, round_.incarnation, round_.own.attempt)
                 self.did(what, key, (outcome, disposition) if what == "terminal" else ())
             said(round_, slot, kind, outcome, disposition, reason)
 
-        core._say = listen  # type: ignore[method-assign]
+        core.streams.say = listen  # type: ignore[method-assign]
 
     def did(self, what: str, key: Key, extra: tuple[int, ...] = ()) -> None:
         self.simulation.monitor.did(self.me, what, key, extra)
@@ -242,7 +243,7 @@ class _Host:
         """The scheduling rank picks among the released; followers follow its log."""
         simulation, draw = self.simulation, self.simulation.random
         if self.agreement.is_scheduler:
-            if self.released and not self.agreement._core.drain_last:
+            if self.released and not self.agreement._core.book.last:
                 picked = draw.sample(self.released, draw.randint(1, len(self.released)))
                 self.released = [k for k in self.released if k not in picked]
                 self.agreement.activate(picked)
@@ -465,21 +466,25 @@ class _Simulation:
         elif self.fault == HOST_FAILURE:
             victim.agreement.fail("the host says so")
         elif self.fault == INTERRUPT:
-            name = draw.choice(("_note", "_fan_out", "_deliver_local", "_commit", "_retire", "_queue_up"))
-            core, countdown = victim.agreement._core, draw.randint(0, 3)
-            honest, after = getattr(core, name), draw.random() < 0.5
+            core = victim.agreement._core
+            places: tuple[tuple[object, str], ...] = (
+                (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "commit"),
+                (core.book, "retire"), (core.streams, "queue_up"),
+            )  # fmt: skip
+            (place, name), countdown = draw.choice(places), draw.randint(0, 3)
+            honest, after = getattr(place, name), draw.random() < 0.5
 
             def breaking(*arguments: object, **options: object) -> object:
                 nonlocal countdown
                 countdown -= 1
                 if countdown >= 0 or not core.stepping:
                     return honest(*arguments, **options)
-                setattr(core, name, honest)
+                setattr(place, name, honest)
                 if after:
                     honest(*arguments, **options)
                 raise _Interrupt
 
-            setattr(core, name, breaking)
+            setattr(place, name, breaking)
         else:
             coordinator = self.domain.coordinator_index
             other = draw.choice([h.me for h in self.hosts if h.me != coordinator])

@@ -1,0 +1,249 @@
+"""The coordinator: counts what members say about a round, and decides each thing once.
+
+It knows sets of members, not what they mean. A decision is one record, appended in one step to every destination's queue,
+this rank's own included; nothing is ever decided twice, whatever a destination does with its queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from pp_agreement._context import Context, Violation
+from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason
+from pp_agreement._round import Round, Tally
+from pp_agreement._rounds import Rounds
+from pp_agreement._state import (
+    COORDINATOR_RULE,
+    PHASE_NEXT,
+    TRANSIENT_MAX,
+    Decision,
+    Kind,
+    Phase,
+    Rule,
+)
+from pp_agreement._streams import Streams
+
+_VOTE, _WITHDRAW, _ACK, _ACTIVATE_ACK = int(Kind.VOTE), int(Kind.WITHDRAW), int(Kind.ACK), int(Kind.ACTIVATE_ACK)
+_TOLD = {
+    Decision.PREPARE: Kind.PREPARE,
+    Decision.RELEASE: Kind.RELEASE,
+    Decision.COMPLETE: Kind.COMPLETE,
+    Decision.ABORT: Kind.ABORT,
+    Decision.FINALIZE_REOPEN: Kind.FINALIZE,
+    Decision.FINALIZE_LAST: Kind.FINALIZE,
+    Decision.COMMIT: Kind.COMMIT,
+}
+
+
+class Coordinator:
+    """See the module.
+
+    Args:
+        end_attempt: Called for a round in which somebody voted terminal and nobody is ready: nobody needs to become it.
+    """
+
+    def __init__(
+        self, context: Context, streams: Streams, rounds: Rounds, end_attempt: Callable[[Round], None]
+    ) -> None:
+        self.context = context
+        self.streams = streams
+        self.rounds = rounds
+        self.end_attempt = end_attempt
+        self.ignored = 0
+
+    # -- what members say -------------------------------------------------------------------------------------------
+
+    def count_ready(self, round_: Round, tally: Tally, source: int, kind: int, reason: int, attempt: int) -> None:
+        """A member's record about readiness."""
+        context = self.context
+        if not round_.uses_ready:
+            context.blame(source, "uses readiness that this admission has not", round_)
+        if attempt != tally.attempt:
+            if attempt < tally.attempt:
+                self.rounds.stale += 1
+                return
+            context.blame(source, f"is in attempt {attempt} before {tally.attempt} was finalized", round_)
+        rule = COORDINATOR_RULE[tally.phase][kind]
+        if rule is Rule.COUNT:
+            _COUNT[kind](self, round_, tally, source, reason)
+        elif rule is Rule.IGNORE:
+            self.ignored += 1
+        elif rule is Rule.ADVISE:
+            if tally.recalled >> source & 1:
+                self.streams.duplicates += 1
+            else:
+                tally.recalled |= 1 << source
+                self._advise(round_, tally, source, AdviceKind.RECALL, reason)
+        elif rule is Rule.NOTE:
+            tally.withdrawn |= 1 << source
+            tally.abort_reason = max(tally.abort_reason, reason)
+        elif rule is Rule.ABORT_UNLESS_LEASED and tally.acks >> source & 1:
+            self.ignored += 1
+        elif rule is Rule.FAULT:
+            self._unexpected(round_, source, kind, f"in phase {tally.phase.name}")
+        elif rule is Rule.ABORT_UNLESS_ACTIVATED and tally.activated:
+            self._unexpected(round_, source, kind, "after an activation")
+        else:
+            tally.withdrawn |= 1 << source
+            self.rounds.note(round_, "revoke" if kind == Kind.REVOKE else "withdraw", source)
+            self.abort(round_, tally, reason)
+
+    def _count_vote(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
+        if tally.terminal_mask >> source & 1:
+            self._unexpected(round_, source, _VOTE, "after its terminal vote")
+        tally.votes |= 1 << source
+        self.rounds.note(round_, "vote", source)
+        if tally.terminal_mask:
+            self.abort(round_, tally, int(Reason.TERMINAL_VOTE))
+        elif tally.votes == self.context.all_mask:
+            self._decide(round_, tally, Decision.PREPARE)
+
+    def _count_ack(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
+        tally.acks |= 1 << source
+        self.rounds.note(round_, "ack", source)
+        if tally.acks == self.context.all_mask:
+            self._decide(round_, tally, Decision.RELEASE)
+
+    def _count_activation(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
+        tally.activated |= 1 << source
+        self.rounds.note(round_, "activate ack", source)
+        if tally.activated == self.context.all_mask:
+            self._decide(round_, tally, Decision.COMPLETE)
+
+    def _count_abort_ack(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
+        tally.abort_acks |= 1 << source
+        tally.abort_reason = max(tally.abort_reason, reason)
+        self.rounds.note(round_, "abort ack", source)
+        if tally.abort_acks == self.context.all_mask:
+            self.finalize(round_, tally)
+
+    def count_terminal(
+        self, round_: Round, tally: Tally, source: int, outcome: int, disposition: int, reason: int
+    ) -> None:
+        """A member's one vote."""
+        context, bit = self.context, 1 << source
+        vote = (outcome, disposition, reason)
+        if tally.terminal_mask & bit:
+            if tally.terminal_votes[source] != vote:
+                context.blame(source, "changed its terminal vote", round_)
+            self.streams.duplicates += 1
+            return
+        if disposition and not outcome:
+            context.blame(source, "voted COMPLETED with QUARANTINE", round_)
+        phase = tally.phase
+        took_part = tally.votes | tally.withdrawn | tally.abort_acks
+        if phase is not Phase.FINAL and not tally.activated & bit and took_part & bit:
+            context.blame(source, "voted terminal while its readiness attempt is open", round_)
+        tally.terminal_votes[source] = vote
+        tally.terminal_mask |= bit
+        self.rounds.note(round_, "terminal vote", source)
+        if phase is Phase.GATHERING and tally.votes:
+            self.abort(round_, tally, int(Reason.TERMINAL_VOTE))
+        elif (
+            phase is Phase.GATHERING and round_.heard and round_.uses_ready and tally.terminal_mask != context.all_mask
+        ):
+            self.end_attempt(round_)
+        else:
+            self._maybe_commit(round_, tally)
+
+    def count_doubt(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
+        """A member lacks proof: passed on once."""
+        if tally.doubted >> source & 1:
+            self.streams.duplicates += 1
+            return
+        tally.doubted |= 1 << source
+        self.rounds.note(round_, "doubt", source)
+        self._advise(round_, tally, source, AdviceKind.DOUBT, reason)
+
+    def _advise(self, round_: Round, tally: Tally, source: int, kind: AdviceKind, reason: int) -> None:
+        self.streams.tell_scheduler(
+            (int(Kind.ADVICE), source, int(kind), reason, tally.attempt, round_.request_id, round_.incarnation)
+        )
+
+    def _unexpected(self, round_: Round, source: int, kind: int, where: str) -> NoReturn:
+        raise Violation(
+            FaultCode.PROTOCOL,
+            f"unexpected {Kind(kind).name} of rank {self.context.name(source)} {where}",
+            round_,
+            source,
+        )
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def abort(self, round_: Round, tally: Tally, reason: int) -> None:
+        """The attempt ends."""
+        tally.abort_acks = 0
+        tally.abort_reason = max(tally.abort_reason, reason)
+        self._decide(round_, tally, Decision.ABORT, reason=tally.abort_reason)
+
+    def finalize(self, round_: Round, tally: Tally) -> None:
+        """Everybody let go of the attempt: what follows depends on the greatest reason."""
+        reason = tally.abort_reason
+        if tally.terminal_mask:
+            mode = FinalizeMode.TERMINAL
+        elif reason > TRANSIENT_MAX:
+            mode = FinalizeMode.CLOSED
+        else:
+            mode = FinalizeMode.REOPEN
+        if mode is FinalizeMode.REOPEN:
+            self._decide(round_, tally, Decision.FINALIZE_REOPEN, outcome=int(mode), reason=reason)
+            tally.next_attempt()
+        else:
+            self._decide(round_, tally, Decision.FINALIZE_LAST, outcome=int(mode), reason=reason)
+            self._maybe_commit(round_, tally)
+
+    def _maybe_commit(self, round_: Round, tally: Tally) -> None:
+        """All votes, and no readiness attempt in progress: the decision, once."""
+        if tally.terminal_mask != self.context.all_mask or PHASE_NEXT[tally.phase][Decision.COMMIT] is None:
+            return
+        outcome = disposition = packed = 0
+        for member, (one_outcome, one_disposition, one_reason) in tally.terminal_votes.items():
+            if one_outcome > outcome:
+                outcome = one_outcome
+            if one_disposition > disposition:
+                disposition = one_disposition
+            packed |= one_reason << (8 * member)
+        chunk = 0
+        while packed:  # eight members' reasons per record, before the COMMIT on every stream alike
+            self.streams.fan_out((int(Kind.REASONS), chunk, 0, 0, 0, packed & (2**64 - 1), round_.incarnation))
+            packed >>= 64
+            chunk += 1
+        self._decide(round_, tally, Decision.COMMIT, outcome=outcome, disposition=disposition)
+
+    def _decide(
+        self,
+        round_: Round,
+        tally: Tally,
+        decision: Decision,
+        *,
+        outcome: int = 0,
+        disposition: int = 0,
+        reason: int = 0,
+    ) -> None:
+        """Make a decision, where the table allows it: one record to everybody whom it concerns, in this one step."""
+        after = PHASE_NEXT[tally.phase][decision]
+        kind = _TOLD[decision]
+        if after is None:
+            raise Violation(FaultCode.INTERNAL, f"{decision.name} decided in phase {tally.phase.name}", round_)
+        tally.phase = after
+        self.rounds.note(round_, kind.name, self.context.me)
+        record = (int(kind), outcome, disposition, reason, tally.attempt, round_.request_id, round_.incarnation)
+        if decision is Decision.RELEASE:
+            self.streams.tell_scheduler(record)
+        else:
+            self.streams.fan_out(record)
+
+    def copy(self, context: Context, streams: Streams, rounds: Rounds, end: Callable[[Round], None]) -> Coordinator:
+        """An independent copy, for explorers."""
+        twin = Coordinator(context, streams, rounds, end)
+        twin.ignored = self.ignored
+        return twin
+
+
+_COUNT = {
+    _VOTE: Coordinator._count_vote,
+    _ACK: Coordinator._count_ack,
+    _ACTIVATE_ACK: Coordinator._count_activation,
+    int(Kind.ABORT_ACK): Coordinator._count_abort_ack,
+}

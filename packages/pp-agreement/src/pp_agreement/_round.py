@@ -1,0 +1,153 @@
+"""The record of one admission at one rank: what the rank does itself, and what the coordinator counted."""
+
+from __future__ import annotations
+
+from pp_agreement._events import Record
+from pp_agreement._state import Phase, ReadyState, TerminalState
+
+NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
+
+
+class Own:
+    """This rank's half of a round."""
+
+    __slots__ = (
+        "aborted_for",
+        "advised",
+        "attempt",
+        "disposition",
+        "doubt_at_s",
+        "doubt_expired",
+        "leased_at_s",
+        "next_intent",
+        "next_reason",
+        "outcome",
+        "ready",
+        "reason",
+        "reasons",
+        "terminal",
+        "told_reason",
+        "voted_at_s",
+    )
+
+    def __init__(self) -> None:
+        self.attempt = 0
+        self.ready: ReadyState = ReadyState.IDLE
+        self.terminal: TerminalState = TerminalState.OPEN
+        self.outcome = 0
+        self.disposition = 0
+        self.reason = 0
+        self.aborted_for = 0  # reason of the ABORT
+        self.told_reason = 0  # greatest reason that this rank gave in this attempt
+        self.next_intent = NEXT_NOTHING  # what the host wants of the next attempt
+        self.next_reason = 0
+        self.doubt_at_s: float | None = None
+        self.doubt_expired = False
+        self.leased_at_s: float | None = None
+        self.voted_at_s: float | None = None
+        self.advised = False
+        self.reasons = 0  # packed, eight bits per member, from REASONS records
+
+    def copy(self) -> Own:
+        twin = Own.__new__(Own)
+        for name in Own.__slots__:
+            setattr(twin, name, getattr(self, name))
+        return twin
+
+    def fingerprint(self) -> tuple[object, ...]:
+        return (
+            self.attempt, int(self.ready), int(self.terminal), self.outcome, self.disposition, self.reason,
+            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.advised,
+            self.reasons,
+        )  # fmt: skip
+
+
+class Tally:
+    """The coordinator's half of a round: sets of members as masks."""
+
+    __slots__ = (
+        "abort_acks",
+        "abort_reason",
+        "acks",
+        "activated",
+        "attempt",
+        "doubted",
+        "phase",
+        "recalled",
+        "terminal_mask",
+        "terminal_votes",
+        "votes",
+        "withdrawn",
+    )
+
+    def __init__(self) -> None:
+        self.phase: Phase = Phase.GATHERING
+        self.attempt = 0  # the attempt that ``phase`` speaks of
+        self.votes = 0
+        self.withdrawn = 0
+        self.acks = 0
+        self.activated = 0
+        self.abort_acks = 0
+        self.abort_reason = 0
+        self.recalled = 0  # members whose advice was passed on: of each once
+        self.doubted = 0
+        self.terminal_mask = 0
+        self.terminal_votes: dict[int, tuple[int, int, int]] = {}
+
+    def next_attempt(self) -> None:
+        """Everything that speaks of one attempt only."""
+        self.attempt += 1
+        self.votes = self.withdrawn = self.acks = self.activated = self.abort_acks = self.recalled = 0
+        self.abort_reason = 0
+
+    def copy(self) -> Tally:
+        twin = Tally.__new__(Tally)
+        for name in Tally.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.terminal_votes = dict(self.terminal_votes)
+        return twin
+
+    def fingerprint(self) -> tuple[object, ...]:
+        return (
+            int(self.phase), self.attempt, self.votes, self.withdrawn, self.acks, self.activated, self.abort_acks,
+            self.abort_reason, self.doubted, self.recalled, self.terminal_mask,
+            tuple(sorted(self.terminal_votes.items())),
+        )  # fmt: skip
+
+
+class Round:
+    """Everything one rank knows about one admission."""
+
+    __slots__ = (
+        "blocked", "heard", "held", "incarnation", "own", "request_id", "story", "tally", "touched_s", "uses_ready",
+    )  # fmt: skip
+
+    def __init__(self, request_id: int, incarnation: int, counts: bool) -> None:
+        self.request_id = request_id
+        self.incarnation = incarnation
+        self.heard = False
+        self.blocked = False  # admitted, but an older round must be decided here first; records are held
+        self.held: list[tuple[int, Record]] | None = None
+        self.uses_ready = True
+        self.own = Own()
+        self.tally: Tally | None = Tally() if counts else None
+        self.touched_s = 0.0  # last progress
+        self.story: list[tuple[float, str, int]] = []
+
+    def copy(self) -> Round:
+        """An independent copy, for the explorer."""
+        twin = Round.__new__(Round)
+        for name in Round.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin.own = self.own.copy()
+        twin.tally = None if self.tally is None else self.tally.copy()
+        twin.story = list(self.story)
+        twin.held = None if self.held is None else list(self.held)
+        return twin
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """All that decides the future, without times and stories."""
+        return (
+            self.request_id, self.incarnation, self.heard, self.blocked, self.uses_ready, tuple(self.held or ()),
+            self.own.fingerprint(), () if self.tally is None else self.tally.fingerprint(),
+        )  # fmt: skip

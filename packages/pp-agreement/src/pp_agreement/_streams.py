@@ -1,0 +1,241 @@
+"""One stream per peer: what waits to be sent, the frames that leave, and the identity of those that come.
+
+A member's unsent records have places, one per round and slot, so that a newer intent replaces an older one. The coordinator
+has a queue per destination, its own included, and appends each decision to all of them in one step.
+
+A stream is a session of its sender and a sequence from 1. The session is a number drawn when an agreement is constructed, so
+a restarted member is another one even under the same epoch, and is refused with its first frame. A sequence that was seen
+before is a repetition only with the content that it had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pp_agreement._context import Context, Violation
+from pp_agreement._events import FaultCode, Frame, Record, SendFrame
+from pp_agreement._round import Round
+from pp_agreement._state import REPLACES, Kind
+
+EXCHANGE = -1
+"""The one 'peer' of a replicated core: the lockstep exchange with everybody."""
+
+REPEATS_KEPT = 64
+"""Frames of a stream whose content is remembered; a transport repeats what it sent last, or nothing."""
+
+# Slots of unsent records.
+READY_SLOT, TERMINAL_SLOT, RECALL_SLOT, DOUBT_SLOT, CONTROL_SLOT = range(5)
+
+
+class Streams:
+    """See the module."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        size = context.size
+        self.counts_own = context.is_coordinator and not context.replicated  # own records go to the own coordinator
+        self.intents: dict[tuple[int, int], Record] = {}
+        self.queues: dict[int, list[Record]] = {p: [] for p in context.peers} if context.is_coordinator else {}
+        self.local: deque[tuple[bool, Record]] = deque()  # this rank's own queue: (to the coordinator, record)
+        self.next_sequence = [1] * size
+        self.expected = [1] * size
+        self.sessions = [0] * size  # of the peers; 0: not heard yet
+        self.seen: list[deque[int]] = [deque(maxlen=REPEATS_KEPT) for _ in range(size)]
+        self.last_sent_s = [float("-inf")] * size
+        self.busy_pending: dict[int, int] = {}
+        self.muted = False  # this rank says nothing of its own accord any more
+        self.sent_kinds = [0] * 128
+        self.received_kinds = [0] * 128
+        self.duplicates = 0
+        self.frames_received = 0
+        self.frames_sent = 0
+        self.heartbeats_sent = 0
+        self.queue_max = 0
+
+    # -- what waits -------------------------------------------------------------------------------------------------
+
+    def say(
+        self, round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
+    ) -> None:
+        """This rank says something about a round, to the coordinator."""
+        record = (int(kind), outcome, disposition, reason, round_.own.attempt, round_.request_id, round_.incarnation)
+        if round_.held is not None:
+            kept = [(s, r) for s, r in round_.held if s != slot]
+            kept.append((slot, record))
+            round_.held = kept
+        else:
+            self.queue_up(slot, record)
+
+    def is_unsent(self, round_: Round, slot: int) -> bool:
+        """Whether the record in this slot can still be replaced."""
+        return round_.held is not None or (slot, round_.incarnation) in self.intents
+
+    def queue_up(self, slot: int, record: Record) -> None:
+        """Put a record of this rank where it waits."""
+        if self.counts_own:
+            self.local.append((True, record))
+            return
+        place = (slot, record[6])
+        older = self.intents.get(place)
+        if older is not None and slot == READY_SLOT and older[0] not in REPLACES[Kind(record[0])]:
+            raise Violation(FaultCode.INTERNAL, f"{Kind(record[0]).name} would replace an unsent {Kind(older[0]).name}")
+        self.intents[place] = record
+        if len(self.intents) > self.queue_max:
+            self.queue_max = len(self.intents)
+
+    def control(self, kind: Kind, *, request_id: int = 0, incarnation: int = 0) -> None:
+        """This rank says something about the domain, to the coordinator."""
+        record = (int(kind), 0, 0, 0, 0, request_id, incarnation)
+        if self.counts_own:
+            self.local.append((True, record))
+        else:
+            self.intents[CONTROL_SLOT + kind, 0] = record
+
+    def fan_out(self, record: Record) -> None:
+        """The coordinator says something to everybody, itself included."""
+        for queue in self.queues.values():
+            queue.append(record)
+        self.local.append((False, record))
+
+    def tell_scheduler(self, record: Record) -> None:
+        """The coordinator says something to the scheduling rank."""
+        context = self.context
+        if context.is_scheduler:
+            self.local.append((False, record))
+        elif not context.replicated:
+            self.queues[context.scheduler].append(record)
+
+    def stop(self, records: list[Record], survivors: frozenset[int], tell: bool) -> None:
+        """The domain stops: what no longer binds is dropped, and the others are told."""
+        self.local.clear()
+        self.intents.clear()
+        if self.counts_own:
+            for queue in self.queues.values():
+                queue[:] = [r for r in queue if r[0] in survivors]
+                queue.extend(records)
+        elif tell:
+            for number, record in enumerate(records):
+                self.intents[CONTROL_SLOT + record[0], number] = record
+
+    # -- what leaves ------------------------------------------------------------------------------------------------
+
+    def wanting(self) -> list[int] | tuple[int, ...]:
+        """Peers for whom something waits, or who are due a heartbeat."""
+        context = self.context
+        peers = context.peers
+        quiet = not self.intents and not self.busy_pending
+        due_s = context.elapsed_s - context.config.heartbeat_s
+        beats = not self.muted and context.fault is None
+        if self.counts_own:
+            queues, sent_s, pending = self.queues, self.last_sent_s, self.busy_pending
+            found = []
+            for peer in peers:
+                if queues[peer] or peer in pending or (beats and sent_s[peer] <= due_s):
+                    found.append(peer)
+            return found
+        if not quiet or (beats and peers and self.last_sent_s[peers[0]] <= due_s):
+            return peers
+        return ()
+
+    def is_beat_due(self, peer: int) -> bool:
+        """Whether the peer should hear that this rank lives."""
+        context = self.context
+        if self.muted or context.fault is not None or peer == EXCHANGE:
+            return False
+        return context.elapsed_s - self.last_sent_s[peer] >= context.config.heartbeat_s
+
+    def fill(self, peer: int, outstanding: int) -> None:
+        """A slot towards ``peer`` is free: one frame of what waits, or a heartbeat when nothing else is under way."""
+        context = self.context
+        limit = context.config.records_per_frame_max
+        records: tuple[Record, ...]
+        if self.counts_own:
+            queue = self.queues[peer]
+            if len(queue) > self.queue_max:
+                self.queue_max = len(queue)
+                if len(queue) > context.config.queue_records_max and context.fault is None:
+                    raise Violation(FaultCode.INTERNAL, f"{len(queue)} records wait for rank {context.name(peer)}")
+            if len(queue) <= limit:
+                records = tuple(queue)
+                queue.clear()
+            else:
+                records = tuple(queue[:limit])
+                del queue[:limit]
+        elif len(self.intents) <= limit:
+            records = tuple(self.intents.values())
+            self.intents.clear()
+        else:
+            places = list(self.intents)[:limit]
+            records = tuple(self.intents.pop(place) for place in places)
+        busy_ms = self.busy_pending.pop(peer, 0)
+        if not records and not busy_ms:
+            if outstanding or not self.is_beat_due(peer):
+                return
+            self.heartbeats_sent += 1
+        kinds = self.sent_kinds
+        for record in records:
+            kinds[record[0]] += 1
+        sequence = self.next_sequence[peer]
+        self.next_sequence[peer] = sequence + 1
+        self.last_sent_s[peer] = context.elapsed_s
+        self.frames_sent += 1
+        context.effects.append(SendFrame(peer, Frame(sequence, busy_ms, records, context.session)))
+
+    # -- what comes -------------------------------------------------------------------------------------------------
+
+    def accept(self, peer: int, frame: Frame) -> bool:
+        """Whether the frame is the next one of its stream; False: an exact repetition, ignored."""
+        context = self.context
+        if peer not in context.peers:
+            raise Violation(
+                FaultCode.PROTOCOL, f"a frame from rank {context.name(peer)}, which is not spoken to", suspect=peer
+            )
+        sequence, known = frame.sequence, self.sessions[peer]
+        if frame.session != known:
+            if known or self.expected[peer] > 1:
+                raise Violation(
+                    FaultCode.SEQUENCE,
+                    f"rank {context.name(peer)} speaks in another session than before: it was restarted, which needs "
+                    "another epoch of the domain",
+                    suspect=peer,
+                )
+            if sequence == 1:
+                self.sessions[peer] = frame.session
+        expected = self.expected[peer]
+        if sequence != expected:
+            seen = self.seen[peer]
+            age = expected - sequence
+            if 0 < age <= len(seen) and seen[-age] == frame.checksum:
+                self.duplicates += 1
+                return False
+            told = (
+                f"frame {sequence} of rank {context.name(peer)} came where {expected} was due"
+                if age < 0
+                else f"frame {sequence} of rank {context.name(peer)} came again with another content"
+            )
+            raise Violation(FaultCode.SEQUENCE, told, suspect=peer)
+        self.expected[peer] = sequence + 1
+        self.seen[peer].append(frame.checksum)
+        self.frames_received += 1
+        return True
+
+    # -- for explorers ----------------------------------------------------------------------------------------------
+
+    def copy(self, context: Context) -> Streams:
+        """An independent copy."""
+        twin = Streams.__new__(Streams)
+        twin.__dict__.update(self.__dict__)
+        twin.context = context
+        twin.queues = {i: list(v) for i, v in self.queues.items()}
+        twin.local = deque(self.local)
+        twin.seen = [deque(one, REPEATS_KEPT) for one in self.seen]
+        for name in (
+            "intents", "next_sequence", "expected", "sessions", "last_sent_s", "busy_pending", "sent_kinds",
+            "received_kinds",
+        ):  # fmt: skip
+            setattr(twin, name, getattr(self, name).copy())
+        return twin
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """What waits."""
+        return tuple(sorted(self.intents.items())), tuple([tuple(q) for q in self.queues.values()])

@@ -1,0 +1,74 @@
+"""The invariants that one rank can see of itself; a violation is a defect of this package."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pp_agreement._errors import AgreementError
+from pp_agreement._round import Round, Tally
+from pp_agreement._state import FENCE, Phase, ReadyState, TerminalInput, TerminalState
+
+if TYPE_CHECKING:
+    from pp_agreement._machine import AgreementCore
+
+_HOLDS_LEASE = (ReadyState.LEASED, ReadyState.RELEASED, ReadyState.ACTIVATED, ReadyState.COMPLETE)
+_AT_SCHEDULER = (ReadyState.RELEASED, ReadyState.REVOKED)
+_ABORTED = (ReadyState.ABORTING, ReadyState.ABORT_ACKED)
+
+
+class InvariantViolation(AgreementError):
+    """``validate()`` found the core inconsistent: a defect of this package."""
+
+
+def validate(core: AgreementCore) -> None:
+    """Raises :class:`InvariantViolation` with the round's story."""
+    book, member, ending, streams = core.book, core.member, core.ending, core.streams
+    credits = core.config.credits
+
+    def need(holds: bool, what: str, round_: Round | None = None) -> None:
+        if not holds:
+            story = "" if round_ is None else "\n  " + "\n  ".join(core.context.tell(round_))
+            raise InvariantViolation(f"rank {core.rank}: {what}{story}")
+
+    need(sum(not r.blocked for r in book.open.values()) == book.open_count, "open rounds are miscounted")
+    need(book.open_count <= credits, "more open rounds than credits")
+    need(len(book.blocked) <= credits, "more held rounds than credits")
+    heard_open = sum(r.heard for r in book.open.values())
+    need(member.committed + member.closed_rounds + heard_open == book.heard, "an admission was lost")
+    need(not (ending.drained and book.open), "drained with open rounds")
+    need(not (ending.reported and book.open), "reported with open rounds")
+    need(not streams.local, "the local queue outlived a step")
+    need(len(streams.intents) <= 4 * credits + 32, "too many unsent records")
+    for queue in streams.queues.values():
+        need(len(queue) <= core.config.queue_records_max, "a destination's queue is too long")
+    for incarnation, round_ in book.open.items():
+        own = round_.own
+        need(round_.incarnation == incarnation <= book.heard + credits, "outside the credit window", round_)
+        need(incarnation in book.by_request.get(round_.request_id, ()), "the index lost a round", round_)
+        need(round_.heard or own.ready in (ReadyState.IDLE, ReadyState.ABORTING), "state before the broadcast", round_)
+        need(round_.heard or own.terminal is TerminalState.OPEN, "a vote before the broadcast", round_)
+        need((own.ready is ReadyState.NOT_USED) == (not round_.uses_ready), "NOT_USED against the broadcast", round_)
+        need(core.context.is_scheduler or own.ready not in _AT_SCHEDULER, "RELEASE at another rank", round_)
+        fenced = own.terminal < TerminalState.VOTED or own.ready in FENCE[TerminalInput.VOTE] or own.ready in _ABORTED
+        need(fenced, "a terminal vote beside an open readiness attempt", round_)
+        need(not (own.disposition and not own.outcome), "COMPLETED with QUARANTINE", round_)
+        need((round_.held is not None) == round_.blocked, "records are held without need", round_)
+        need((round_.tally is not None) == core.context.is_coordinator, "a tally at the wrong rank", round_)
+        if round_.tally is not None:
+            _validate_tally(core, round_, round_.tally, need)
+
+
+def _validate_tally(core: AgreementCore, round_: Round, tally: Tally, need) -> None:  # type: ignore[no-untyped-def]
+    full, phase, own = core.context.all_mask, tally.phase, round_.own
+    need(tally.acks & ~tally.votes == 0, "a lease without a vote", round_)
+    need(tally.activated & ~tally.acks == 0, "an activation without a lease", round_)
+    granted = phase in (Phase.GRANTING, Phase.RELEASED, Phase.COMPLETE)
+    need(not granted or tally.votes == full, "PREPARE without all votes", round_)
+    need(phase not in (Phase.RELEASED, Phase.COMPLETE) or tally.acks == full, "RELEASE without all leases", round_)
+    need(phase is not Phase.COMPLETE or tally.activated == full, "COMPLETE without all activations", round_)
+    need(phase is not Phase.ABORTING or not tally.activated, "ABORT after an activation", round_)
+    need(tally.terminal_mask == sum(1 << m for m in tally.terminal_votes), "terminal votes are miscounted", round_)
+    if not core.context.replicated and own.attempt == tally.attempt and phase is not Phase.FINAL:
+        leased = bool(tally.acks >> core.context.me & 1)
+        excused = phase is Phase.ABORTING or own.ready is ReadyState.REVOKED
+        need(excused or leased == (own.ready in _HOLDS_LEASE), "the own lease and the tally disagree", round_)
