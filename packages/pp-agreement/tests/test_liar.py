@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from pp_agreement import (
     Committed,
     Completed,
     Domain,
+    DomainStopped,
     Drained,
     Fault,
     FaultCode,
@@ -115,7 +117,8 @@ def act(draw, agreement, log, released, schedule, done):
             key = agreement.admit(100 + number, number, draw.random() < 0.6)
             log.append((key.request_id, key.incarnation, agreement.state(key).ready.name != "NOT_USED"))
         elif agreement.next_incarnation <= len(log):
-            agreement.admit(*log[agreement.next_incarnation - 1])
+            with contextlib.suppress(DomainStopped):  # the liar spoke of another request, or of readiness
+                agreement.admit(*log[agreement.next_incarnation - 1])
         for key in agreement.drain_state().undecided:
             state = agreement.state(key)
             if not state.heard or draw.random() < 0.5 or agreement.stopped is not None:

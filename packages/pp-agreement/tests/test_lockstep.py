@@ -14,6 +14,7 @@ from pp_agreement import (
     Disposition,
     Domain,
     Fault,
+    FaultCode,
     Finalized,
     FinalizeMode,
     Key,
@@ -161,8 +162,8 @@ class Group:
         assert len({(c.member.digest, c.member.committed, c.member.closed_rounds, c.drained) for c in self.cores}) == 1
         for incarnation in set.intersection(*[set(c.rounds) for c in self.cores]):
             states = {
-                (r.phase, r.phase_attempt, r.votes, r.acks, r.activated, r.abort_acks, r.terminal_mask)
-                for r in (c.rounds[incarnation] for c in self.cores)
+                (t.phase, t.attempt, t.votes, t.acks, t.activated, t.abort_acks, t.terminal_mask)
+                for t in (c.rounds[incarnation].tally for c in self.cores)
             }
             assert len(states) == 1, states
 
@@ -213,3 +214,32 @@ def test_every_rank_decides_the_same_in_the_same_exchange(block, skewed):
         assert len({core.member.activation_digest for core in group.cores}) == 1
         decided += last
     assert decided > 200
+
+
+def test_the_baseline_runs_its_timers():
+    """A lease that waits too long is revoked, and a round that nobody moves stops the domain, in lockstep as well."""
+    domain = Domain(1, (0, 1))
+    config = AgreementConfig(credits=2, lease_timeout_s=1.0, round_timeout_s=10.0)
+    cores = [AgreementCore(domain, rank, config, replicated=True) for rank in domain.ranks]
+
+    def exchange(now_s):
+        sent = [
+            [e.frame.records for e in c.step(ev.SlotFreed(EXCHANGE, 0), now_s) if isinstance(e, SendFrame)]
+            for c in cores
+        ]
+        told = [c.step(ev.ExchangeCompleted(tuple(s[0] if s else () for s in sent)), now_s) for c in cores]
+        return [(*t, *c.step(ev.SweepCompleted(0), now_s)) for t, c in zip(told, cores)]
+
+    key = Key(7, 1)
+    for core in cores:
+        core.step(ev.RequestAdmitted(7, 1, True), 0.0)
+        core.step(ev.ReadyPublished(key), 0.0)
+    exchange(0.1)
+    for core in cores:
+        core.step(ev.PrepareAcknowledged(key), 0.2)
+    exchange(0.3)
+    assert [[type(e) for e in told] for told in exchange(0.9)] == [[], []]
+    assert [[type(e) for e in told] for told in exchange(1.3)] == [[ev.Revoked], []]
+    assert [[type(e) for e in told] for told in exchange(1.4)] == [[ev.Aborted], [ev.Aborted]]
+    assert [[type(e) for e in told] for told in exchange(11.5)] == [[Fault], [Fault]]
+    assert all(core.fault.code is FaultCode.ROUND_TIMEOUT for core in cores)

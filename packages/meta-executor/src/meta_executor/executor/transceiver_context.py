@@ -57,6 +57,7 @@ from pp_agreement import (
     AllgatherAgreement,
     Committed,
     Disposition,
+    DomainStopped,
     DoubtExpired,
     Finalized,
     FinalizeMode,
@@ -162,7 +163,10 @@ class ContextTransceiver:
         sequence.admitted = True
         request = sequence.request
         generation_first = request.generation_first
-        sequence.key = self._agreement.admit(request.request_id, sequence.incarnation, ready=generation_first)
+        try:
+            sequence.key = self._agreement.admit(request.request_id, sequence.incarnation, ready=generation_first)
+        except DomainStopped:  # the fault is among the events of the next poll
+            sequence.key = Key(request.request_id, sequence.incarnation)
         self._sender.expect(self._key(sequence), self._operations_expected(sequence))
         if generation_first:
             self._waiting[request.request_id] = sequence

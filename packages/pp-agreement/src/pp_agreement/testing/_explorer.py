@@ -358,7 +358,8 @@ class Explorer:
             ready = round_.own.ready
             name = f"{base.incarnation}.{round_.own.attempt} @{member}"
             spent = budgets[member]
-            withdraw_bit, revoke_bit, idle_bit, recall_bit, early_bit = (1 << n + 8 * index for n in range(5))
+            unit = 1 << 8 * index  # eight bits per request
+            withdraw_bit, revoke_bit, idle_bit, recall_bit, early_bit = unit, 2 * unit, 4 * unit, 8 * unit, 16 * unit
             voted = round_.own.terminal >= TerminalState.VOTED
             if ready is ReadyState.IDLE and not voted:
                 if round_.own.attempt < world.attempts:

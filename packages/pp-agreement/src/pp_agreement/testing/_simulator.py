@@ -155,7 +155,10 @@ class _Host:
             if self.admitted >= len(log):
                 return False
             request_id, number, ready = log[self.admitted]
-            key = self.agreement.admit(request_id, number, ready)
+            try:
+                key = self.agreement.admit(request_id, number, ready)
+            except DomainStopped:  # the broadcast contradicts what a malformed frame said
+                return True
         self.admitted += 1
         if self.agreement.stopped is not None:
             return True
