@@ -406,6 +406,10 @@ class TestForgotten:
         """What it had buffered is sent when it is due."""
         sender = FakeSender(immediate=True)
         submitter = ThreadBatchSubmitter(sender, BatchSubmitConfig(batch_max=100, delay_ms=50))
+        # The timer thread is there and waits for something to be buffered when the owner goes.
+        submitter.submit(-1).result(PATIENCE_S)
+        sender.batches.clear()
+        time.sleep(0.05)
         tickets = [submitter.submit(n) for n in range(3)]
         del submitter
         gc.collect()
