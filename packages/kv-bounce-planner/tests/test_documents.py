@@ -12,14 +12,15 @@ from kv_bounce_planner.planning import Reason
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def test_the_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
-    """In an empty folder, in at most 20 lines."""
+def test_the_readme_examples_run_as_they_stand(tmp_path: Path) -> None:
+    """In an empty folder: the planner's in at most 20 lines, and the sessions'."""
     blocks = re.findall(r"^```python\n(.*?)^```", (PACKAGE / "README.md").read_text(), re.M | re.S)
-    assert blocks and len([line for line in blocks[0].splitlines() if line.strip()]) <= 20
-    done = subprocess.run(
-        [sys.executable, "-c", blocks[0]], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    assert len(blocks) == 2 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 20
+    for block in blocks:
+        done = subprocess.run(
+            [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_the_design_lists_every_reason_on_its_side() -> None:
@@ -34,7 +35,7 @@ def test_the_design_lists_every_reason_on_its_side() -> None:
 def test_files_named_in_the_documents_exist() -> None:
     """A reader should find what is named."""
     for document in (PACKAGE / "README.md", PACKAGE / "docs" / "design.md"):
-        for name in re.findall(r"`((?:tests|tools|benchmarks|src)/[\w/.]+\.py)", document.read_text()):
+        for name in re.findall(r"`((?:tests|tools|benchmarks|examples|src)/[\w/.]+\.py)", document.read_text()):
             assert (PACKAGE / name).exists(), (document.name, name)
         for name in re.findall(r"`(test_\w+\.py|bench_\w+\.py)`", document.read_text()):
             assert list(PACKAGE.rglob(name)), (document.name, name)

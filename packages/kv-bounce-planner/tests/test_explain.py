@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -128,7 +129,7 @@ def test_drawing_is_well_formed_and_to_scale(tmp_path: Path) -> None:
     assert data == (tmp_path / "plan.svg").read_bytes() == draw(plan(), choices=choices)
     root = ElementTree.fromstring(data)
     words = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"writer 0", "writer 1", "rank 0"} <= set(words)
+    assert {"writer 0", "writer 1"} <= set(words) and any(word.startswith("rank 0, ") for word in words)
     assert sum(word.endswith(choices[0].reason.value) for word in words) == 2
     boxes = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if e.get("x") == "40"]
     heights = np.array([float(e.get("height", "0")) + 2 for e in boxes])
@@ -145,3 +146,40 @@ def test_png_and_formats(tmp_path: Path) -> None:
     with pytest.raises(LayoutError):
         draw(plan(), tmp_path / "plan.gif")
     assert draw(TransferPlan(0, {}, 0)).startswith(b"<svg")
+
+
+def test_a_map_of_the_target_gives_every_token_its_one_writer():
+    """Layers, heads, tokens: the colours are looked up by address, evicted blocks stay grey, and nothing is painted twice."""
+    from kv_bounce_planner.planning import InstanceLayout, KVLayout, RequestBlocks, TokenRange, plan_destination
+    from kv_bounce_planner.words.draw import DrawnTarget, scene
+
+    def rank(number, layers, first_head, heads, base, tokens):
+        bases = [base + i * 0x100000 for i in range(len(layers))]
+        return KVLayout.uniform(
+            rank=number, first_layer=layers[0], layer_count=len(layers), head_total=6, first_head=first_head,
+            head_count=heads, head_dim=4, element_bytes=2, block_tokens=tokens, block_count=32, key_bases=bases,
+            value_bases=[at + 0x80000 for at in bases],
+        )  # fmt: skip
+
+    ranks = [
+        rank(p * 2 + t, range(p * 3, p * 3 + 3), t * 3, 3, 0x10000000 * (1 + p * 2 + t), 8)
+        for p in range(2)
+        for t in range(2)
+    ]
+    source, target = InstanceLayout("ctx", tuple(ranks), pp_size=2, tp_size=2), rank(0, range(6), 2, 3, 0x7000000000, 4)
+    tokens, blocks = TokenRange(3, 29), RequestBlocks.single([5, 9, -1, 3, 2, 8, 1, 12])
+    plan = plan_destination(source, target, blocks, tokens)
+    picture = scene(plan, None, DrawnTarget(target, blocks, tokens))
+    colour = {writer.rank: writer.colour for writer in picture.writers}
+    rows = sorted({cell.top for cell in picture.cells})
+    assert len(rows) == 12 and len({label.text for label in picture.labels}) == 12 + 3 + 1
+    for number, top in enumerate(rows):
+        row = sorted((cell for cell in picture.cells if cell.top == top), key=lambda cell: cell.left)
+        first = 0 if number < 6 else 2  # the stage; head 2 is its first rank's, heads 3 and 4 its second's
+        expected = [colour[rank] for rank in (first, first + 1, first + 1) for _ in range(2)]
+        assert [cell.colour for cell in row if cell.colour != "#e8e8e8"] == expected
+        assert sum(cell.colour == "#e8e8e8" for cell in row) == 3, "the evicted block of each head"
+        assert all(a.left + a.width <= b.left + 1e-6 for a, b in itertools.pairwise(row)), "cells overlap"
+    assert not any(writer.bands for writer in picture.writers)
+    column = scene(plan)
+    assert sum(cell.height for cell in column.cells) == 460 and all(not writer.bands for writer in column.writers)

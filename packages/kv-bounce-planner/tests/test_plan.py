@@ -574,3 +574,24 @@ def test_too_many_fragments_are_refused_not_built(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kv_bounce_planner.planning.plan.FRAGMENTS_MAX", 2)
     refused = try_plan_destination(SOURCE, ONE, RequestBlocks.single([1, 3, 5]), TokenRange(0, 3))
     assert isinstance(refused, Refusal) and refused.reason is Reason.TOO_MANY_FRAGMENTS
+
+
+def test_models_of_different_depth_are_refused_where_both_sides_say_theirs():
+    """A source with more layers than the target covers it; only the model's total tells that it is another model."""
+
+    def rank(layers, total):
+        layout = KVLayout.uniform(
+            rank=0, first_layer=0, layer_count=layers, head_total=1, head_dim=4, element_bytes=2, block_tokens=4,
+            block_count=4, key_bases=[4096 * (i + 1) for i in range(layers)],
+        )  # fmt: skip
+        return replace(layout, layer_total=total)
+
+    blocks, tokens = RequestBlocks.single([1, 2]), TokenRange(0, 8)
+    source, target = InstanceLayout.single(rank(6, 6)), rank(4, 4)
+    with pytest.raises(PlanRefused, match="layer_total is 6 at source rank 0 and 4 at the target") as refused:
+        plan_destination(source, target, blocks, tokens)
+    assert refused.value.reason is Reason.LAYOUT_MISMATCH
+    for unsaid in (replace(target, layer_total=0), replace(target, layer_total=6)):
+        assert plan_destination(source, unsaid, blocks, tokens).total_bytes
+    with pytest.raises(LayoutError, match="beyond"):
+        rank(4, 3)

@@ -65,6 +65,8 @@ class Scope:
     time: bool = False
     lies: bool = False
     ahead: bool = False
+    sever: bool = False
+    timeouts: bool = False
     executor: WriteExecutor = WriteExecutor.RECEIVER
 
 
@@ -92,6 +94,13 @@ SCOPES = (
         retire=True,
     ),
     Scope("bounce, gathered ahead, time", bounce=True, ahead=True, parts=1, time=True, fail=True),
+    Scope("direct, a link breaks", parts=1, sever=True, fail=True),
+    Scope("direct, a link breaks, two parts", parts=2, sever=True),
+    Scope("bounce, a link breaks", bounce=True, parts=1, sever=True),
+    Scope("bounce, gathered ahead, a link breaks", bounce=True, ahead=True, parts=1, sever=True, cancel=False),
+    Scope("direct, time-outs", parts=1, timeouts=True, time=True, errors=True),
+    Scope("bounce, time-outs", bounce=True, parts=1, timeouts=True, time=True),
+    Scope("direct, errors and death, NIC-executed", kill=True, errors=True, retire=True, executor=WriteExecutor.NIC),
     Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
 )
 #: The scopes of the smoke test: the smaller ones.
@@ -193,6 +202,8 @@ class World:
         self.scattered = 0
         self.snapshots: list[Any] = [None] * scope.writers
         self.offered = [False] * scope.writers
+        self.link = ["up"] * scope.writers  # up | down | up again
+        self.timed_out = [False] * (scope.writers + 1)  # the senders', then the receiver's
         self.lied = False
 
     def clone(self) -> World:
@@ -203,7 +214,18 @@ class World:
         new.to_receiver = [deque(queue) for queue in self.to_receiver]
         new.writes = [write.clone() if write else None for write in self.writes]
         new.marks = [set(marks) for marks in self.marks]
-        for name in ("todo", "alive", "reaped", "ready", "sealed", "source", "snapshots", "offered"):
+        for name in (
+            "todo",
+            "alive",
+            "reaped",
+            "ready",
+            "sealed",
+            "source",
+            "snapshots",
+            "offered",
+            "link",
+            "timed_out",
+        ):
             setattr(new, name, list(getattr(self, name)))
         return new
 
@@ -219,6 +241,7 @@ class World:
             tuple(self.alive), self.agent, tuple(self.reaped), self.published, self.cancelled,
             tuple(self.ready), tuple(self.sealed), self.ticked, self.memory, tuple(self.source),
             self.outcome, self.scattered, self.lied, self.now_s, tuple(self.offered),
+            tuple(self.link), tuple(self.timed_out),
         )  # fmt: skip
 
     # -- what may happen next
@@ -226,8 +249,10 @@ class World:
     def actions(self) -> list[tuple[Any, ...]]:
         scope = self.scope
         able: list[tuple[Any, ...]] = []
-        if not self.published and self.memory == "owned":
+        if not self.published and self.memory == "owned" and "down" not in self.link:
             able.append(("publish",))
+        if scope.timeouts and not self.timed_out[-1] and self.memory == "owned":
+            able.append(("receiver timed out",))
         if scope.cancel and not self.cancelled and self.memory == "owned":
             able.append(("cancel",))
         if self.todo:
@@ -242,6 +267,12 @@ class World:
                 able.append(("deliver to sender", rank))
             if self.to_receiver[rank]:
                 able.append(("deliver to receiver", rank))
+            if scope.sever and live and self.link[rank] == "up":
+                able.append(("sever", rank))
+            if self.link[rank] == "down":
+                able.append(("heal", rank))
+            if scope.timeouts and live and not self.timed_out[rank] and self.tx[rank].knows(self.operations[rank]):
+                able.append(("sender timed out", rank))
             if live and not self.ready[rank] and not self.tx[rank].sealed:
                 able.append(("ready", rank))
             if live and scope.ahead and self.tx[rank].knows(self.operations[rank]):
@@ -277,7 +308,7 @@ class World:
         return able
 
     def _can_land(self, rank: int) -> bool:
-        return self.agent if self.scope.executor is WriteExecutor.RECEIVER else self.alive[rank]
+        return self.alive[rank] if self.scope.executor is WriteExecutor.SENDER else self.agent
 
     # -- making it happen
 
@@ -298,6 +329,8 @@ class World:
         message = self.to_sender[rank].popleft()
         operation = self.operations[rank]
         match message:
+            case ReceiveRequest() if self.tx[rank].knows(operation):
+                self._tx(rank, sc.AskedAgain(operation))
             case ReceiveRequest():
                 self._tx(rank, sc.RequestArrived(self.receiver, message))
             case Cancel():
@@ -311,6 +344,28 @@ class World:
 
     def _deliver_to_receiver(self, rank: int) -> None:
         self._rx(rc.MessageArrived(self.to_receiver[rank].popleft()))
+
+    def _sever(self, rank: int) -> None:
+        """Every frame under way is lost, and what is sent until the link is back."""
+        self.link[rank] = "down"
+        self.to_sender[rank].clear()
+        self.to_receiver[rank].clear()
+
+    def _heal(self, rank: int) -> None:
+        self.link[rank] = "up again"
+        self._rx(rc.LinkReturned(self.senders[rank]))
+
+    def _receiver_timed_out(self) -> None:
+        self.timed_out[-1] = True
+        self._rx(rc.FailAsked("timed out"))
+
+    def _sender_timed_out(self, rank: int) -> None:
+        self.timed_out[rank] = True
+        self._tx(rank, sc.TimedOut(self.operations[rank], 1.0))
+
+    def _say(self, queues: list[deque[Any]], rank: int, message: Any) -> None:
+        if self.link[rank] != "down":
+            queues[rank].append(message)
 
     def _ready(self, rank: int) -> None:
         self.ready[rank] = True
@@ -356,7 +411,8 @@ class World:
             marks.clear()
         for peer in self.senders:
             self._rx(rc.PeerInDoubt(peer, "peer retired"))
-            self._rx(rc.PeerEvidenced(peer, Evidence.AGENT_DESTROYED))
+            for evidence in (Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE):
+                self._rx(rc.PeerEvidenced(peer, evidence))
 
     def _time(self) -> None:
         self.ticked += 1
@@ -436,8 +492,8 @@ class World:
             case "scatter":
                 if any(not w or len(w.landed) < self.scope.parts for w in self.writes if w and w.bounce):
                     raise Violation("scattered before every bounced part had landed")
-                if self.memory != "owned":
-                    raise Violation("a scatter ran in memory that was not owned")
+                if self.memory == "released":
+                    raise Violation("a scatter ran in memory that was released")
                 self.scattered += 1
                 self._rx(rc.ScatterEnded(True, True))
 
@@ -451,13 +507,13 @@ class World:
         for effect in self.rx.step(event, self.now_s):
             match effect:
                 case rc.SendRequest(peer, request):
-                    self.to_sender[peer.rank].append(request)
+                    self._say(self.to_sender, peer.rank, request)
                 case rc.SendCancel(peer, message) | rc.SendRefusal(peer, message):
-                    self.to_sender[peer.rank].append(message)
+                    self._say(self.to_sender, peer.rank, message)
                 case rc.ReserveRegion():
                     self.todo.append(("region", True))
                 case rc.BindAndGrant(operation, peer):
-                    self.to_sender[peer.rank].append(BounceGrant(operation, 64, 8, "DRAM", 0))
+                    self._say(self.to_sender, peer.rank, BounceGrant(operation, 64, 8, "DRAM", 0))
                 case rc.WithdrawRegion():
                     self.todo = [each for each in self.todo if each[0] != "region"]
                 case rc.CheckReport(operation, _):
@@ -501,7 +557,7 @@ class World:
                 case sc.Resolve():
                     self.todo.append(("resolved", rank, self.scope.bounce))
                 case sc.SendMessage(_, message):
-                    self.to_receiver[rank].append(message)
+                    self._say(self.to_receiver, rank, message)
                 case sc.ReserveSlot():
                     self.todo.append(("slot", rank))
                 case sc.DropSlot():
@@ -517,7 +573,9 @@ class World:
                         raise Violation("a write was posted while its gather runs")
                     self.writes[rank] = Write(bounce)
                     if bounce:
-                        self.to_receiver[rank].append(WriterResult(operation, 64, b"report"))
+                        self._say(self.to_receiver, rank, WriterResult(operation, 64, b"report"))
+                case sc.SendReportAgain(operation):
+                    self._say(self.to_receiver, rank, WriterResult(operation, 64, b"report"))
                 case sc.StopPosting():
                     write = self.writes[rank]
                     if write is None:
@@ -572,7 +630,7 @@ class World:
         if any(self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED") for op in self.operations):
             needed = required_proofs([self.scope.executor])
             have = [
-                (Evidence.AGENT_DESTROYED in needed and not self.agent)
+                (bool(needed & {Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED}) and not self.agent)
                 or (Evidence.PEER_REAPED in needed and self.reaped[op.writer_rank])
                 for op in self.operations
                 if self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED")

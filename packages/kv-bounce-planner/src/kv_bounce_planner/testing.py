@@ -23,11 +23,13 @@ from kv_bounce_planner.sessions.identity import (
     decode_mark,
     encode_mark,
 )
-from kv_bounce_planner.sessions.proof import TransportClass, WriteExecutor
+from kv_bounce_planner.sessions.proof import Evidence, TransportClass, WriteExecutor
 from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
     ControlChannel,
+    LinkedChannel,
+    LinkEvent,
     MemoryRegion,
     Transport,
     TransportProgress,
@@ -39,10 +41,12 @@ from kv_bounce_planner.transports.interface import (
 __all__ = [
     "FakeChannel",
     "FakeClock",
+    "FakeLinkedChannel",
     "FakeNetwork",
     "FakeTransport",
     "FakeWorld",
     "check_control_channel",
+    "check_linked_channel",
     "check_transport",
 ]
 
@@ -66,6 +70,8 @@ class FakeNetwork:
     """Control channels within one process: first in, first out per pair of peers.
 
     ``hold(a, b)`` keeps the frames from a to b back until ``let(a, b)``; ``cut(a, b)`` makes sends raise ChannelError.
+    Channels that are ``linked`` know their links: ``sever(a, b)`` breaks the link between two peers, with every frame under
+    way, and both are told; ``heal(a, b)`` makes a new one, and both are told.
     """
 
     def __init__(self, *, frames_max: int = 1 << 16) -> None:
@@ -77,10 +83,30 @@ class FakeNetwork:
         #: Every frame ever sent, in order: (source, target, frame).
         self.log: list[tuple[PeerId, PeerId, bytes]] = []
 
-    def channel(self, self_id: PeerId) -> FakeChannel:
-        channel = FakeChannel(self, self_id)
+    def channel(self, self_id: PeerId, *, linked: bool = False) -> FakeChannel:
+        """The channel of a peer. One made again under the same name takes the earlier one's place."""
+        channel = FakeLinkedChannel(self, self_id) if linked else FakeChannel(self, self_id)
         self._channels[self_id] = channel
         return channel
+
+    def sever(self, one: PeerId, other: PeerId) -> int:
+        """Break the link between two peers. Returns how many frames were lost."""
+        lost = 0
+        for pair in ((one, other), (other, one)):
+            lost += len(self._queues.pop(pair, ()))
+            self._cut.add(pair)
+            self._tell(pair[0], LinkEvent(pair[1], False, "severed"))
+        return lost
+
+    def heal(self, one: PeerId, other: PeerId) -> None:
+        for pair in ((one, other), (other, one)):
+            self._cut.discard(pair)
+            self._tell(pair[0], LinkEvent(pair[1], True))
+
+    def _tell(self, peer: PeerId, event: LinkEvent) -> None:
+        channel = self._channels.get(peer)
+        if isinstance(channel, FakeLinkedChannel):
+            channel.events.append(event)
 
     def hold(self, source: PeerId, target: PeerId) -> None:
         self._held.add((source, target))
@@ -139,6 +165,28 @@ class FakeChannel:
         self._closed = True
 
 
+class FakeLinkedChannel(FakeChannel):
+    """One end of a ``FakeNetwork`` that is told when a link breaks and when it is there again."""
+
+    def __init__(self, network: FakeNetwork, self_id: PeerId) -> None:
+        super().__init__(network, self_id)
+        self.events: deque[LinkEvent] = deque()
+        #: Peers whose link a session gave up or closed for good.
+        self.resets: list[PeerId] = []
+        self.disconnected: list[PeerId] = []
+
+    def link_events(self) -> Sequence[LinkEvent]:
+        events = tuple(self.events)
+        self.events.clear()
+        return events
+
+    def reset(self, peer: PeerId) -> None:
+        self.resets.append(peer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.disconnected.append(peer)
+
+
 @dataclass
 class _FakeWrite:
     job: WriteJob
@@ -169,7 +217,10 @@ class FakeWorld:
             progress; asked again at each step), or ``error`` (the handle ends in an error but the part stays in flight: it
             lands when ``land_everything`` says so, which is what errors of real transports leave open).
         parts_max: Fragments per posted part.
-        executor: Who executes writes: receiver-executed parts land only while the target's agent lives and polls.
+        executor: Who executes writes. Receiver-executed parts land only while the target's agent lives and polls. NIC-executed
+            ones (RDMA's semantics: the adapter goes on with what was posted, whatever becomes of the sender's process) land
+            while the target's agent has its memory registered and its queue pairs, and nobody needs to poll.
+        sticky_keys: NIC-executed only: deregistration at the target fails, as a library's may.
     """
 
     def __init__(
@@ -178,7 +229,9 @@ class FakeWorld:
         executor: WriteExecutor = WriteExecutor.RECEIVER,
         parts_max: int = 64,
         landing: Callable[[WriteJob, int], str] | None = None,
+        sticky_keys: bool = False,
     ) -> None:
+        self.sticky_keys = sticky_keys
         self.executor = executor
         self.parts_max = parts_max
         self.landing = landing or (lambda _job, _part: "land")
@@ -220,6 +273,8 @@ class FakeWorld:
         target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
         if self.executor is WriteExecutor.RECEIVER:
             return target is not None and target.alive
+        if self.executor is WriteExecutor.NIC:
+            return target is not None and (target.alive or self.sticky_keys)
         return write.agent.alive
 
     def _parts(self, job: WriteJob) -> int:
@@ -250,7 +305,8 @@ class FakeWorld:
                 write.posted += 1
             target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
             by_receiver = self.executor is WriteExecutor.RECEIVER
-            executes = transport.self_id == (target.owner if by_receiver and target else write.agent.owner)
+            owner = target.owner if by_receiver and target else write.agent.owner
+            executes = self.executor is WriteExecutor.NIC or transport.self_id == owner
             if write.error or not executes or not self._can_land(write):
                 continue
             for part in list(write.flying):
@@ -361,10 +417,12 @@ class FakeTransport:
         """Report at the next poll that the connection to ``peer`` broke."""
         self._lost.append(peer)
 
-    def destroy_agent(self, instance: tuple[str, str]) -> None:
+    def destroy_agent(self, instance: tuple[str, str]) -> frozenset[Evidence]:
         agent = self._agents.pop(instance, None)
         if agent is not None:
             agent.alive = False
+        evidence = {Evidence.AGENT_DESTROYED, Evidence.QUEUE_PAIRS_GONE}
+        return frozenset(evidence if self.world.sticky_keys else {*evidence, Evidence.DEREGISTERED})
 
 
 def _peer(name: str, rank: int) -> PeerId:
@@ -431,6 +489,92 @@ def check_control_channel(
     except ChannelError:
         return
     raise AssertionError("a closed channel took a frame")
+
+
+def check_linked_channel(
+    make_pair: Callable[[PeerId, PeerId], tuple[LinkedChannel, LinkedChannel]],
+    *,
+    make_again: Callable[[PeerId], LinkedChannel],
+    settle: Callable[[], None] = lambda: None,
+    polls_max: int = 200_000,
+) -> None:
+    """Conformance of a LinkedChannel: breaks are events, links come back, a second life of a name is noticed.
+
+    Args:
+        make_pair: (dialling, listening) channels, connected.
+        make_again: Another channel under the dialling one's name, connected to the same listener, while the first lives.
+        settle, polls_max: As of ``check_control_channel``.
+
+    Raises:
+        AssertionError: With what was violated.
+    """
+    left_id, right_id = _peer("left", 0), _peer("right", 3)
+    left, right = make_pair(left_id, right_id)
+    again: LinkedChannel | None = None
+    seen: dict[str, list[LinkEvent]] = {"left": [], "right": []}
+
+    def turn() -> list[bytes]:
+        frames = [bytes(frame) for peer, frame in right.poll(7) if peer == left_id]
+        seen["right"].extend(right.link_events())
+        left.poll(7)
+        seen["left"].extend(left.link_events())
+        settle()
+        return frames
+
+    def until(condition: Callable[[], bool], what: str) -> list[bytes]:
+        frames: list[bytes] = []
+        for _ in range(polls_max):
+            frames += turn()
+            if condition():
+                return frames
+        raise AssertionError(what)
+
+    def ask(channel: LinkedChannel, frame: bytes) -> None:
+        arrived: list[bytes] = []
+        for _ in range(polls_max):
+            try:
+                channel.send(right_id, frame)
+            except (WouldBlock, ChannelError):
+                channel.link_events()
+                settle()
+                continue
+            break
+        for _ in range(polls_max):
+            arrived += turn()
+            if channel is not left:
+                channel.poll(7)
+                channel.link_events()
+            if frame in arrived:
+                return
+        raise AssertionError(f"{frame!r} never arrived")
+
+    try:
+        ask(left, b"first")
+        _expect(not any(not event.up for events in seen.values() for event in events), "a link broke by itself")
+        left.reset(right_id)
+        until(lambda: any(event.up for event in seen["left"]), "a link that was given up never came back")
+        _expect([event.up for event in seen["left"]][:2] == [False, True], f"events: {seen['left']}")
+        ask(left, b"second")
+        _expect(any(not event.up and event.peer == left_id for event in seen["right"]), "the other side was not told")
+        again = make_again(left_id)
+        before = len(seen["left"])
+        ask(again, b"of another life")
+        until(
+            lambda: any(not event.up for event in seen["left"][before:]),
+            "the first life was not told of the second one",
+        )
+        right.disconnect(left_id)
+        left.disconnect(right_id)
+        try:
+            left.send(right_id, b"x")
+        except ChannelError:
+            pass
+        else:
+            raise AssertionError("a frame was taken for a peer that was disconnected")
+    finally:
+        for channel in (left, right, again):
+            if channel is not None:
+                channel.close()
 
 
 def _send(channel: ControlChannel, peer: PeerId, frame: bytes, settle: Callable[[], None], polls_max: int) -> None:

@@ -20,6 +20,7 @@ from kv_bounce_planner.planning import WriterPlan, WriterTransfer
 from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
+    ExposureLedger,
     OperationIdentity,
     PeerId,
     Receiver,
@@ -29,6 +30,7 @@ from kv_bounce_planner.sessions import (
     SessionResources,
     TransferIdentity,
 )
+from kv_bounce_planner.sessions.messages import encode_message
 from kv_bounce_planner.sessions.proof import WriteExecutor
 from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
@@ -53,7 +55,7 @@ class PeerProcess:
     """One rank process; each call is one command, answered before the next."""
 
     def __init__(self, path: str, instance: str, generation: str, rank: int) -> None:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 300  # a machine that is loaded imports slowly
         while True:  # the source of processes may still be importing
             self.socket = socket.socket(socket.AF_UNIX)
             try:
@@ -173,7 +175,8 @@ def session_pair(
 class Lab:
     """One receiver and some senders over fakes, in one process and one thread, with a clock that stands still.
 
-    The destination of writer w is the w-th share of ``target``; every writer's source holds its own byte value pattern.
+    The destination of writer w is the w-th share of the request's area of ``target``; every writer's source holds its own byte
+    value pattern.
     """
 
     SHARE = 4096
@@ -188,13 +191,18 @@ class Lab:
         config: SessionConfig | None = None,
         parts_max: int = 2,
         landing: Any = None,
+        areas: int = 2048,
+        linked: bool = False,
+        introduced: bool = True,
         **receiver_options: Any,
     ) -> None:
+        self.linked, self.areas = linked, areas
+        receiver_options.setdefault("ledger", ExposureLedger())  # tests of one process reuse addresses
         self.clock = FakeClock()
         self.network = FakeNetwork()
         self.world = FakeWorld(executor=executor, parts_max=parts_max, landing=landing)
         self.config = config or SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2)
-        self.target = np.zeros(self.SHARE * max(writers, 1), np.uint8)
+        self.target = np.zeros(self.SHARE * max(writers, 1) * areas, np.uint8)
         self.target_at = self.world.add_buffer(self.target)
         self.bounce = np.zeros(max(arena, 1), np.uint8)
         self.bounce_at = self.world.add_buffer(self.bounce)
@@ -204,7 +212,7 @@ class Lab:
             self.peer,
             SessionResources(
                 self.world.transport(self.peer),
-                self.network.channel(self.peer),
+                self.network.channel(self.peer, linked=linked),
                 arena=self.arena,
                 clock=self.clock,
                 **{name: receiver_options.pop(name) for name in RESOURCES if name in receiver_options},
@@ -227,7 +235,7 @@ class Lab:
                     peer,
                     SessionResources(
                         self.world.transport(peer),
-                        self.network.channel(peer),
+                        self.network.channel(peer, linked=linked),
                         arena=BounceArena(self.world.add_buffer(slot), send_arena, alignment=64)
                         if send_arena
                         else None,
@@ -239,10 +247,27 @@ class Lab:
         self.events: list[Any] = []
         self.sent: list[list[Any]] = [[] for _ in self.senders]
         self.dead: set[int] = set()
+        if introduced:
+            self.introduce()
 
-    def plan(self, rank: int, count: int = 8, size: int = 64) -> WriterTransfer:
+    def introduce(self) -> None:
+        """Both sides know each other; nothing of it stays in the events."""
+        self.receiver.introduce([sender.self_id for sender in self.senders])
+        for _ in range(2):
+            self.receiver.poll()
+            for sender in self.senders:
+                sender.poll()
+        self.receiver.poll()
+
+    def inject(self, source: PeerId, target: PeerId, message: Any) -> None:
+        """A message as if the session that lives there now had sent it, to the one that lives here now."""
+        sessions = {each.self_id: each.session for each in (self.receiver, *self.senders)}
+        frame = encode_message(message, sessions.get(source, b"s" * 16), sessions.get(target, b"t" * 16))
+        self.network.inject(source, target, frame)
+
+    def plan(self, rank: int, count: int = 8, size: int = 64, request: int = 1) -> WriterTransfer:
         step = self.SHARE // count
-        targets = self.target_at + rank * self.SHARE + np.arange(count, dtype=np.int64) * step
+        targets = self.target_at + self._share(rank, request) + np.arange(count, dtype=np.int64) * step
         source_at = int(self.sources[rank].__array_interface__["data"][0])
         sources = source_at + np.arange(count, dtype=np.int64)[::-1] * step
         sizes = np.full(count, size, np.int64)
@@ -257,7 +282,7 @@ class Lab:
     ) -> tuple[OperationIdentity, ...]:
         expected = []
         for sender in self.senders:
-            plan = self.plan(sender.self_id.rank, count).writer
+            plan = self.plan(sender.self_id.rank, count, request=request).writer
             expected.append(ExpectedOperation(sender.self_id, plan.total_bytes, b"", plan, tier))  # type: ignore[arg-type]
         return self.receiver.open(self.identity(request, incarnation), expected, claim=f"blocks of {request}", **more)
 
@@ -266,7 +291,11 @@ class Lab:
             if ranks is None or rank in ranks:
                 key = RequestKey(request, incarnation)
                 sender.expect(key, 1)
-                sender.ready(key, lambda _request, rank=rank: self.plan(rank, count), claim=f"source of {request}")
+                sender.ready(
+                    key,
+                    lambda _request, rank=rank: self.plan(rank, count, request=request),
+                    claim=f"source of {request}",
+                )
 
     def run(self, turns: int = 20, *, receiver: bool = True, senders: Any = None) -> list[str]:
         """Poll everybody; returns the names of the receiver's new events."""
@@ -291,15 +320,20 @@ class Lab:
     def sent_names(self, rank: int = 0) -> list[str]:
         return [type(event).__name__ for event in self.sent[rank]]
 
+    def _share(self, rank: int, request: int) -> int:
+        return ((request - 1) % self.areas * max(len(self.senders), 1) + rank) * self.SHARE
+
     def in_place(self, count: int = 8) -> bool:
-        """Whether every writer's fragments are in place and no other byte of the target was touched."""
+        """Whether every fragment of what succeeded (of request 1, before that) is in place and no other byte was touched."""
         expected = np.zeros_like(self.target)
         step, size = self.SHARE // count, 64
-        for rank, source in enumerate(self.sources):
-            for index in range(count):
-                at = rank * self.SHARE + index * step
-                origin = (count - 1 - index) * step
-                expected[at : at + size] = source[origin : origin + size]
+        succeeded = {e.identity.request_id for e in self.events if type(e).__name__ == "TransferSucceeded"} or {1}
+        for request in succeeded:
+            for rank, source in enumerate(self.sources):
+                for index in range(count):
+                    at = self._share(rank, request) + index * step
+                    origin = (count - 1 - index) * step
+                    expected[at : at + size] = source[origin : origin + size]
         return bool((expected == self.target).all())
 
     def state(self, operation: OperationIdentity) -> str:

@@ -86,6 +86,15 @@ class Peer:
         resources = SessionResources(self.transport, self.channel, arena=arena)
         self.shell = kind(self.peer, resources, SessionConfig(**config), **extra)
 
+    def remake(self, role: str, config: dict[str, Any], forgetful: bool = False) -> None:
+        """The session object made again in this process over the same transport and channel, as after an error.
+
+        ``forgetful``: even what is still exposed is not remembered.
+        """
+        if forgetful:
+            self.ledger = ExposureLedger()
+        self.session(role, config)
+
     def introduce(self, peer: list[Any]) -> None:
         self.shell.introduce([PeerId(*peer)])
 
@@ -233,6 +242,19 @@ class Peer:
     def transport_statistics(self) -> Any:
         counters = self.transport.statistics()
         return {name: getattr(counters, name) for name in ("posts", "post_longest_s", "poll_longest_s", "errors")}
+
+    def open_files(self) -> list[int]:
+        """(descriptors, threads) of this process."""
+        threads = len(os.listdir("/proc/self/task"))
+        return [len(os.listdir("/proc/self/fd")), threads]
+
+    def outside(self, value: int, requests: list[list[int]]) -> bool:
+        """Whether every byte outside the destinations of these (request, count, size) still has a value."""
+        touched = np.zeros(self.memory.nbytes, bool)
+        for request, count, size in requests:
+            for at in fragments(count, size, request * 7, 0, self.memory.nbytes).tolist():
+                touched[at : at + size] = True
+        return bool((self.memory[~touched] == value).all())
 
     # -- memory
 

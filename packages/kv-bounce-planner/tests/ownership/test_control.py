@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kv_bounce_planner.sessions import ChannelError, PeerId, WouldBlock, ZmqControlChannel
-from kv_bounce_planner.testing import FakeNetwork, check_control_channel
+from kv_bounce_planner.testing import FakeNetwork, check_control_channel, check_linked_channel
 from kv_bounce_planner.transports._zmq import QUEUE_FRAMES_MAX
 
 KEY = b"sixteen bytes ok"
@@ -37,6 +37,79 @@ def test_zmq_channel_conforms(scheme, tmp_path):
         return dialler, listener
 
     check_control_channel(make, settle=pause)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+def test_zmq_links_conform(scheme, tmp_path):
+    """Breaks are events on both sides, links come back, and a second life of a name is noticed by the first."""
+    bind = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{tmp_path}/c"
+    listener = ZmqControlChannel(PeerId("right", "right-generation", 3), KEY, bind)
+
+    def make(left, right):
+        dialler = ZmqControlChannel(left, KEY)
+        dialler.connect(right, listener.address)
+        return dialler, listener
+
+    def again(left):
+        return make(left, listener.self_id)[0]
+
+    check_linked_channel(make, make_again=again, settle=pause)
+    assert not (tmp_path / "c").exists(), "its ipc file is left"
+
+
+def test_a_link_comes_back_when_its_listener_does(tmp_path):
+    """The listener is closed and made again at the same address: the dialling side finds it by itself."""
+    bind = f"ipc://{tmp_path}/c"
+    listener, dialler = ZmqControlChannel(RIGHT, KEY, bind), ZmqControlChannel(LEFT, KEY)
+    dialler.connect(RIGHT, bind)
+    dialler.send(RIGHT, b"one")
+    assert receive(listener) == [b"one"]
+    listener.close()
+    events = []
+    for _ in range(3000):
+        dialler.poll(4)
+        events += dialler.link_events()
+        if events:
+            break
+        pause()
+    assert events and not events[0].up
+    listener = ZmqControlChannel(RIGHT, KEY, bind)
+    for _ in range(5000):
+        dialler.poll(4)
+        if any(event.up for event in dialler.link_events()):
+            try:
+                dialler.send(RIGHT, b"two")
+            except (WouldBlock, ChannelError):
+                pass
+        if receive(listener, turns=1) == [b"two"]:
+            break
+    else:
+        raise AssertionError("the link never came back")
+    dialler.close()
+    listener.close()
+
+
+def test_fifty_peers_that_came_and_went_leave_no_descriptor():
+    """``disconnect`` closes socket and monitor on the dialling side and forgets the peer on the listening one."""
+    import os
+
+    listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
+    dialler = ZmqControlChannel(LEFT, KEY)
+    counts = []
+    for life in range(50):
+        peer = PeerId("right", f"life{life}", 1)
+        other = ZmqControlChannel(peer, KEY, "tcp://127.0.0.1:*")
+        dialler.connect(peer, other.address)
+        dialler.send(peer, b"x")
+        assert receive(other) == [b"x"]
+        dialler.disconnect(peer)
+        other.close()
+        if life >= 10:
+            counts.append(len(os.listdir("/proc/self/fd")))
+    assert max(counts[-5:]) <= counts[0] + 3, counts
+    assert not dialler._links and not dialler._dialled and not dialler._numbers
+    dialler.close()
+    listener.close()
 
 
 class Swapping:
@@ -169,9 +242,14 @@ def test_replayed_reflected_and_foreign_frames_are_refused(pair):
     dialler.send(RIGHT, b"once")
     assert receive(listener) == [b"once"]
     thief = stranger(listener.address, parts)
-    assert wait_refused(listener, "session") == 1
-    dialler._links[RIGHT].socket.send_multipart(parts)
     assert wait_refused(listener, "replay") == 1
+    dialler._links[RIGHT].socket.send_multipart(parts)
+    for _ in range(3000):
+        assert listener.poll(16) == []
+        if listener.refused["replay"] == 2:
+            break
+        pause()
+    assert listener.refused["replay"] == 2 and not listener.link_events(), "a replay touched the link"
     listener._links[LEFT].socket.send_multipart([listener._links[LEFT].route, *parts])
     assert wait_refused(dialler, "address") == 1
     other = ZmqControlChannel(PeerId("other", "o1", 0), KEY, "tcp://127.0.0.1:*")
@@ -182,15 +260,17 @@ def test_replayed_reflected_and_foreign_frames_are_refused(pair):
     other.close()
 
 
-def test_a_gap_breaks_the_link_for_good(pair):
-    """A lost frame is an error, never a silent hole in the order."""
+def test_a_gap_ends_the_link_and_is_an_event(pair):
+    """A lost frame is a break, never a silent hole in the order."""
     dialler, listener = pair
     dialler.send(RIGHT, b"0")
     assert receive(listener) == [b"0"]
     dialler._links[RIGHT].sent += 1  # as if the wire had lost one
     dialler.send(RIGHT, b"2")
     wait_refused(listener, "gap")
-    with pytest.raises(ChannelError, match="were lost"):
+    (event,) = listener.link_events()
+    assert (event.peer, event.up) == (LEFT, False) and "were lost" in event.reason
+    with pytest.raises(ChannelError, match="no link"):
         listener.send(LEFT, b"answer")
 
 

@@ -34,6 +34,10 @@ def tool():
         "bounce, cancel",
         "bounce, cancel and abort, two parts",
         "bounce, gathered ahead",
+        "direct, a link breaks",
+        "bounce, a link breaks",
+        "bounce, time-outs",
+        "direct, errors and death, NIC-executed",
     ],
 )
 def test_every_interleaving_of_a_small_scope_keeps_the_invariants(tool, name):

@@ -21,7 +21,7 @@ BLOCK = 256
 
 def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
     generator = random.Random(seed)
-    executor = generator.choice([WriteExecutor.RECEIVER, WriteExecutor.SENDER])
+    executor = generator.choice([WriteExecutor.RECEIVER, WriteExecutor.SENDER, WriteExecutor.NIC])
     writers = generator.randint(1, 3)
 
     def landing(job, part):
@@ -29,6 +29,8 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
 
     lab = make_lab(
         writers,
+        areas=1,
+        linked=generator.random() < 0.7,
         executor=executor,
         landing=landing,
         arena=generator.choice([0, 1024, 4096]),
@@ -39,8 +41,12 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
             bounce_wait_s=0.3,
             frames_per_poll_max=generator.choice([1, 3, 64]),
             quarantine_bytes_max=1 << 30,
+            link_timeout_s=generator.choice([1.0, 30.0]),
+            operation_timeout_s=generator.choice([8.0, 600.0]),
+            lease_s=generator.choice([None, 3.0]),
         ),
     )
+    severed: set[int] = set()
     blocks = len(lab.target) // BLOCK
     free_blocks = list(range(blocks))
     lab.target[:] = CANARY
@@ -120,7 +126,15 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
                 continue  # an authenticated channel replays nothing; the sender's own replay guard is tested below
             else:
                 lab.network.inject(source, target, frame)
-        elif choice < 0.76:
+        elif choice < 0.735 and lab.linked:
+            rank = generator.randrange(writers)
+            if rank in severed:
+                lab.network.heal(lab.peer, lab.senders[rank].self_id)
+                severed.discard(rank)
+            else:
+                lab.network.sever(lab.peer, lab.senders[rank].self_id)
+                severed.add(rank)
+        elif choice < 0.78:
             lab.clock.advance(generator.choice([0.1, 0.5, 2.0]))
         for rank, sender in enumerate(lab.senders):
             if rank not in lab.dead and generator.random() < 0.7:
@@ -186,7 +200,7 @@ def test_no_byte_lands_in_memory_that_was_given_away(make_lab, first):
         for name, count in run(make_lab, seed).items():
             total[name] += count
     assert total["released"] > 30, total
-    assert total["succeeded"] > 10, total
+    assert total["succeeded"] > 5, total
 
 
 @pytest.mark.slow

@@ -16,23 +16,34 @@ from kv_bounce_planner.sessions.messages import (
     FRAME_BYTES_MAX,
     MESSAGE_TYPES,
     PAYLOAD_BYTES_MAX,
+    Beat,
     BounceGrant,
     BounceRefused,
     BounceWanted,
     Cancel,
     Doubt,
     Drained,
+    Frame,
     Hello,
+    Refused,
     Sealed,
+    Stranger,
+    VersionMismatch,
     WriterResult,
+    decode_frame,
     decode_message,
     encode_message,
 )
 
 TRANSFER = TransferIdentity(7, 1, "g1", 2, 3)
-OPERATION = OperationIdentity(TRANSFER, 4, 5)
+OPERATION = OperationIdentity(TRANSFER, 4, 5, b"0123456789abcdef")
+SOURCE, TARGET = b"s" * 16, b"t" * 16
+HEAD = b"KVS\x02" + SOURCE + TARGET
 SAMPLES = [
-    Hello(1, 1, PeerId("ctx", "c1", 4), "ucx:tcp", "agent", b"nixlSerDes|", False),
+    Hello(2, 2, PeerId("ctx", "c1", 4), "ucx:tcp", "agent", b"nixlSerDes|", False, "llama@1", "bf16", 32, b"l" * 16),
+    Refused("another model"),
+    Stranger(),
+    Beat(True),
     ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, "KV", "DRAM", 0, b"blocks"),
     BounceWanted(OPERATION, 4096, b"d" * 16),
     BounceGrant(OPERATION, 1 << 40, 4096, "VRAM", 1),
@@ -44,18 +55,18 @@ SAMPLES = [
     Doubt(OPERATION, "error"),
 ]
 GOLDEN = {
-    "Cancel": "4b56530193a663616e63656c93950701a26731020304 05a963616e63656c6c6564",
-    "Sealed": "4b56530193a67365616c656493950701a26731020304 05a0",
-    "Drained": "4b56530195a7647261696e656493950701a26731020304 050303a178",
+    "Cancel": "93a663616e63656c94950701a26731020304 05c41030313233343536373839616263646566a963616e63656c6c6564",
+    "Sealed": "93a67365616c656494950701a26731020304 05c41030313233343536373839616263646566a0",
+    "Beat": "92a462656174c3",
 }
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
 def test_every_message_survives_its_bytes(message):
     """Decode of encode is the message, and encoding is canonical."""
-    frame = encode_message(message)
-    assert decode_message(frame) == message
-    assert encode_message(decode_message(frame)) == frame
+    frame = encode_message(message, SOURCE, TARGET)
+    assert decode_frame(frame) == Frame(SOURCE, TARGET, message)
+    assert encode_message(decode_message(frame), SOURCE, TARGET) == frame
     assert {type(sample) for sample in SAMPLES} == set(MESSAGE_TYPES)
 
 
@@ -64,7 +75,8 @@ def test_every_message_survives_its_bytes(message):
 )
 def test_bytes_on_the_wire_are_the_golden_ones(message):
     """A change of these bytes is a new protocol version."""
-    assert encode_message(message).hex() == GOLDEN[type(message).__name__].replace(" ", "")
+    golden = HEAD + bytes.fromhex(GOLDEN[type(message).__name__].replace(" ", ""))
+    assert encode_message(message, SOURCE, TARGET) == golden
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
@@ -74,7 +86,7 @@ def test_truncated_inflated_and_foreign_frames_are_refused(message):
     for end in range(len(frame)):
         with pytest.raises(RemoteProtocolError):
             decode_message(frame[:end])
-    for wrong in (frame + b"\0", b"XYZ" + frame[3:], frame[:3] + b"\x02" + frame[4:]):
+    for wrong in (frame + b"\0", b"XYZ" + frame[3:], frame[:3] + b"\x01" + frame[4:]):
         with pytest.raises(RemoteProtocolError):
             decode_message(wrong)
 
@@ -88,16 +100,23 @@ def test_a_changed_byte_is_refused_or_means_another_message(message):
             changed = bytearray(frame)
             changed[at] ^= flip
             try:
-                other = decode_message(bytes(changed))
+                other = decode_frame(bytes(changed))
             except RemoteProtocolError:
                 continue
-            assert other != message
+            assert other != decode_frame(frame)
+
+
+def test_another_version_is_told_from_garbage():
+    """So that the peer can be refused by name."""
+    with pytest.raises(VersionMismatch) as caught:
+        decode_frame(b"KVS\x07anything")
+    assert caught.value.version == 7
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_without_another_exception(data):
-    for frame in (data, b"KVS\x01" + data):
+    for frame in (data, HEAD + data):
         try:
             decode_message(frame)
         except RemoteProtocolError:
@@ -122,12 +141,12 @@ def test_garbage_is_refused_without_another_exception(data):
 )
 def test_fields_outside_their_bounds_are_refused(field, value):
     """Bounds hold on arrival, whatever the other side's code allowed."""
-    message = msgspec.structs.replace(SAMPLES[1], **{field: value})
-    frame = b"KVS\x01" + msgspec.msgpack.encode(message)
+    message = msgspec.structs.replace(SAMPLES[4], **{field: value})
+    frame = HEAD + msgspec.msgpack.encode(message)
     with pytest.raises(RemoteProtocolError):
         decode_message(frame)
     with pytest.raises(RemoteProtocolError):
-        decode_message(b"KVS\x01" + b"\0" * FRAME_BYTES_MAX)
+        decode_message(HEAD + b"\0" * FRAME_BYTES_MAX)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +175,8 @@ def test_mark_bytes_are_exact_and_distinct():
     assert decode_mark(data) == mark
     assert (
         data.hex()
-        == "4b564402070000000000000001000000020000000300040000000500000000000000020000000900000001000000026731"
+        == "4b56440307000000000000000100000002000000030004000000050000000000000030313233343536373839616263646566"
+        "020000000900000001000000026731"
     )
     others = [
         Mark(OperationIdentity(msgspec.structs.replace(TRANSFER, **{field: value}), 4, 5), 2, 9)
@@ -171,6 +191,7 @@ def test_mark_bytes_are_exact_and_distinct():
     others += [
         Mark(OperationIdentity(TRANSFER, 5, 5), 2, 9),
         Mark(OperationIdentity(TRANSFER, 4, 6), 2, 9),
+        Mark(msgspec.structs.replace(OPERATION, session=b"0123456789abcdeX"), 2, 9),
         Mark(OPERATION, 3, 9),
         Mark(OPERATION, 2, 10),
         Mark(OPERATION, 2, 9, 2),

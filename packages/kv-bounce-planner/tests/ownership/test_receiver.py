@@ -89,11 +89,13 @@ def test_a_second_success_of_one_writer_never_counts_for_another(make_lab):
     lab.run()
     sender = lab.senders[0].self_id
     (result,) = sent_to(lab, lab.peer, WriterResult)
-    lab.network.inject(sender, lab.peer, encode_message(result))
+    lab.inject(sender, lab.peer, result)
     for inbox in lab.world.inbox.values():
         inbox.extend(
             (agent, mark)
-            for agent, mark in [(name, encoded(result.operation)) for name in lab.receiver._agents.values()]
+            for agent, mark in [
+                (name, encoded(result.operation)) for name in (life.agent for life in lab.receiver._lives.values())
+            ]
         )
     lab.run()
     assert "TransferSucceeded" not in lab.names()
@@ -341,7 +343,7 @@ def test_a_channel_error_while_publishing_leaves_the_address_exposed(make_lab):
     lab = make_lab(1)
     lab.network.cut(lab.peer, lab.senders[0].self_id)
     (operation,) = lab.open()
-    assert lab.run(3) == ["TransferFailed"]
+    assert lab.run(3) == ["LinkLost", "TransferFailed"]
     assert lab.state(operation) == "IN_DOUBT"
     assert not lab.receiver.drain().quiescent
 
@@ -481,7 +483,7 @@ def corrupt_result(lab, change):
             if changed is None:
                 del queue[index]
             else:
-                queue[index] = encode_message(changed)
+                queue[index] = encode_message(changed, lab.senders[0].session, lab.receiver.session)
     lab.network.let(sender, lab.peer)
 
 
@@ -557,7 +559,7 @@ def test_a_report_by_another_rank_changes_nothing(make_lab):
         Drained(first, 0, 0, ""),
         Doubt(first, ""),
     ):
-        lab.network.inject(stranger, lab.peer, encode_message(message))
+        lab.inject(stranger, lab.peer, message)
     lab.run(10)
     assert lab.names() == []
     assert lab.receiver.statistics()["foreign"] == 4
@@ -581,7 +583,7 @@ def test_a_contradiction_conflicts_and_only_the_class_proves(make_lab, messages)
     lab.run(3)
     sender = lab.senders[0].self_id
     for message in [*messages(operation), Sealed(operation, "never mind")]:
-        lab.network.inject(sender, lab.peer, encode_message(message))
+        lab.inject(sender, lab.peer, message)
     lab.run(5)
     assert lab.names() == ["TransferFailed"]
     assert lab.state(operation) == "CONFLICTED"
@@ -595,7 +597,7 @@ def test_a_seal_after_a_part_was_done_is_a_contradiction(make_lab):
     (operation,) = lab.open()
     lab.ready()
     lab.run(6)
-    lab.network.inject(lab.senders[0].self_id, lab.peer, encode_message(Sealed(operation, "never posted")))
+    lab.inject(lab.senders[0].self_id, lab.peer, Sealed(operation, "never posted"))
     lab.run(3)
     assert lab.state(operation) == "CONFLICTED"
 
@@ -660,7 +662,7 @@ def test_reports_and_losses_during_a_scatter_are_ignored(make_lab):
     lab.ready()
     lab.run()
     for message in (Doubt(operation, "too late"), WriterResult(operation, 1, b""), Sealed(operation, "too late")):
-        lab.network.inject(lab.senders[0].self_id, lab.peer, encode_message(message))
+        lab.inject(lab.senders[0].self_id, lab.peer, message)
     lab.receiver.peer_died(lab.senders[0].self_id, REAPED)
     assert lab.run(3) == []
     copier.finished = True
@@ -805,15 +807,16 @@ def test_close_refuses_while_memory_is_owned_and_can_be_retried(make_lab):
 
 
 def test_incompatible_peers_are_refused_with_a_proof(make_lab, monkeypatch):
-    """Another transport key or version: every request is sealed unposted, so its memory is free at once."""
-    lab = make_lab(1)
+    """Another transport key or version: nothing is published to such a peer, so its memory is free at once."""
+    lab = make_lab(1, introduced=False)
     from kv_bounce_planner.sessions import TransportClass
 
     lab.receiver._transport._class = TransportClass("fake:another", frozenset({WriteExecutor.RECEIVER}))
     lab.open()
     lab.ready()
-    assert lab.run() == ["TransferFailed", "MemoryReleased"]
-    assert "transport" in lab.events[0].reason
+    assert lab.run() == ["PeerRefused", "TransferFailed", "MemoryReleased"]
+    assert "transport" in lab.events[0].reason and "transport" in lab.events[1].reason
+    assert lab.sent_names()[0] == "PeerRefused", "the other side was not told"
     assert lab.world.landed == []
 
 
@@ -823,10 +826,10 @@ def test_malformed_frames_and_strange_messages_change_nothing(make_lab):
     (operation,) = lab.open()
     sender = lab.senders[0].self_id
     lab.network.inject(sender, lab.peer, b"garbage")
-    lab.network.inject(sender, lab.peer, encode_message(BounceGrant(operation, 1, 1, "DRAM", 0)))
-    lab.network.inject(sender, lab.peer, encode_message(BounceRefused(operation, "")))
+    lab.inject(sender, lab.peer, BounceGrant(operation, 1, 1, "DRAM", 0))
+    lab.inject(sender, lab.peer, BounceRefused(operation, ""))
     stale = msgspec.structs.replace(operation, transfer=TransferIdentity(1, 0, "g0", 0))
-    lab.network.inject(sender, lab.peer, encode_message(Sealed(stale, "")))
+    lab.inject(sender, lab.peer, Sealed(stale, ""))
     lab.ready()
     assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
     statistics = lab.receiver.statistics()
@@ -840,7 +843,7 @@ def test_notifications_of_a_foreign_agent_are_not_believed(make_lab):
     lab = make_lab(2)
     first, _ = lab.open()
     lab.run(4)
-    agent_of = {peer.rank: name for peer, name in lab.receiver._agents.items()}
+    agent_of = {peer.rank: life.agent for peer, life in lab.receiver._lives.items()}
     inbox = next(iter(lab.receiver._transport._agents.values())).name
     for operation, agent in ((first, agent_of[1]), (first, "nobody")):
         lab.world.inbox[inbox].append((agent, encode_mark(Mark(operation, 0, 1))))
@@ -856,7 +859,7 @@ def test_parts_must_agree_on_their_count(make_lab):
     lab = make_lab(1)
     (operation,) = lab.open()
     lab.run(4)
-    (agent,) = lab.receiver._agents.values()
+    (agent,) = [life.agent for life in lab.receiver._lives.values()]
     inbox = next(iter(lab.receiver._transport._agents.values())).name
     lab.world.inbox[inbox].append((agent, encode_mark(Mark(operation, 0, 3))))
     lab.world.inbox[inbox].append((agent, encode_mark(Mark(operation, 1, 2))))
@@ -890,24 +893,35 @@ def test_grains_that_landed_must_tile_the_write(make_lab, marks, state):
     assert record.core.state_of(operation).value == state
 
 
-def test_marks_that_outrun_the_introduction_are_kept(make_lab):
-    """The write may be faster than the control channel: its notification waits for the writer's name."""
-    lab = make_lab(1)
+def test_nothing_is_published_before_both_sides_know_each_other(make_lab):
+    """What is published is bound to one life of the writer: until it has shown its number, no address leaves."""
+    lab = make_lab(1, introduced=False)
     sender = lab.senders[0].self_id
     lab.network.hold(sender, lab.peer)
-    lab.open()
+    (operation,) = lab.open()
     lab.ready()
     assert lab.run(10) == []
-    assert lab.in_place()
+    assert lab.state(operation) == "UNEXPOSED" and not lab.world.writes
     lab.network.let(sender, lab.peer)
-    assert lab.run(3) == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.run() == ["PeerIntroduced", "TransferSucceeded", "MemoryReleased"]
+
+
+def test_a_peer_that_never_answers_is_a_failure_by_name_and_memory_is_free_at_once(make_lab):
+    """Nothing left this process, so nothing is in doubt: never exposed."""
+    lab = make_lab(1, introduced=False, config=SessionConfig(introduction_timeout_s=3.0))
+    lab.network.hold(lab.senders[0].self_id, lab.peer)
+    lab.open()
+    assert lab.run(5) == []
+    lab.clock.advance(3.1)
+    assert lab.run(2) == ["TransferFailed", "MemoryReleased"]
+    assert "introduced" in lab.events[0].reason and "ctx/c1/0" in lab.events[0].reason
 
 
 def test_aux_and_kv_of_one_peer_are_separate_operations_of_one_transfer(make_lab):
     """Both are owned until both are proven."""
     lab = make_lab(1)
     peer = lab.senders[0].self_id
-    kv, aux = lab.plan(0, 8), lab.plan(0, 4)
+    kv, aux = lab.plan(0, 8), lab.plan(0, 4, request=2)
     identity = lab.identity()
     lab.receiver.open(
         identity,

@@ -228,12 +228,15 @@ class KVLayout:
         groups: Layer groups; a layer stands in one group only.
         memory_kind: "DRAM" or "VRAM".
         device_id: Device of VRAM; 0 for DRAM.
+        layer_total: Layers of the whole model, count; 0 does not say. Where both sides say it, it must be the same: without
+            it a source with more layers than the target looks like one whose other layers are wanted elsewhere.
     """
 
     rank: int
     groups: tuple[LayerGroup, ...]
     memory_kind: MemoryKind = "DRAM"
     device_id: int = 0
+    layer_total: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -245,6 +248,9 @@ class KVLayout:
         _require(len(set(ids)) == len(ids), "group ids repeat")
         layers = self.layer_ids
         _require(len(set(layers)) == len(layers), "a layer stands in two groups")
+        _require(_is_count(self.layer_total, 0), f"layer_total {self.layer_total!r}")
+        beyond = [layer for layer in layers if layer >= self.layer_total > 0]
+        _require(not beyond, f"layers {beyond} are beyond the model's {self.layer_total}")
 
     @property
     def layer_ids(self) -> tuple[int, ...]:

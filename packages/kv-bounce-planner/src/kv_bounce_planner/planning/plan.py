@@ -326,6 +326,11 @@ def _shares(source: InstanceLayout, target: KVLayout, source_adp_rank: int | Non
         layout = source.ranks[rank]
         if layout is None:
             raise PlanRefused(Reason.RANK_METADATA_MISSING, f"rank {rank} of instance {source.instance_id!r}")
+        if layout.layer_total and target.layer_total and layout.layer_total != target.layer_total:
+            raise PlanRefused(
+                Reason.LAYOUT_MISMATCH,
+                f"layer_total is {layout.layer_total} at source rank {rank} and {target.layer_total} at the target",
+            )
         for group in layout.groups:
             for layer in group.layer_ids:
                 holders.setdefault(layer, []).append((rank, group))

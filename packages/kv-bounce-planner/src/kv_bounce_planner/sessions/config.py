@@ -31,6 +31,14 @@ class SessionConfig:
         bounce_wait_s: How long a writer waits for a region before it is told to write in place, >= 0.
         quarantine_bytes_max: Memory that may be quarantined before the diagnosis is fatal, bytes, >= 0.
         copies_per_poll_max: Gathers or scatters submitted in one poll, count, >= 1.
+        introduction_timeout_s: How long a transfer waits for its peers to be introduced before it fails, unexposed, > 0.
+        operation_timeout_s: From ``open`` (receiver) or arrival (sender) to an operation's end, whatever it waits for, > 0.
+            Beyond, it is failed with the state it was in; its memory follows by proof, or into quarantine.
+        link_timeout_s: How long a control link that says when it is back (``LinkedChannel``) may stay away before what is open
+            on it is in doubt, > 0.
+        heartbeat_s: Between two signs of life asked of a peer whose answer is awaited, > 0.
+        lease_s: How long such a peer may be silent before its link counts as lost, > heartbeat_s; None: for ever. A peer in a
+            long step does not answer: more than the longest step of either side.
         gathers_ahead_max: Slots that may be used at once to gather while a region is still asked for, count, >= 0. Each
             is given back when a granted operation waits for one.
     """
@@ -44,6 +52,11 @@ class SessionConfig:
     quarantine_bytes_max: int = 1 << 30
     copies_per_poll_max: int = 4
     gathers_ahead_max: int = 1
+    introduction_timeout_s: float = 60.0
+    operation_timeout_s: float = 600.0
+    link_timeout_s: float = 30.0
+    heartbeat_s: float = 1.0
+    lease_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -55,11 +68,47 @@ class SessionConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} wants >= 1, got {getattr(self, name)}")
-        if self.drain_deadline_s <= 0:
-            raise ValueError(f"drain_deadline_s wants > 0, got {self.drain_deadline_s}")
+        for name in (
+            "drain_deadline_s",
+            "introduction_timeout_s",
+            "operation_timeout_s",
+            "link_timeout_s",
+            "heartbeat_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} wants > 0, got {getattr(self, name)}")
+        if self.lease_s is not None and not self.lease_s > self.heartbeat_s:
+            raise ValueError(f"lease_s wants more than heartbeat_s ({self.heartbeat_s}), got {self.lease_s}")
         for name in ("bounce_wait_s", "quarantine_bytes_max", "gathers_ahead_max"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} wants >= 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """What both sides show in their first message; where both name a field and differ, neither talks to the other.
+
+    Args:
+        model: The model's identity, at most 512 characters: name and revision, or a hash of its configuration.
+        dtype: Element type of the KV cache.
+        layer_total: Layers of the whole model, count; 0 does not say.
+        layout: Fingerprint of the layout that this side's memory has (``KVLayout.fingerprint``), at most 32 bytes.
+        layouts: The fingerprint that this side plans with for a peer, or None where it does not know one.
+    """
+
+    model: str = ""
+    dtype: str = ""
+    layer_total: int = 0
+    layout: bytes = b""
+    layouts: Callable[[PeerId], bytes | None] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.model) > 512 or len(self.dtype) > 512:
+            raise ValueError("model and dtype want at most 512 characters")
+        if type(self.layer_total) is not int or not 0 <= self.layer_total <= 1 << 20:
+            raise ValueError(f"layer_total wants an integer in 0..{1 << 20}, got {self.layer_total!r}")
+        if len(self.layout) > 32:
+            raise ValueError(f"layout wants at most 32 bytes, got {len(self.layout)}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +125,7 @@ class SessionResources:
             thread; never for a device. By default True for the default copier only.
         reports: How bounce writes are described and checked; ``PlannerReports`` by default.
         memory_kind, device_id: Of the destination or the source.
+        handshake: What both sides show in their first message.
         clock: Monotonic seconds.
     """
 
@@ -87,6 +137,7 @@ class SessionResources:
     reports: Reports | None = None
     memory_kind: MemoryKind = "DRAM"
     device_id: int = 0
+    handshake: Handshake = Handshake()
     clock: Callable[[], float] = time.monotonic
 
 

@@ -118,6 +118,50 @@ class SourceQuarantined:
     reason: str
 
 
+@dataclass(frozen=True)
+class PeerIntroduced:
+    """Both sides know each other: what is published from here on goes to exactly this life of the peer."""
+
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class PeerRefused:
+    """One side does not talk to the other: version, transport, model, layout or agent. Transfers with it fail by name."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class PeerReplaced:
+    """Another session lives under this name now. What was published to the earlier one is in doubt.
+
+    If its process has ended, say so (``peer_died``) or retire its instance: then its class's proof is given.
+    """
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkLost:
+    """The control link broke or went silent. Nothing is concluded from it: open operations wait for its return."""
+
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkRestored:
+    """The same life of the peer is heard again; what was open is being asked for again."""
+
+    peer: PeerId
+
+
+#: What happened between two sides; no transfer ends by it.
+PeerEvent = PeerIntroduced | PeerRefused | PeerReplaced | LinkLost | LinkRestored
+
 SessionEvent = (
     TransferSucceeded
     | TransferFailed
@@ -132,6 +176,7 @@ SessionEvent = (
     | RequestServed
     | SourceReleased
     | SourceQuarantined
+    | PeerEvent
 )
 
 

@@ -1,12 +1,14 @@
 """Who, which request, which write: the names that every message, notification and record carries.
 
-A name is never reused in a process: ``generation`` is random per process lifetime, ``operation`` rises for ever. So a
-message that outlived its subject is recognised by comparison, never guessed from timing.
+A name is never reused: a session object draws a random number of its own (128 bits) when it is made, every operation carries
+it, and ``operation`` rises within it. So however a session was made again (in this process or another, under a restored
+name, or two at once), what outlived its subject is recognised by comparison, never guessed from timing.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 
 import msgspec
@@ -22,8 +24,17 @@ NAME_BYTES_MAX = 64
 #: Grains of one operation, at most: a post covers whole grains, and its notification names them.
 MARKS_MAX = 2**20
 
-_MARK_HEAD = struct.Struct("<4sQIIHIQIIIB")
-_MARK_MAGIC = b"KVD\x02"
+SESSION_BYTES = 16
+#: Stands for "no session": a frame before the other side's number is known, an operation that no session drew.
+NO_SESSION = bytes(SESSION_BYTES)
+
+_MARK_HEAD = struct.Struct("<4sQIIHIQ16sIIIB")
+_MARK_MAGIC = b"KVD\x03"
+
+
+def draw_session() -> bytes:
+    """A number for a session object that no other one has, here or anywhere."""
+    return secrets.token_bytes(SESSION_BYTES)
 
 
 def _check_name(field: str, value: str) -> None:
@@ -98,15 +109,25 @@ class TransferIdentity(msgspec.Struct, frozen=True, array_like=True, order=True)
 
 
 class OperationIdentity(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One writer's obligation towards one transfer. ``operation`` is drawn by the receiver and never drawn again."""
+    """One writer's obligation towards one transfer.
+
+    Args:
+        transfer: The transfer.
+        writer_rank: The writer's rank in its instance.
+        operation: Drawn by the receiving session, ascending, never drawn again by it.
+        session: The receiving session's own random number, 16 bytes: no two session objects share one.
+    """
 
     transfer: TransferIdentity
     writer_rank: int
     operation: int
+    session: bytes = NO_SESSION
 
     def __post_init__(self) -> None:
         _check_int("writer_rank", self.writer_rank, RANK_MAX)
         _check_int("operation", self.operation, OPERATION_MAX)
+        if type(self.session) is not bytes or len(self.session) != SESSION_BYTES:
+            raise ValueError(f"session wants {SESSION_BYTES} bytes, got {self.session!r}")
 
     @property
     def request(self) -> RequestKey:
@@ -130,7 +151,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def encode_mark(mark: Mark) -> bytes:
-    """The notification's bytes; canonical, so equality of bytes is equality of marks. At most 111 bytes."""
+    """The notification's bytes; canonical, so equality of bytes is equality of marks. At most 127 bytes."""
     operation, transfer = mark.operation, mark.operation.transfer
     generation = transfer.endpoint_generation.encode()
     if not 0 <= mark.index < mark.index + mark.extent <= mark.count <= MARKS_MAX:
@@ -143,6 +164,7 @@ def encode_mark(mark: Mark) -> bytes:
         transfer.slice_index,
         operation.writer_rank,
         operation.operation,
+        operation.session,
         mark.index,
         mark.count,
         mark.extent,
@@ -159,7 +181,7 @@ def decode_mark(data: bytes) -> Mark:
     """
     if len(data) < _MARK_HEAD.size or len(data) > _MARK_HEAD.size + NAME_BYTES_MAX:
         raise RemoteProtocolError(f"notification of {len(data)} bytes is not a completion mark")
-    magic, request_id, incarnation, rank, slice_index, writer_rank, operation, index, count, extent, length = (
+    magic, request_id, incarnation, rank, slice_index, writer_rank, operation, session, index, count, extent, length = (
         _MARK_HEAD.unpack_from(data)
     )
     generation = data[_MARK_HEAD.size :]
@@ -171,6 +193,7 @@ def decode_mark(data: bytes) -> Mark:
                 TransferIdentity(request_id, incarnation, generation.decode("ascii"), rank, slice_index),
                 writer_rank,
                 operation,
+                session,
             ),
             index,
             count,

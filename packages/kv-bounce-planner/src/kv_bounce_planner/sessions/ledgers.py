@@ -2,24 +2,85 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
 
 from kv_bounce_planner._errors import AddressStillExposed
-from kv_bounce_planner.sessions.identity import TransferIdentity
+from kv_bounce_planner.sessions.identity import PeerId, TransferIdentity
+from kv_bounce_planner.transports.interface import Int64Array
+
+#: Ranges of open destinations that are compared with every new one (count): beyond, names of blocks alone decide.
+RANGES_MAX: Final = 1 << 20
 
 
 class ExposureLedger:
     """Blocks that some publication of this process may still expose, across generations (K4).
 
-    Share one per process between a Receiver and its successors of later generations. A block leaves the ledger by the proof
-    of the transfer that entered it; a quarantined one never does.
+    A Receiver and its successors share one per process (``of``). A block leaves the ledger by the proof of the transfer that
+    entered it; a quarantined one never does. The same holds for the addresses of a transfer's plans.
     """
 
     def __init__(self) -> None:
         self._holder: dict[object, TransferIdentity] = {}
+        self._starts = np.empty(0, np.int64)
+        self._ends = np.empty(0, np.int64)
+        self._owners = np.empty(0, np.int64)
+        self._numbers: dict[TransferIdentity, int] = {}
+        self._drawn = 0
+        #: Transfers whose addresses were not looked at because too many ranges are open.
+        self.unchecked = 0
 
-    def enter(self, identity: TransferIdentity, blocks: Sequence[object]) -> None:
-        """Raises AddressStillExposed, with nothing entered, if any block is held."""
+    @staticmethod
+    def of(peer: PeerId) -> ExposureLedger:
+        """This process's ledger for that instance and rank, whatever generation it has: made once, never dropped."""
+        with _LEDGERS_LOCK:
+            return _LEDGERS.setdefault((peer.instance_id, peer.rank), ExposureLedger())
+
+    def enter(
+        self,
+        identity: TransferIdentity,
+        blocks: Sequence[object],
+        addresses: tuple[Int64Array, Int64Array] | None = None,
+    ) -> None:
+        """Enter a transfer.
+
+        Args:
+            identity: The transfer.
+            blocks: Hashable names.
+            addresses: (starts, ends) of its destination, ascending and disjoint, where its plans name it.
+
+        Raises:
+            AddressStillExposed: A block or a byte is held. Nothing was entered.
+        """
+        if addresses is not None:
+            self._enter_addresses(identity, blocks, *addresses)
+        else:
+            self._enter_blocks(identity, blocks)
+
+    def _enter_addresses(
+        self, identity: TransferIdentity, blocks: Sequence[object], starts: Int64Array, ends: Int64Array
+    ) -> None:
+        if len(self._starts) + len(starts) > RANGES_MAX:
+            self.unchecked += 1
+            self._enter_blocks(identity, blocks)
+            return
+        at = np.searchsorted(self._starts, starts, side="right")
+        before = at > 0
+        clash = bool((self._ends[at[before] - 1] > starts[before]).any())
+        after = at < len(self._starts)
+        if clash or bool((self._starts[at[after]] < ends[after]).any()):
+            raise AddressStillExposed(f"{identity}: addresses that an earlier transfer of this process still exposes")
+        self._enter_blocks(identity, blocks)
+        self._drawn += 1
+        self._numbers[identity] = self._drawn
+        self._starts = np.insert(self._starts, at, starts)
+        self._ends = np.insert(self._ends, at, ends)
+        self._owners = np.insert(self._owners, at, self._drawn)
+
+    def _enter_blocks(self, identity: TransferIdentity, blocks: Sequence[object]) -> None:
         for block in blocks:
             held = self._holder.get(block)
             if held is not None:
@@ -28,12 +89,21 @@ class ExposureLedger:
             self._holder[block] = identity
 
     def leave(self, identity: TransferIdentity, blocks: Sequence[object]) -> None:
+        """Take a proven transfer out."""
+        number = self._numbers.pop(identity, None)
+        if number is not None:
+            keep = self._owners != number
+            self._starts, self._ends, self._owners = self._starts[keep], self._ends[keep], self._owners[keep]
         for block in blocks:
             if self._holder.get(block) == identity:
                 del self._holder[block]
 
     def __len__(self) -> int:
         return len(self._holder)
+
+
+_LEDGERS: dict[tuple[str, int], ExposureLedger] = {}
+_LEDGERS_LOCK = threading.Lock()
 
 
 class QuarantineLedger:

@@ -1,11 +1,15 @@
 """Control messages between a receiver and its writers, and their bytes.
 
-A frame is three magic bytes, one version byte and a msgpack array whose first element names the kind. Every field is
-bounded; a frame that is not exactly one well-formed message of a known version is refused whole.
+A frame is three magic bytes, one version byte, the numbers of the session that wrote it and of the one that it is meant for
+(16 bytes each; zeros where that is not known yet: only a Hello may have them), and a msgpack array whose first element names
+the kind. Every field is bounded; a frame that is not exactly one well-formed message of a known version is refused whole.
 
 | message | from | says |
 |---|---|---|
-| Hello | both | versions, the sender's transport agent: the first frame to a peer |
+| Hello | both | versions, transport agent, model and layout: the first frame to a peer |
+| Refused | both | this peer is not talked to, and why |
+| Stranger | both | a frame was meant for another session than the one that lives here now |
+| Beat | both | alive; with ``asks`` the other side answers with one |
 | ReceiveRequest | receiver | the destination may be written, by exactly this operation |
 | BounceWanted | sender | prefill is over; asks for a bounce region |
 | BounceGrant | receiver | the region bound to this operation: from here on no fallback |
@@ -24,14 +28,22 @@ from typing import Annotated, Final
 import msgspec
 
 from kv_bounce_planner._errors import RemoteProtocolError
-from kv_bounce_planner.sessions.identity import MARKS_MAX, NAME_BYTES_MAX, OperationIdentity, PeerId
+from kv_bounce_planner.sessions.identity import (
+    MARKS_MAX,
+    NAME_BYTES_MAX,
+    NO_SESSION,
+    SESSION_BYTES,
+    OperationIdentity,
+    PeerId,
+)
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"KVS"
 #: Bounds, in bytes. A payload is a block table (8 bytes a block): 1 MiB names 131,072 blocks.
 PAYLOAD_BYTES_MAX: Final = 1 << 20
 METADATA_BYTES_MAX: Final = 4 << 20
 REPORT_BYTES_MAX: Final = 16 << 20
+HEAD_BYTES: Final = 4 + 2 * SESSION_BYTES
 FRAME_BYTES_MAX: Final = REPORT_BYTES_MAX + (1 << 16)
 TEXT_BYTES_MAX: Final = 512
 
@@ -56,6 +68,22 @@ class Hello(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     agent_name: _Name
     agent_metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
     is_reply: bool
+    model: _Text = ""
+    dtype: _Text = ""
+    layer_total: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    layout: _Digest = b""
+
+
+class Refused(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
+    reason: _Text
+
+
+class Stranger(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="stranger"):
+    pass
+
+
+class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="beat"):
+    asks: bool
 
 
 class ReceiveRequest(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="receive"):
@@ -121,6 +149,9 @@ class Doubt(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
 Message = (
     Hello
+    | Refused
+    | Stranger
+    | Beat
     | ReceiveRequest
     | BounceWanted
     | BounceGrant
@@ -133,6 +164,9 @@ Message = (
 )
 MESSAGE_TYPES: Final = (
     Hello,
+    Refused,
+    Stranger,
+    Beat,
     ReceiveRequest,
     BounceWanted,
     BounceGrant,
@@ -148,34 +182,62 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
-def encode_message(message: Message) -> bytes:
+class VersionMismatch(RemoteProtocolError):
+    """A frame of this protocol in another version."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"control frame has version {version}, this side speaks {PROTOCOL_VERSION}")
+        self.version = version
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One frame, taken apart: who wrote it, which session it is meant for, what it says."""
+
+    source: bytes
+    target: bytes
+    message: Message
+
+
+def encode_message(message: Message, source: bytes = NO_SESSION, target: bytes = NO_SESSION) -> bytes:
     """One message as one frame.
+
+    Args:
+        message: What it says.
+        source, target: Numbers of the writing session and of the one that it is meant for.
 
     Raises:
         ValueError: The frame would exceed ``FRAME_BYTES_MAX``.
     """
-    frame = MAGIC + bytes((PROTOCOL_VERSION,)) + _encoder.encode(message)
+    frame = MAGIC + bytes((PROTOCOL_VERSION,)) + source + target + _encoder.encode(message)
     if len(frame) > FRAME_BYTES_MAX:
         raise ValueError(f"message of {len(frame)} bytes exceeds the bound of {FRAME_BYTES_MAX}")
     return frame
 
 
-def decode_message(frame: bytes | memoryview) -> Message:
-    """One frame as one message.
+def decode_frame(frame: bytes | memoryview) -> Frame:
+    """Take one frame apart.
 
     Raises:
-        RemoteProtocolError: Wrong magic, version, kind, bounds or structure. Nothing was applied.
+        VersionMismatch: Another version of this protocol.
+        RemoteProtocolError: Wrong magic, kind, bounds or structure. Nothing was applied.
     """
     if len(frame) > FRAME_BYTES_MAX or len(frame) < 5:
         raise RemoteProtocolError(f"control frame of {len(frame)} bytes is outside 5..{FRAME_BYTES_MAX}")
     if bytes(frame[:3]) != MAGIC:
         raise RemoteProtocolError("control frame has the wrong magic")
     if frame[3] != PROTOCOL_VERSION:
-        raise RemoteProtocolError(f"control frame has version {frame[3]}, this side speaks {PROTOCOL_VERSION}")
+        raise VersionMismatch(frame[3])
+    source, target = bytes(frame[4:20]), bytes(frame[20:HEAD_BYTES])
+    body = frame[HEAD_BYTES:]
     try:
-        message: Message = _decoder.decode(frame[4:])
+        message: Message = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise RemoteProtocolError(f"control frame is malformed: {error}") from error
-    if _encoder.encode(message) != bytes(frame[4:]):
+    if _encoder.encode(message) != bytes(body):
         raise RemoteProtocolError("control frame is not canonical")
-    return message
+    return Frame(source, target, message)
+
+
+def decode_message(frame: bytes | memoryview) -> Message:
+    """What one frame says; for tools and tests. Raises as :func:`decode_frame`."""
+    return decode_frame(frame).message

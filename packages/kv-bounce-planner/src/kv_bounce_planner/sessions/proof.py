@@ -135,11 +135,50 @@ class ProofKind(enum.StrEnum):
 _SEAL: Final = object()
 
 
+class _Sealed:
+    """What nobody can make, change, copy, extend or read from a file: its type alone says that it is genuine.
+
+    (Python cannot stop ``object.__setattr__``; it can make everything else fail.)
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, *, sealed: bool = False) -> None:
+        if not sealed:
+            raise TypeError(f"{cls.__name__} extends a type that decides over memory: it is final")
+        super().__init_subclass__()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__orig_class__":  # ``OwnedMemory[Blocks](...)``: typing tries, and lives without
+            raise AttributeError(name)
+        raise LocalProtocolError(f"a {type(self).__name__} does not change")
+
+    def __delattr__(self, name: str) -> None:
+        raise LocalProtocolError(f"a {type(self).__name__} does not change")
+
+    def __copy__(self) -> Any:
+        raise LocalProtocolError(f"a {type(self).__name__} exists once")
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise LocalProtocolError(f"a {type(self).__name__} exists once")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise LocalProtocolError(f"a {type(self).__name__} does not leave its process")
+
+    def _assign(self, **values: object) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
 @final
-class Proof:
+class Proof(_Sealed, sealed=True):
     """Why one operation can no longer touch memory. Made by the state machines of this package only."""
 
     __slots__ = ("evidence", "kind", "operation")
+
+    kind: ProofKind
+    operation: OperationIdentity | str
+    evidence: frozenset[Evidence]
 
     def __init__(
         self,
@@ -151,9 +190,10 @@ class Proof:
     ) -> None:
         if _seal is not _SEAL:
             raise LocalProtocolError("a proof is made by the session that observed it, not by hand")
-        self.kind: Final = kind
-        self.operation: Final = operation
-        self.evidence: Final = evidence
+        subject = str if kind is ProofKind.STEP_RETIRED else OperationIdentity
+        if type(operation) is not subject:
+            raise LocalProtocolError(f"{kind.value!r} is a proof about a {subject.__name__}, got {operation!r}")
+        self._assign(kind=kind, operation=operation, evidence=evidence)
 
     def __repr__(self) -> str:
         return f"Proof({self.kind.value}, {self.operation})"
@@ -164,31 +204,35 @@ def _prove(kind: ProofKind, operation: OperationIdentity | str, evidence: Iterab
 
 
 @final
-class QuarantinedMemory(Generic[ClaimT]):
+class QuarantinedMemory(_Sealed, Generic[ClaimT], sealed=True):
     """Memory that is never used again in this process. It has no way out."""
 
     __slots__ = ("byte_count", "claim", "reason")
 
+    claim: ClaimT
+    byte_count: int
+    reason: str
+
     def __init__(self, claim: ClaimT, byte_count: int, reason: str, *, _seal: object = None) -> None:
         if _seal is not _SEAL:
             raise LocalProtocolError("memory is quarantined through OwnedMemory.quarantine")
-        self.claim: Final = claim
-        self.byte_count: Final = byte_count
-        self.reason: Final = reason
+        self._assign(claim=claim, byte_count=byte_count, reason=reason)
 
 
 @final
-class ProvenMemory(Generic[ClaimT]):
+class ProvenMemory(_Sealed, Generic[ClaimT], sealed=True):
     """Memory that nothing can write or read any more, with the proofs. The only thing that ``free`` takes."""
 
     __slots__ = ("_claim", "_freed", "proofs")
 
+    _claim: ClaimT
+    _freed: bool
+    proofs: tuple[Proof, ...]
+
     def __init__(self, claim: ClaimT, proofs: tuple[Proof, ...], *, _seal: object = None) -> None:
         if _seal is not _SEAL:
             raise LocalProtocolError("memory becomes proven through OwnedMemory.prove")
-        self._claim: Final = claim
-        self._freed = False
-        self.proofs: Final = proofs
+        self._assign(_claim=claim, _freed=False, proofs=proofs)
 
     @property
     def claim(self) -> ClaimT:
@@ -196,7 +240,7 @@ class ProvenMemory(Generic[ClaimT]):
 
 
 @final
-class OwnedMemory(Generic[ClaimT]):
+class OwnedMemory(_Sealed, Generic[ClaimT], sealed=True):
     """Memory that listed operations may still touch.
 
     Args:
@@ -207,11 +251,17 @@ class OwnedMemory(Generic[ClaimT]):
 
     __slots__ = ("_claim", "_ended", "byte_count", "operations")
 
+    _claim: ClaimT
+    _ended: str
+    operations: frozenset[OperationIdentity | str]
+    byte_count: int
+
     def __init__(self, claim: ClaimT, operations: Iterable[OperationIdentity | str], byte_count: int = 0) -> None:
-        self._claim: Final = claim
-        self._ended = ""
-        self.operations: Final = frozenset(operations)
-        self.byte_count: Final = byte_count
+        owners = frozenset(operations)
+        for owner in owners:
+            if type(owner) is not OperationIdentity and type(owner) is not str:
+                raise LocalProtocolError(f"memory is owned by operations and named steps, not by {owner!r}")
+        self._assign(_claim=claim, _ended="", operations=owners, byte_count=byte_count)
 
     def prove(self, proofs: Iterable[Proof]) -> ProvenMemory[ClaimT]:
         """Turn ownership into proven memory.
@@ -229,14 +279,14 @@ class OwnedMemory(Generic[ClaimT]):
         missing = self.operations - {proof.operation for proof in given}
         if missing:
             raise LocalProtocolError(f"no proof for {sorted(map(str, missing))}: the memory stays owned")
-        self._ended = "proven"
+        self._assign(_ended="proven")
         return ProvenMemory(self._claim, given, _seal=_SEAL)
 
     def quarantine(self, reason: str) -> QuarantinedMemory[ClaimT]:
         """Give the memory up for the life of this process."""
         if self._ended:
             raise LocalProtocolError(f"memory already left ownership: {self._ended}")
-        self._ended = f"quarantined: {reason}"
+        self._assign(_ended=f"quarantined: {reason}")
         return QuarantinedMemory(self._claim, self.byte_count, reason, _seal=_SEAL)
 
 
@@ -250,7 +300,7 @@ def free(memory: ProvenMemory[ClaimT]) -> ClaimT:
         raise LocalProtocolError(f"only proven memory can be freed, got {type(memory).__name__}")
     if memory._freed:
         raise LocalProtocolError("this memory was freed before")
-    memory._freed = True
+    memory._assign(_freed=True)
     return memory._claim
 
 
@@ -274,7 +324,11 @@ BLOCK_TRANSITIONS: Final[Mapping[BlockState, frozenset[BlockState]]] = {
 def step_retired(step: str) -> Proof:
     """The host's proof that a compute step's device work ended (its event was seen): compute is an owner too.
 
-    The one proof that is made outside a session, because only the host sees its device. Name steps uniquely.
+    The one proof that is made outside a session, because only the host sees its device. It covers owners that are named
+    steps (text), never a transfer's operation. Name steps uniquely.
+
+    Raises:
+        LocalProtocolError: ``step`` is not text.
     """
     return _prove(ProofKind.STEP_RETIRED, step)
 

@@ -14,6 +14,7 @@ is quarantined: it is not released, then or ever.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,25 @@ from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind, _prove
 from kv_bounce_planner.sessions.states import RECEIVE_TRANSITIONS, Machine, Outcome, ReceiveState, ReceiveTrigger
 
 _S, _T = ReceiveState, ReceiveTrigger
+
+
+class Region(enum.StrEnum):
+    """The transfer's bounce region."""
+
+    NONE = "none"
+    ASKED = "asked"
+    RESERVED = "reserved"
+    BOUND = "bound"
+    REFUSED = "refused"
+
+
+class ScatterState(enum.StrEnum):
+    """The transfer's one scatter. BROKEN: it may go on for ever."""
+
+    NONE = "none"
+    RUNNING = "running"
+    DONE = "done"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,20 @@ class Published:
 @dataclass(frozen=True)
 class CancelAsked:
     reason: str
+
+
+@dataclass(frozen=True)
+class FailAsked:
+    """The transfer ends here, by a time-out or because a peer is refused."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class LinkReturned:
+    """That peer, in the same life, is heard again: frames of before may be lost in both directions."""
+
+    peer: PeerId
 
 
 @dataclass(frozen=True)
@@ -128,6 +162,8 @@ class Ticked:
 ReceiveEvent = (
     Published
     | CancelAsked
+    | FailAsked
+    | LinkReturned
     | MarkArrived
     | MessageArrived
     | RegionReserved
@@ -173,7 +209,7 @@ class ReserveRegion:
 
 @dataclass(frozen=True)
 class BindAndGrant:
-    """Bind this operation's part, then queue the grant. The operation is already GRANTED."""
+    """Bind this operation's part (binding it again changes nothing), then queue the grant. It is already GRANTED."""
 
     operation: OperationIdentity
     peer: PeerId
@@ -254,7 +290,7 @@ class _Record:
     mark_count: int = 0
     wants: bool = False
     refused: bool = False
-    reported: bool = False
+    report: WriterResult | None = None
     report_valid: bool = False
     succeeded: bool = False
     cancel_sent: bool = False
@@ -299,8 +335,8 @@ class ReceiveTransfer:
         }
         if len(self._records) != len(operations):
             raise LocalProtocolError(f"{identity} names an operation twice")
-        self._region: str = "none"  # none | asked | reserved | bound | refused
-        self._scatter: str = "none"  # none | running | done | broken
+        self._region = Region.NONE
+        self._scatter = ScatterState.NONE
         self._effects: list[ReceiveEffect] = []
 
     # -- reading
@@ -352,6 +388,10 @@ class ReceiveTransfer:
                 self._published()
             case CancelAsked(reason):
                 self._end(Outcome.CANCELLED, reason, now_s)
+            case FailAsked(reason):
+                self._end(Outcome.FAILED, reason, now_s)
+            case LinkReturned(peer):
+                self._ask_again(peer)
             case MarkArrived():
                 self._mark(event, now_s)
             case MessageArrived(message):
@@ -382,6 +422,15 @@ class ReceiveTransfer:
         for record in self._records.values():
             record.machine.fire(_T.PUBLISH)
             self._effects.append(SendRequest(record.spec.peer, record.spec.request))
+
+    def _ask_again(self, peer: PeerId) -> None:
+        """Repeat what that peer may not have heard. It answers with what is true by now; every message may be repeated."""
+        for record in self._records.values():
+            if record.spec.peer != peer or record.state in (_S.UNEXPOSED, _S.PROVEN, _S.QUARANTINED):
+                continue
+            self._effects.append(SendRequest(peer, record.spec.request))
+            if record.cancel_sent:
+                self._effects.append(SendCancel(peer, Cancel(record.spec.operation, self.reason[:500])))
 
     def _mark(self, event: MarkArrived, now_s: float) -> None:
         record = self._records[event.operation]
@@ -421,11 +470,13 @@ class ReceiveTransfer:
             case BounceWanted():
                 self._wanted(record, message, now_s)
             case WriterResult():
-                if record.state not in (_S.GRANTED, _S.LANDED) or record.reported:
+                if message == record.report:
+                    return  # repeated after a link came back
+                if record.state not in (_S.GRANTED, _S.LANDED) or record.report is not None:
                     if record.state not in (_S.IN_DOUBT, _S.CONFLICTED):
                         self._conflict(record, "a report without a grant, or a second one", now_s)
                     return
-                record.reported = True
+                record.report = message
                 self._effects.append(CheckReport(message.operation, message))
             case Sealed(reason=reason):
                 if record.landed or not record.machine.allows(_T.SEALED):
@@ -446,6 +497,13 @@ class ReceiveTransfer:
 
     def _wanted(self, record: _Record, message: BounceWanted, now_s: float) -> None:
         request = record.spec.request
+        if record.wants and (message.byte_count, message.plan_digest) == (request.byte_count, request.plan_digest):
+            # Repeated: the answer was lost with a link.
+            if record.refused:
+                self._effects.append(SendRefusal(record.spec.peer, BounceRefused(message.operation, "no_space")))
+            elif record.state in (_S.GRANTED, _S.LANDED) and self._region is Region.BOUND:
+                self._effects.append(BindAndGrant(message.operation, record.spec.peer))
+            return
         if record.wants or record.state is not _S.EXPOSED:
             if record.state not in (_S.IN_DOUBT, _S.CONFLICTED):
                 self._conflict(record, "asks twice for a region", now_s)
@@ -459,33 +517,33 @@ class ReceiveTransfer:
             # The two sides derived different plans: nothing this writer would write can be trusted to be ours.
             self._end(Outcome.FAILED, "the writer derived another plan", now_s)
             return
-        elif self._region == "refused":
+        elif self._region is Region.REFUSED:
             refusal = "no_space"
         record.wants = True
         if refusal:
             record.refused = True
             self._effects.append(SendRefusal(record.spec.peer, BounceRefused(message.operation, refusal)))
             return
-        if self._region == "none":
-            self._region = "asked"
+        if self._region is Region.NONE:
+            self._region = Region.ASKED
             parts = tuple(
                 (each.spec.operation.operation, each.spec.request.byte_count)
                 for each in self._records.values()
                 if each.spec.bounce_offered
             )
             self._effects.append(ReserveRegion(parts))
-        elif self._region in ("reserved", "bound"):
+        elif self._region in (Region.RESERVED, Region.BOUND):
             self._grant(record)
 
     def _grant(self, record: _Record) -> None:
-        self._region = "bound"
+        self._region = Region.BOUND
         record.machine.fire(_T.GRANT)
         self._effects.append(BindAndGrant(record.spec.operation, record.spec.peer))
 
     def _region_reserved(self) -> None:
-        if self._region != "asked":
-            raise LocalProtocolError(f"{self.identity}: a region arrived in state {self._region!r}")
-        self._region = "reserved"
+        if self._region is not Region.ASKED:
+            raise LocalProtocolError(f"{self.identity}: a region arrived in state {self._region.value!r}")
+        self._region = Region.RESERVED
         if self.outcome is not Outcome.PENDING:
             return
         for record in self._records.values():
@@ -493,9 +551,9 @@ class ReceiveTransfer:
                 self._grant(record)
 
     def _region_refused(self, reason: str) -> None:
-        if self._region != "asked":
+        if self._region is not Region.ASKED:
             return
-        self._region = "refused"
+        self._region = Region.REFUSED
         for record in self._records.values():
             if record.wants and not record.refused and record.state is _S.EXPOSED:
                 record.refused = True
@@ -511,12 +569,14 @@ class ReceiveTransfer:
         record.report_valid = True
 
     def _scatter_ended(self, event: ScatterEnded, now_s: float) -> None:
-        if self._scatter != "running":
+        if self._scatter is ScatterState.BROKEN:
+            return  # it came after the drain clock: what was given up stays so
+        if self._scatter is not ScatterState.RUNNING:
             raise LocalProtocolError(f"{self.identity}: a scatter ended that was not running")
         if event.succeeded:
-            self._scatter = "done"
+            self._scatter = ScatterState.DONE
             return
-        self._scatter = "done" if event.idle_proven else "broken"
+        self._scatter = ScatterState.DONE if event.idle_proven else ScatterState.BROKEN
         self._end(Outcome.FAILED, f"scatter failed: {event.reason}", now_s)
 
     def _peer_in_doubt(self, peer: PeerId, reason: str, now_s: float) -> None:
@@ -583,19 +643,21 @@ class ReceiveTransfer:
                 self._proven(record, ProofKind.CLASS)
         if self.outcome is Outcome.PENDING and all(record.succeeded for record in self._records.values()):
             bounced = tuple(op for op, record in self._records.items() if record.report_valid)
-            if not bounced or self._scatter == "done":
+            if not bounced or self._scatter is ScatterState.DONE:
                 self._end(Outcome.SUCCEEDED, "", now_s)
-            elif self._scatter == "none":
-                self._scatter = "running"
+            elif self._scatter is ScatterState.NONE:
+                self._scatter = ScatterState.RUNNING
                 self._effects.append(Scatter(bounced))
-        if self.outcome is not Outcome.PENDING and self._region in ("asked", "reserved"):
-            self._region = "none"
+        if self.outcome is not Outcome.PENDING and self._region in (Region.ASKED, Region.RESERVED):
+            self._region = Region.NONE
             self._effects.append(WithdrawRegion())
         if self.drain_until_s is not None and now_s >= self.drain_until_s:
             self._deadline()
         self._settle()
 
     def _deadline(self) -> None:
+        if self._scatter is ScatterState.RUNNING:
+            self._scatter = ScatterState.BROKEN
         for record in self._records.values():
             if record.state is _S.LANDED:
                 record.machine.fire(_T.DEADLINE)
@@ -604,13 +666,13 @@ class ReceiveTransfer:
                 record.machine.fire(_T.DEADLINE)
 
     def _settle(self) -> None:
-        if self.outcome is Outcome.PENDING or self._scatter == "running":
+        if self.outcome is Outcome.PENDING or self._scatter is ScatterState.RUNNING:
             return
         if not all(record.machine.terminal for record in self._records.values()):
             return
         doubtful = tuple(op for op, record in self._records.items() if record.state is _S.QUARANTINED)
         self.settled = True
-        if self._scatter == "broken":
+        if self._scatter is ScatterState.BROKEN:
             self._effects.append(Quarantine("scatter in doubt", tuple(self._records)))
         elif doubtful:
             self._effects.append(Quarantine("no proof at the end of the drain clock", doubtful))

@@ -6,14 +6,16 @@ per poll, in frames and in time; what a poll did not reach, the next one continu
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
+
+import numpy as np
 
 from kv_bounce_planner._errors import (
     CapacityExceeded,
     DuplicateTransfer,
-    KVTransferError,
     LocalProtocolError,
     StaleIdentity,
     TransfersOutstanding,
@@ -45,23 +47,23 @@ from kv_bounce_planner.sessions.messages import (
     WriterResult,
 )
 from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
-from kv_bounce_planner.sessions.shell import OVER_MAX, Shell, bound
+from kv_bounce_planner.sessions.shell import OVER_MAX, PeerLife, PeerState, Shell, bound
 from kv_bounce_planner.sessions.states import Outcome
-from kv_bounce_planner.transports.interface import ArrivedMark
-
-#: Notifications kept while the writer's Hello is still under way (count).
-UNMATCHED_MARKS_MAX: Final = 4096
+from kv_bounce_planner.transports.interface import ArrivedMark, Int64Array
 
 
 class _Receive:
     """Shell state of one transfer."""
 
     __slots__ = (
+        "addresses",
         "advertised",
         "claim",
         "core",
         "expected",
         "exposed",
+        "introduced_until_s",
+        "lives",
         "owned",
         "prepared",
         "published",
@@ -83,6 +85,10 @@ class _Receive:
         self.exposed = exposed
         self.owned: OwnedMemory[Any] = OwnedMemory(claim, expected, sum(each.byte_count for each in expected.values()))
         self.published = False
+        self.addresses: tuple[Any, Any] | None = None
+        self.introduced_until_s = 0.0
+        #: The life of the peer that each operation was published to: nobody else can say anything about it.
+        self.lives: dict[OperationIdentity, PeerLife] = {}
         self.reservation: Reservation | None = None
         self.advertised: AdvertisedReservation | None = None
         self.regions: dict[OperationIdentity, BoundRegion] = {}
@@ -114,19 +120,21 @@ class Receiver(Shell):
         on_memory: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__(self_id, resources, config, on_memory)
-        self._ledger = ledger if ledger is not None else ExposureLedger()
+        self._ledger = ledger if ledger is not None else ExposureLedger.of(self_id)
         self._transfers: dict[TransferIdentity, _Receive] = {}
         self._of_operation: dict[OperationIdentity, _Receive] = {}
         self._incarnations: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._over: OrderedDict[TransferIdentity, None] = OrderedDict()
         self._next_operation = 0
-        self._unmatched: deque[ArrivedMark] = deque(maxlen=UNMATCHED_MARKS_MAX)
+        self._marks: deque[ArrivedMark] = deque()
         self._checks: deque[tuple[_Receive, rc.CheckReport]] = deque()
         self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
         self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
-        self._copying: list[tuple[_Receive, list[CopyHandle]]] = []
+        self._copying: deque[tuple[_Receive, list[CopyHandle]]] = deque()
         # An idle poll looks at none of the open transfers but these: thousands may wait for their prefill.
         self._unpublished: deque[_Receive] = deque()
+        self._expiries: list[tuple[float, int, TransferIdentity]] = []
+        self._opened = 0
         self._draining: dict[TransferIdentity, _Receive] = {}
         self._waiting: dict[TransferIdentity, _Receive] = {}
 
@@ -139,6 +147,7 @@ class Receiver(Shell):
         claim: Any = None,
         *,
         blocks: Sequence[object] = (),
+        timeout_s: float | None = None,
     ) -> tuple[OperationIdentity, ...]:
         """Own a destination and ask its writers to fill it.
 
@@ -147,13 +156,17 @@ class Receiver(Shell):
             operations: One per writer and role, at least one.
             claim: Names the blocks for the host; returned untouched by the physical end.
             blocks: Hashable names of the blocks, for the exposure ledger.
+            timeout_s: In place of ``SessionConfig.operation_timeout_s``, > 0.
 
         Returns:
-            The operations' identities, in the order given. The requests leave at the next poll.
+            The operations' identities, in the order given. The requests leave as soon as every writer is introduced.
 
         Raises:
             DuplicateTransfer, StaleIdentity, CapacityExceeded, AddressStillExposed, TransportError: Nothing was taken over.
+            LocalProtocolError: A plan is another rank's than its peer's, or two writers would write the same byte.
         """
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"timeout_s wants > 0, got {timeout_s}")
         if self._closed or self._fatal:
             raise LocalProtocolError(f"the receiver admits nothing: {self._fatal or 'closed'}")
         if identity.endpoint_generation != self.self_id.generation or identity.rank != self.self_id.rank:
@@ -167,13 +180,15 @@ class Receiver(Shell):
         newest = self._incarnations.get((identity.request_id, identity.slice_index), -1)
         if identity.incarnation < newest:
             raise StaleIdentity(f"{identity}: incarnation {newest} is known")
+        addresses = _check_plans(operations)
         for peer in dict.fromkeys(each.peer for each in operations):
-            self._introduce(peer, is_reply=False)
+            self._introduce(peer)
+        now_s = self._clock()
         with self._lock:
             specs: list[rc.OperationSpec] = []
             expected: dict[OperationIdentity, ExpectedOperation] = {}
             for each in operations:
-                operation = OperationIdentity(identity, each.peer.rank, self._next_operation + len(specs))
+                operation = OperationIdentity(identity, each.peer.rank, self._next_operation + len(specs), self.session)
                 request = ReceiveRequest(
                     operation,
                     each.peer.generation,
@@ -193,9 +208,13 @@ class Receiver(Shell):
                 required=self._transport.transport_class.required,
                 drain_deadline_s=self.config.drain_deadline_s,
             )
-            self._ledger.enter(identity, blocks)
+            self._ledger.enter(identity, blocks, addresses)
             self._next_operation += len(specs)
             record = _Receive(core, expected, claim, blocks)
+            record.introduced_until_s = now_s + self.config.introduction_timeout_s
+            self._opened += 1
+            limit_s = self.config.operation_timeout_s if timeout_s is None else timeout_s
+            heapq.heappush(self._expiries, (now_s + limit_s, self._opened, identity))
             self._transfers[identity] = record
             self._unpublished.append(record)
             self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
@@ -220,18 +239,22 @@ class Receiver(Shell):
 
     def poll(self) -> tuple[SessionEvent, ...]:
         """Progress everything, within bounds. Call it in every turn of the loop."""
-        self._publish()
-        self._receive()
-        self._flush()  # requests and grants leave before any copy runs
-        self._progress()
-        self._copies()
-        self._tick()
-        self._flush()
-        self._prepare()
-        with self._lock:
-            self._deliver()
-            events, self._events = tuple(self._events), []
-        return events
+        return self._run(self._phases)
+
+    @property
+    def _phases(self) -> tuple[Callable[[], None], ...]:
+        return (
+            self._receive,
+            self._publish,
+            self._flush,  # requests and grants leave before any copy runs
+            self._progress,
+            self._check_reports,
+            self._copies,
+            self._tick,
+            self._watch_links,
+            self._flush,
+            self._prepare,
+        )
 
     def drain(self) -> DrainReport:
         """What is still owned. Quiescent when nothing is open and every physical end was delivered."""
@@ -265,14 +288,37 @@ class Receiver(Shell):
     # -- turning events into steps
 
     def _publish(self) -> None:
-        """Under the lock each record turns EXPOSED and its request is queued: a cancel comes wholly before or after."""
-        while self._unpublished:
+        """Under the lock each record turns EXPOSED and its request is queued: a cancel comes wholly before or after.
+
+        Nothing leaves before every writer of a transfer is known: what is published is bound to those lives.
+        """
+        now_s = self._clock()
+        for _ in range(len(self._unpublished)):
             with self._lock:
                 record = self._unpublished.popleft()
-                record.published = True
-                self._step(record, rc.Published())
+                if record.core.settled or record.core.outcome is not Outcome.PENDING:
+                    continue
+                lives = {spec.operation: self._lives.get(spec.peer) for spec in record.core.operations}
+                refused = next(
+                    (each for each in lives.values() if each is not None and each.state is PeerState.REFUSED), None
+                )
+                if refused is not None:
+                    self._step(record, rc.FailAsked(f"peer {refused.peer} is refused: {refused.reason}"))
+                elif all(each is not None and each.ready for each in lives.values()):
+                    record.published = True
+                    record.lives = {operation: each for operation, each in lives.items() if each is not None}
+                    self._step(record, rc.Published())
+                elif now_s >= record.introduced_until_s:
+                    missing = [str(spec.peer) for spec in record.core.operations if not _ready(lives[spec.operation])]
+                    reason = f"not introduced within {self.config.introduction_timeout_s:g} s: {', '.join(missing[:3])}"
+                    self._step(record, rc.FailAsked(reason))
+                else:
+                    self._unpublished.append(record)
+                    for spec in record.core.operations:
+                        if lives[spec.operation] is None:
+                            self._introduce(spec.peer)  # its earlier life was replaced while this transfer waited
 
-    def _take(self, peer: PeerId, message: Message) -> None:
+    def _take(self, life: PeerLife, message: Message) -> None:
         if not isinstance(message, BounceWanted | WriterResult | Sealed | Drained | Doubt):
             self._counters["unexpected"] += 1
             return
@@ -282,8 +328,8 @@ class Receiver(Shell):
                 stale = message.operation.transfer.endpoint_generation != self.self_id.generation
                 self._counters["stale" if stale else "late"] += 1
                 return
-            if record.expected[message.operation].peer != peer:
-                # Another peer speaks about an operation that is not its own: it changes nothing of it.
+            if record.lives.get(message.operation) is not life:
+                # Another peer, or another life of it, speaks about an operation that is not its own: nothing changes.
                 self._counters["foreign"] += 1
                 return
             self._step(record, rc.MessageArrived(message))
@@ -291,9 +337,8 @@ class Receiver(Shell):
     def _progress(self) -> None:
         progress = self._transport.poll()
         self._counters["malformed"] += progress.malformed
-        waiting = [self._unmatched.popleft() for _ in range(len(self._unmatched))]
-        for arrived in (*waiting, *progress.marks):
-            self._mark(arrived)
+        self._marks.extend(progress.marks)
+        self._each(self._marks, len(self._marks), self._mark)
         for peer in progress.lost:
             self._peer_in_doubt(peer, "transport lost the peer")
 
@@ -304,48 +349,55 @@ class Receiver(Shell):
             if record is None:
                 self._counters["late"] += 1
                 return
-            agent = self._agents.get(record.expected[operation].peer)
-            if agent is None:
-                self._unmatched.append(arrived)  # its Hello is still under way
-            elif agent != arrived.agent_name:
+            life = record.lives.get(operation)
+            if life is None or life.agent != arrived.agent_name:
                 self._counters["foreign"] += 1
             else:
                 self._step(
                     record, rc.MarkArrived(operation, arrived.mark.index, arrived.mark.count, arrived.mark.extent)
                 )
 
+    def _check_reports(self) -> None:
+        """Outside the lock: a report can be long, and its codec is the user's."""
+        self._each(self._checks, len(self._checks), self._check_report)
+
+    def _check_report(self, item: tuple[_Receive, rc.CheckReport]) -> None:
+        record, check = item
+        plan, region = record.expected[check.operation].plan, record.regions.get(check.operation)
+        reason = ""
+        if plan is None or region is None or check.message.base_address != region.address:
+            reason = "the report names another base than the bound one"
+        else:
+            try:
+                self._reports.check(plan, check.message.report, check.operation, region.address)
+            except Exception as error:  # noqa: BLE001 - a user's codec may raise anything: this report is refused
+                reason = f"{type(error).__name__}: {error}"
+        if reason:
+            self._counters["reports_refused"] += 1
+        with self._lock:
+            self._step(record, rc.ReportChecked(check.operation, not reason, reason))
+
     def _copies(self) -> None:
-        """Checks and scatters, outside the lock."""
-        for _ in range(len(self._checks)):
-            record, check = self._checks.popleft()
-            plan, region = record.expected[check.operation].plan, record.regions.get(check.operation)
-            reason = ""
-            if plan is None or region is None or check.message.base_address != region.address:
-                reason = "the report names another base than the bound one"
-            else:
-                try:
-                    self._reports.check(plan, check.message.report, check.operation, region.address)
-                except KVTransferError as error:
-                    reason = str(error)
-            if reason:
-                self._counters["reports_refused"] += 1
-            with self._lock:
-                self._step(record, rc.ReportChecked(check.operation, not reason, reason))
-        for _ in range(min(len(self._scatters), self.config.copies_per_poll_max)):
-            record, scatter = self._scatters.popleft()
-            self._scatter(record, scatter)
-        still: list[tuple[_Receive, list[CopyHandle]]] = []
-        for record, handles in self._copying:
+        """Scatters, outside the lock."""
+        self._each(self._scatters, self.config.copies_per_poll_max, self._scatter)
+        for _ in range(len(self._copying)):
+            record, handles = self._copying[0]
             try:
                 done = all(handle.done() for handle in handles)
-            except KVTransferError as error:
-                self._scattered(record, str(error))
+            except Exception as error:  # noqa: BLE001 - a copier's, in any shape: its memory is in doubt and stays owned
+                self._copying.popleft()
+                self._scattered(record, f"{type(error).__name__}: {error}")
                 continue
+            except BaseException:
+                self._copying.rotate(-1)
+                raise
+            self._copying.popleft()
+            if record.core.settled:
+                continue  # given up at the end of the drain clock
             if done:
                 self._scattered(record, "")
             else:
-                still.append((record, handles))
-        self._copying = still
+                self._copying.append((record, handles))
 
     def _prepare(self) -> None:
         """Make the copy lists of granted regions while their writers gather and write."""
@@ -364,7 +416,10 @@ class Receiver(Shell):
         sources = read_only(plan.staging_offsets + region.address)
         return self._copier.prepare(sources, plan.target_addresses, plan.sizes)
 
-    def _scatter(self, record: _Receive, scatter: rc.Scatter) -> None:
+    def _scatter(self, item: tuple[_Receive, rc.Scatter]) -> None:
+        record, scatter = item
+        if record.core.settled:
+            return
         handles: list[CopyHandle] = []
         try:
             for operation in scatter.operations:
@@ -397,6 +452,13 @@ class Receiver(Shell):
                     if self._arena is not None and self._arena.withdraw(identity):
                         self._counters["bounce_no_space"] += 1
                         self._step(record, rc.RegionRefused("no_space"))
+            while self._expiries and now_s >= self._expiries[0][0]:
+                _, _, identity = heapq.heappop(self._expiries)
+                late = self._transfers.get(identity)
+                if late is not None and late.core.outcome is Outcome.PENDING:
+                    states = ", ".join(sorted({late.core.state_of(op).value for op in late.expected}))
+                    self._counters["timed_out"] += 1
+                    self._step(late, rc.FailAsked(f"timed out in {states}"))
             for record in list(self._draining.values()):
                 if record.core.drain_until_s is not None and now_s >= record.core.drain_until_s:
                     self._step(record, rc.Ticked())
@@ -423,15 +485,29 @@ class Receiver(Shell):
 
     def _peers(self) -> set[PeerId]:
         with self._lock:
-            return self._introduced | {
+            return set(self._lives) | {
                 spec.peer for record in self._transfers.values() for spec in record.core.operations
             }
+
+    def _interested(self) -> set[PeerId]:
+        with self._lock:
+            return {life.peer for record in self._transfers.values() for life in record.lives.values()}
+
+    def _ask_again(self, life: PeerLife) -> None:
+        for record in list(self._transfers.values()):
+            if life in record.lives.values():
+                self._step(record, rc.LinkReturned(life.peer))
 
     # -- performing effects (under the lock)
 
     def _step(self, record: _Receive, event: rc.ReceiveEvent) -> None:
         for effect in record.core.step(event, self._clock()):
-            self._perform(record, effect)
+            try:
+                self._perform(record, effect)
+            except LocalProtocolError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
+                self._contain(error)
 
     def _perform(self, record: _Receive, effect: rc.ReceiveEffect) -> None:
         identity = record.core.identity
@@ -542,3 +618,28 @@ class Receiver(Shell):
             del self._of_operation[operation]
         self._over[record.core.identity] = None
         bound(self._over, OVER_MAX)
+
+
+def _ready(life: PeerLife | None) -> bool:
+    return life is not None and life.ready
+
+
+def _check_plans(operations: Sequence[ExpectedOperation]) -> tuple[Int64Array, Int64Array] | None:
+    """Every writer is the one that its plan names, and no byte has two writers. Returns (starts, ends), ascending."""
+    plans = [(each, each.plan) for each in operations if each.plan is not None]
+    for each, plan in plans:
+        if plan.rank != each.peer.rank:
+            raise LocalProtocolError(
+                f"the plan is writer {plan.rank}'s, the operation is asked of rank {each.peer.rank}"
+            )
+    if not plans:
+        return None
+    starts = np.concatenate([plan.target_addresses for _, plan in plans])
+    ends = starts + np.concatenate([plan.sizes for _, plan in plans])
+    if len(plans) > 1 or not bool((starts[1:] >= ends[:-1]).all()):
+        order = np.argsort(starts, kind="stable")
+        starts, ends = starts[order], ends[order]
+        if bool((starts[1:] < ends[:-1]).any()):
+            at = int(starts[1:][starts[1:] < ends[:-1]][0])
+            raise LocalProtocolError(f"two writers would write the same bytes, at address {at}")
+    return starts, ends

@@ -117,6 +117,21 @@ class CancelArrived:
 
 
 @dataclass(frozen=True)
+class AskedAgain:
+    """The receive request was repeated: answers may be lost. Say again what the receiver may not have heard."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class TimedOut:
+    """An operation's whole time is over, whatever it waits for."""
+
+    operation: OperationIdentity
+    after_s: float
+
+
+@dataclass(frozen=True)
 class FailAsked:
     reason: str
 
@@ -155,6 +170,8 @@ SendEvent = (
     | GatherEnded
     | WriteProgressed
     | CancelArrived
+    | AskedAgain
+    | TimedOut
     | FailAsked
     | SealAsked
     | PeerInDoubt
@@ -212,6 +229,13 @@ class Post:
 
 
 @dataclass(frozen=True)
+class SendReportAgain:
+    """The report of this bounce write, once more."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
 class StopPosting:
     operation: OperationIdentity
 
@@ -249,6 +273,7 @@ SendEffect = (
     | QuarantineSlot
     | Gather
     | Post
+    | SendReportAgain
     | StopPosting
     | OperationEnded
     | ReleaseSource
@@ -270,12 +295,15 @@ _BEFORE_POSTING = (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED, _S.GATHE
 
 class _Record:
     __slots__ = (
+        "answered",
         "bounced",
         "cancelled",
         "completed",
+        "declined",
         "drain_until_s",
         "ended",
         "evidence",
+        "granted",
         "machine",
         "peer",
         "posted",
@@ -292,7 +320,10 @@ class _Record:
         self.request = request
         self.machine: Machine[SendState, SendTrigger] = Machine(request.operation, SendState.HELD, SEND_TRANSITIONS)
         self.resolving = False
+        self.answered = False
         self.bounced = False
+        self.granted = False
+        self.declined = False
         self.cancelled = False
         self.refused = False
         self.slot = False
@@ -346,6 +377,9 @@ class SendTransfer:
 
     def story_of(self, operation: OperationIdentity) -> tuple[str, ...]:
         return self._records[operation].machine.story
+
+    def cancelled(self, operation: OperationIdentity) -> bool:
+        return self._records[operation].cancelled
 
     def knows(self, operation: OperationIdentity) -> bool:
         return operation in self._records
@@ -436,6 +470,12 @@ class SendTransfer:
                 self._progressed(progress, now_s)
             case CancelArrived(operation, reason):
                 self._cancelled(operation, reason, now_s)
+            case AskedAgain(operation):
+                self._asked_again(operation)
+            case TimedOut(operation, after_s):
+                record = self._records[operation]
+                if not record.machine.terminal:
+                    self._seal_record(record, f"timed out in {record.state.value} after {after_s:g} s", now_s)
             case FailAsked(reason):
                 self._fail(reason, now_s)
             case SealAsked():
@@ -464,6 +504,19 @@ class SendTransfer:
         if self.sealed:
             self._seal_record(record, self.failure or "the request is sealed", now_s)
 
+    def _asked_again(self, operation: OperationIdentity) -> None:
+        record = self._records[operation]
+        if record.state in (_S.WANTED, _S.AHEAD, _S.STAGED) and not record.refused:
+            self._effects.append(self._wish(record))
+        elif record.bounced and record.state in (_S.POSTING, _S.IN_FLIGHT, _S.DONE):
+            self._effects.append(SendReportAgain(operation))
+        elif record.state is not _S.DONE and (record.machine.terminal or record.answered):
+            self._answer(record)
+
+    def _wish(self, record: _Record) -> SendMessage:
+        request = record.request
+        return SendMessage(record.peer, BounceWanted(request.operation, request.byte_count, request.plan_digest))
+
     def _resolved(self, event: Resolved, now_s: float) -> None:
         record = self._records[event.operation]
         record.resolving = False
@@ -473,12 +526,7 @@ class SendTransfer:
             self._seal_record(record, event.reason, now_s)
         elif event.wants_bounce and record.request.bounce_offered:
             record.machine.fire(_T.WANT)
-            self._effects.append(
-                SendMessage(
-                    record.peer,
-                    BounceWanted(event.operation, record.request.byte_count, record.request.plan_digest),
-                )
-            )
+            self._effects.append(self._wish(record))
         else:
             self._post(record, bounce=False)
 
@@ -492,8 +540,11 @@ class SendTransfer:
             record.machine.fire(_T.GRANT)
         elif record.state is _S.STAGED:
             self._post(record, bounce=True)
-        elif not record.machine.terminal and record.state is not _S.SEALING:
+        elif record.granted or record.machine.terminal or record.state is _S.SEALING:
+            return  # repeated after a link came back, or too late
+        else:
             self._effects.append(NoteConflict(operation, f"a grant in {record.state.value}"))
+        record.granted = True
 
     def _refused(self, operation: OperationIdentity, reason: str) -> None:
         record = self._records[operation]
@@ -505,8 +556,11 @@ class SendTransfer:
         elif record.state is _S.STAGED:
             self._yield(record)
             self._post(record, bounce=False)
-        elif not record.machine.terminal and record.state is not _S.SEALING:
+        elif record.declined or record.machine.terminal or record.state is _S.SEALING:
+            return
+        else:
             self._effects.append(NoteConflict(operation, f"a refusal in {record.state.value}: {reason}"))
+        record.declined = True
 
     def _post(self, record: _Record, *, bounce: bool) -> None:
         record.machine.fire(_T.POST, "bounce" if bounce else "direct")
@@ -629,6 +683,7 @@ class SendTransfer:
     def _answer(self, record: _Record) -> None:
         """Tell the receiver what is physically true of its destination."""
         operation, reason = record.request.operation, record.reason[:500]
+        record.answered = True
         message: Sealed | Drained | Doubt
         if record.state is _S.SEALED or record.state is _S.SOURCE_IN_DOUBT or record.posted == 0:
             message = Sealed(operation, reason)

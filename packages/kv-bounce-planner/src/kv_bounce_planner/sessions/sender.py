@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -10,10 +11,8 @@ import numpy as np
 
 from kv_bounce_planner._errors import (
     CapacityExceeded,
-    KVTransferError,
     LocalProtocolError,
     TransfersOutstanding,
-    TransportError,
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PacksFragments, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
@@ -46,7 +45,7 @@ from kv_bounce_planner.sessions.messages import (
 )
 from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
 from kv_bounce_planner.sessions.send_core import TerminalSnapshot
-from kv_bounce_planner.sessions.shell import OVER_MAX, Shell, bound
+from kv_bounce_planner.sessions.shell import OVER_MAX, PeerLife, Shell, bound
 from kv_bounce_planner.sessions.states import SendState
 from kv_bounce_planner.transports.interface import Int64Array, WriteJob, WriteProgress
 
@@ -60,7 +59,7 @@ RECEIPTS_MAX: Final = 262_144
 class _Send:
     """Shell state of one request."""
 
-    __slots__ = ("claim", "core", "grants", "prepared", "resolve", "served", "slots", "transfers")
+    __slots__ = ("claim", "core", "grants", "prepared", "reports", "resolve", "served", "slots", "transfers")
 
     def __init__(self, core: sc.SendTransfer) -> None:
         self.core = core
@@ -68,6 +67,7 @@ class _Send:
         self.claim: Any = None
         self.transfers: dict[OperationIdentity, WriterTransfer] = {}
         self.grants: dict[OperationIdentity, BounceGrant] = {}
+        self.reports: dict[OperationIdentity, WriterResult] = {}  # sent; repeated when a link came back
         self.slots: dict[OperationIdentity, AdvertisedReservation] = {}
         self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
         self.served = False
@@ -96,12 +96,19 @@ class Sender(Shell):
         self._requests: dict[RequestKey, _Send] = {}
         self._newest: OrderedDict[int, int] = OrderedDict()
         self._over: OrderedDict[RequestKey, None] = OrderedDict()
-        self._high_water: dict[PeerId, int] = {}
+        #: Per life of a receiver (its peer and session): the newest operation that was heard of.
+        self._high_water: dict[tuple[PeerId, bytes], int] = {}
+        #: Writes into a receiver's memory that are not known to be over, by its name; whatever session asked for them.
+        self._flying: dict[PeerId, set[OperationIdentity]] = {}
+        self._expiries: list[tuple[float, int, OperationIdentity]] = []
+        self._arrived = 0
+        self._settled: OrderedDict[RequestKey, None] = OrderedDict()
         self._receipts: OrderedDict[OperationIdentity, Sealed | Drained | Doubt] = OrderedDict()
         self._resolves: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
-        self._gathering: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
+        self._gathering: deque[tuple[_Send, OperationIdentity, CopyHandle]] = deque()
+        self._posts: deque[tuple[_Send, OperationIdentity, bool]] = deque()
         self._packs: tuple[Any, bool] = (None, False)  # the copier, and whether it prepares a gather by its sources
         self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
         # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
@@ -117,7 +124,7 @@ class Sender(Shell):
                 record.core.request_of(operation)
                 for record in self._requests.values()
                 if not record.core.ready and not record.core.sealed
-                for operation in record.core.operations
+                for operation in record.core.outstanding
             )
 
     def expect(self, request: RequestKey, operation_count: int | None = None) -> None:
@@ -171,7 +178,10 @@ class Sender(Shell):
             return record.core.snapshot()
 
     def forget(self, request: RequestKey) -> None:
-        """Drop the records of a settled request; late messages about it are still answered.
+        """Drop the records of a settled request now; late messages about it are still answered.
+
+        Not a duty: settled requests do not count against ``transfers_max``, and the oldest are dropped by themselves when
+        as many are kept. Until then ``snapshot`` answers.
 
         Raises:
             LocalProtocolError: Not sealed, or outstanding.
@@ -182,26 +192,44 @@ class Sender(Shell):
                 return
             if not record.core.settled:
                 raise LocalProtocolError(f"{request} still owns memory: {record.core.outstanding}")
-            del self._requests[request]
-            self._over[request] = None
-            bound(self._over, OVER_MAX)
+            self._drop(request)
+
+    def _drop(self, request: RequestKey) -> None:
+        record = self._requests.pop(request)
+        self._settled.pop(request, None)
+        for operation, report in record.reports.items():
+            # A receiver that asks for a lost report later learns at least that nothing lands any more.
+            self._receipts.setdefault(
+                operation,
+                Drained(operation, 1, 1, f"the request is over; its report of {len(report.report)} bytes is gone"),
+            )
+        bound(self._receipts, RECEIPTS_MAX)
+        self._over[request] = None
+        bound(self._over, OVER_MAX)
 
     def poll(self) -> tuple[SessionEvent, ...]:
         """Progress everything, within bounds. Call it in every turn of the loop."""
-        self._receive()
-        self._resolve()
-        self._slots()
-        self._copies()
-        self._flush()  # a report travels while its write is posted: the notifications are the proof, not the report
-        self._progress()
-        self._tick()
-        self._flush()
+        return self._run(self._phases)
+
+    @property
+    def _phases(self) -> tuple[Callable[[], None], ...]:
+        return (
+            self._receive,
+            self._resolve,
+            self._slots,
+            self._copies,
+            self._post_writes,
+            self._flush,  # a report travels while its write is posted: the notifications are the proof, not the report
+            self._progress,
+            self._tick,
+            self._watch_links,
+            self._flush,
+            self._ahead_of_grants,
+        )
+
+    def _ahead_of_grants(self) -> None:
         if self._prepare():
             self._copies()  # ahead of the grant, so now: the grant is under way
-        with self._lock:
-            self._deliver()
-            events, self._events = tuple(self._events), []
-        return events
 
     def drain(self) -> DrainReport:
         """What is still owned."""
@@ -241,105 +269,125 @@ class Sender(Shell):
         if record is None:
             if request in self._over:
                 raise LocalProtocolError(f"{request} is over")
-            if len(self._requests) >= self.config.transfers_max:
-                raise CapacityExceeded(f"{len(self._requests)} requests are open")
+            if self._open_count() >= self.config.transfers_max:
+                raise CapacityExceeded(f"{self._open_count()} requests are open")
             record = _Send(sc.SendTransfer(request, drain_deadline_s=self.config.drain_deadline_s))
             self._requests[request] = record
             self._newest[request.request_id] = max(request.incarnation, self._newest.get(request.request_id, 0))
             bound(self._newest, OVER_MAX)
         return record
 
-    def _take(self, peer: PeerId, message: Message) -> None:
+    def _open_count(self) -> int:
+        return len(self._requests) - len(self._settled)
+
+    def _take(self, life: PeerLife, message: Message) -> None:
         with self._lock:
             match message:
                 case ReceiveRequest():
-                    self._requested(peer, message)
+                    self._requested(life, message)
                 case Cancel():
-                    self._cancel(peer, message)
+                    self._cancel(life, message)
                 case BounceGrant() | BounceRefused():
-                    self._answered(peer, message)
+                    self._answered(life, message)
                 case _:
                     self._counters["unexpected"] += 1
 
-    def _requested(self, peer: PeerId, request: ReceiveRequest) -> None:
-        operation = request.operation
-        transfer = operation.transfer
-        if transfer.endpoint_generation != peer.generation or transfer.rank != peer.rank:
+    def _requested(self, life: PeerLife, request: ReceiveRequest) -> None:
+        operation, peer = request.operation, life.peer
+        if not _is_of(operation, life):
             self._counters["foreign"] += 1
             return
-        if operation.operation <= self._high_water.get(peer, -1):
-            self._counters["replayed"] += 1  # a stale copy of a request that was already taken, or cancelled before
+        record = self._requests.get(operation.request)
+        if record is not None and record.core.knows(operation):
+            if record.core.request_of(operation) == request:
+                self._counters["repeated"] += 1
+                self._step(record, sc.AskedAgain(operation))
+            else:
+                self._counters["conflicts"] += 1
             return
-        self._high_water[peer] = operation.operation
-        refusal = ""
-        if self._closed or self._fatal:
-            refusal = "the sender admits nothing"
-        elif request.sender_generation != self.self_id.generation:
-            refusal = "meant for another generation of this sender"
-        elif operation.writer_rank != self.self_id.rank:
-            refusal = f"meant for writer {operation.writer_rank}"
-        elif peer in self._incompatible:
-            refusal = self._incompatible[peer]
-        elif peer not in self._agents:
-            refusal = "no introduction came before it"
-        elif operation.request in self._over:
-            refusal = "the request is over"
-        elif transfer.incarnation < self._newest.get(transfer.request_id, 0):
-            refusal = "a newer incarnation is known"
-        elif (
-            operation.request in self._requests
-            and len(self._requests[operation.request].core.operations) >= self.config.operations_max
-        ) or (operation.request not in self._requests and len(self._requests) >= self.config.transfers_max):
-            refusal = "capacity"
+        key = (peer, life.session)
+        if operation.operation <= self._high_water.get(key, -1):
+            self._counters["replayed"] += 1  # a stale copy of a request that was already taken, or cancelled before
+            receipt = self._receipts.get(operation)
+            if receipt is not None:
+                self._queue(peer, receipt)
+            return
+        self._high_water[key] = operation.operation
+        refusal = self._objects(life, request)
         if refusal:
             self._counters["requests_refused"] += 1
             self._reply(peer, Sealed(operation, refusal[:500]))
             return
         self._counters["requests"] += 1
         record = self._record(operation.request)
+        self._arrived += 1
+        heapq.heappush(self._expiries, (self._clock() + self.config.operation_timeout_s, self._arrived, operation))
         self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
         self._step(record, sc.RequestArrived(peer, request))
 
-    def _cancel(self, peer: PeerId, message: Cancel) -> None:
-        operation = message.operation
+    def _objects(self, life: PeerLife, request: ReceiveRequest) -> str:
+        """Why a request is not served, or nothing. Whatever it is: nothing was posted for it, and never will be."""
+        operation = request.operation
+        transfer = operation.transfer
+        known = self._requests.get(operation.request)
+        if self._closed or self._fatal:
+            return "the sender admits nothing"
+        if request.sender_generation != self.self_id.generation:
+            return "meant for another generation of this sender"
+        if operation.writer_rank != self.self_id.rank:
+            return f"meant for writer {operation.writer_rank}"
+        if any(flying.session != life.session for flying in self._flying.get(life.peer, ())):
+            # Into the same process's memory, perhaps to the very addresses: it must be over before anything new lands there.
+            return "a write for an earlier session of this receiver is not known to be over"
+        if operation.request in self._over:
+            return "the request is over"
+        if transfer.incarnation < self._newest.get(transfer.request_id, 0):
+            return "a newer incarnation is known"
+        if known is not None and len(known.core.operations) >= self.config.operations_max:
+            return "capacity: operations of one request"
+        if known is None and self._open_count() >= self.config.transfers_max:
+            return "capacity: open requests"
+        return ""
+
+    def _cancel(self, life: PeerLife, message: Cancel) -> None:
+        operation, peer = message.operation, life.peer
+        if not _is_of(operation, life):
+            self._counters["foreign"] += 1
+            return
         record = self._requests.get(operation.request)
         if record is not None and record.core.knows(operation):
-            if record.core.peer_of(operation) != peer:
-                self._counters["foreign"] += 1
-                return
-            self._events.append(CancelReceived(operation.request, operation, message.reason))
+            if not record.core.cancelled(operation):
+                self._events.append(CancelReceived(operation.request, operation, message.reason))
             self._step(record, sc.CancelArrived(operation, message.reason))
-            return
-        if operation.transfer.endpoint_generation != peer.generation or operation.transfer.rank != peer.rank:
-            self._counters["foreign"] += 1
             return
         receipt = self._receipts.get(operation)
         if receipt is not None:
             self._reply(peer, receipt)
-        elif operation.operation > self._high_water.get(peer, -1):
-            # The cancel came first: from here on its request is recognised as stale and never served (K5).
-            self._high_water[peer] = operation.operation
+        elif operation.operation > self._high_water.get((peer, life.session), -1):
+            # The cancel came first: from here on its request is recognised as stale and never served.
+            self._high_water[(peer, life.session)] = operation.operation
             self._reply(peer, Sealed(operation, "cancelled before it was requested"))
         else:
             self._counters["late"] += 1  # its receipt is gone: say nothing rather than something untrue
 
-    def _answered(self, peer: PeerId, message: BounceGrant | BounceRefused) -> None:
-        record = self._requests.get(message.operation.request)
-        if record is None or not record.core.knows(message.operation):
-            self._counters["late"] += 1
-            return
-        if record.core.peer_of(message.operation) != peer:
+    def _answered(self, life: PeerLife, message: BounceGrant | BounceRefused) -> None:
+        operation = message.operation
+        if not _is_of(operation, life):
             self._counters["foreign"] += 1
             return
+        record = self._requests.get(operation.request)
+        if record is None or not record.core.knows(operation):
+            self._counters["late"] += 1
+            return
         if isinstance(message, BounceGrant):
-            if message.byte_count < record.core.request_of(message.operation).byte_count:
-                self._step(record, sc.CancelArrived(message.operation, "the granted region is too small"))
+            if message.byte_count < record.core.request_of(operation).byte_count:
+                self._step(record, sc.CancelArrived(operation, "the granted region is too small"))
                 return
-            record.grants.setdefault(message.operation, message)
-            self._ahead.pop(message.operation, None)
-            self._step(record, sc.GrantArrived(message.operation))
+            record.grants.setdefault(operation, message)
+            self._ahead.pop(operation, None)
+            self._step(record, sc.GrantArrived(operation))
         else:
-            self._step(record, sc.RefusalArrived(message.operation, message.reason))
+            self._step(record, sc.RefusalArrived(operation, message.reason))
 
     def _reply(self, peer: PeerId, message: Sealed | Drained | Doubt) -> None:
         self._receipts[message.operation] = message
@@ -347,23 +395,26 @@ class Sender(Shell):
         self._queue(peer, message)
 
     def _resolve(self) -> None:
-        for _ in range(len(self._resolves)):
-            record, operation = self._resolves.popleft()
-            request = record.core.request_of(operation)
-            reason, wants = "", False
-            try:
-                if record.resolve is None:
-                    raise LocalProtocolError(f"{operation.request} has no resolver")
-                transfer = record.resolve(request)
-                reason = _mismatch(request, transfer)
-                if not reason:
-                    record.transfers[operation] = transfer
-                    wants = self._wants_bounce(request, transfer)
-            except Exception as error:  # noqa: BLE001 - a planner's failure of any kind ends this operation, unposted
-                reason = f"{type(error).__name__}: {error}"
-                self._counters["resolve_failed"] += 1
-            with self._lock:
-                self._step(record, sc.Resolved(operation, wants, reason))
+        """The host's planner, outside the lock."""
+        self._each(self._resolves, len(self._resolves), self._resolve_one)
+
+    def _resolve_one(self, item: tuple[_Send, OperationIdentity]) -> None:
+        record, operation = item
+        request = record.core.request_of(operation)
+        reason, wants = "", False
+        try:
+            if record.resolve is None:
+                raise LocalProtocolError(f"{operation.request} has no resolver")
+            transfer = record.resolve(request)
+            reason = _mismatch(request, transfer)
+            if not reason:
+                wants = self._wants_bounce(request, transfer)
+                record.transfers[operation] = transfer
+        except Exception as error:  # noqa: BLE001 - a planner's failure of any kind ends this operation, unposted
+            reason = f"{type(error).__name__}: {error}"
+            self._counters["resolve_failed"] += 1
+        with self._lock:
+            self._step(record, sc.Resolved(operation, wants, reason))
 
     def _wants_bounce(self, request: ReceiveRequest, transfer: WriterTransfer) -> bool:
         if self._arena is None or not request.bounce_offered:
@@ -443,28 +494,40 @@ class Sender(Shell):
         return self._copier.prepare(transfer.source_addresses, targets, transfer.sizes)
 
     def _copies(self) -> None:
-        for _ in range(min(len(self._gathers), self.config.copies_per_poll_max)):
-            record, operation = self._gathers.popleft()
-            transfer, slot = record.transfers[operation], record.slots[operation].bound[0]
-            try:
-                address, prepared = record.prepared.pop(operation, (0, None))
-                if prepared is None or address != slot.address:
-                    prepared = self._gather_list(transfer, slot.address)
-                self._gathering.append((record, operation, self._copier.submit(prepared)))
-            except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory stays owned
-                self._gathered(record, operation, f"{type(error).__name__}: {error}")
-        still: list[tuple[_Send, OperationIdentity, CopyHandle]] = []
-        for record, operation, handle in self._gathering:
+        """Gathers, outside the lock."""
+        self._each(self._gathers, self.config.copies_per_poll_max, self._gather)
+        for _ in range(len(self._gathering)):
+            record, operation, handle = self._gathering[0]
             try:
                 done = handle.done()
-            except KVTransferError as error:
-                self._gathered(record, operation, str(error))
+            except Exception as error:  # noqa: BLE001 - a copier's, in any shape: its memory is in doubt and stays owned
+                self._gathering.popleft()
+                self._gathered(record, operation, f"{type(error).__name__}: {error}")
                 continue
+            except BaseException:
+                self._gathering.rotate(-1)
+                raise
+            self._gathering.popleft()
             if done:
                 self._gathered(record, operation, "")
-            else:
-                still.append((record, operation, handle))
-        self._gathering = still
+            elif operation in record.slots:
+                self._gathering.append((record, operation, handle))
+
+    def _gather(self, item: tuple[_Send, OperationIdentity]) -> None:
+        record, operation = item
+        reserved = record.slots.get(operation)
+        if reserved is None:
+            return  # given up at the end of the drain clock
+        try:
+            transfer, slot = record.transfers[operation], reserved.bound[0]
+            address, prepared = record.prepared.pop(operation, (0, None))
+            if prepared is None or address != slot.address:
+                prepared = self._gather_list(transfer, slot.address)
+            handle = self._copier.submit(prepared)
+        except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory stays owned
+            self._gathered(record, operation, f"{type(error).__name__}: {error}")
+            return
+        self._gathering.append((record, operation, handle))
 
     def _gathered(self, record: _Send, operation: OperationIdentity, reason: str) -> None:
         self._counters["gathers" if not reason else "gathers_failed"] += 1
@@ -483,7 +546,13 @@ class Sender(Shell):
             self._peer_in_doubt(peer, "transport lost the peer")
 
     def _tick(self) -> None:
+        now_s = self._clock()
         with self._lock:
+            while self._expiries and now_s >= self._expiries[0][0]:
+                _, _, operation = heapq.heappop(self._expiries)
+                late = self._requests.get(operation.request)
+                if late is not None and late.core.knows(operation):
+                    self._step(late, sc.TimedOut(operation, self.config.operation_timeout_s))
             for key, record in list(self._clocked.items()):
                 self._step(record, sc.Ticked())
                 if not record.core.clock_runs:
@@ -495,6 +564,10 @@ class Sender(Shell):
                 if record.core.served and not record.served:
                     record.served = True
                     self._events.append(RequestServed(record.core.request))
+                if record.core.settled and record.core.request in self._requests:
+                    self._settled[record.core.request] = None
+            while len(self._settled) > self.config.transfers_max:
+                self._drop(next(iter(self._settled)))
 
     def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
         with self._lock:
@@ -503,25 +576,50 @@ class Sender(Shell):
                 self._step(record, sc.PeerInDoubt(peer, reason))
 
     def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
-        self._progress()  # an error that the agent's end caused comes before the proof that it is over
+        try:
+            self._progress()  # an error that the agent's end caused comes before the proof that it is over
+        except Exception as error:  # noqa: BLE001 - a library's; the proof stands all the same
+            self._contain(error)
         with self._lock:
             for record in list(self._requests.values()):
                 self._step(record, sc.PeerEvidenced(peer, evidence))
 
     def _peers(self) -> set[PeerId]:
         with self._lock:
-            return self._introduced | {
+            return set(self._lives) | {
                 record.core.peer_of(operation)
                 for record in self._requests.values()
                 for operation in record.core.operations
             }
+
+    def _interested(self) -> set[PeerId]:
+        with self._lock:
+            return {
+                record.core.peer_of(operation)
+                for record in self._requests.values()
+                for operation in record.core.outstanding
+            }
+
+    def _ask_again(self, life: PeerLife) -> None:
+        """The receiver asks; this side answers what it is asked."""
+
+    def _peer_retired(self, instance: tuple[str, str]) -> None:
+        for key in [each for each in self._high_water if each[0].instance == instance]:
+            del self._high_water[key]
+        for peer in [each for each in self._flying if each.instance == instance]:
+            del self._flying[peer]
 
     # -- performing effects (under the lock)
 
     def _step(self, record: _Send, event: sc.SendEvent) -> None:
         self._stepped[record.core.request] = record
         for effect in record.core.step(event, self._clock()):
-            self._perform(record, effect)
+            try:
+                self._perform(record, effect)
+            except LocalProtocolError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
+                self._contain(error)
 
     def _perform(self, record: _Send, effect: sc.SendEffect) -> None:
         request = record.core.request
@@ -551,7 +649,11 @@ class Sender(Shell):
             case sc.Gather(operation):
                 self._gathers.append((record, operation))
             case sc.Post(operation, bounce):
-                self._post(record, operation, bounce)
+                self._posts.append((record, operation, bounce))
+            case sc.SendReportAgain(operation):
+                report = record.reports.get(operation)
+                if report is not None:
+                    self._queue(record.core.peer_of(operation), report)
             case sc.StopPosting(operation):
                 self._transport.stop_write(operation)
             case sc.OperationEnded(operation, disposition, bounced, reason):
@@ -580,26 +682,36 @@ class Sender(Shell):
             # The region was granted, so falling back is over: the operation fails, unposted.
             self._step(record, sc.CancelArrived(operation, f"no send slot: {refusal}"))
 
-    def _post(self, record: _Send, operation: OperationIdentity, bounce: bool) -> None:
+    def _post_writes(self) -> None:
+        """Hand writes to the transport, outside the lock: a report's codec is the user's."""
+        self._each(self._posts, len(self._posts), self._post)
+
+    def _post(self, item: tuple[_Send, OperationIdentity, bool]) -> None:
+        record, operation, bounce = item
+        if record.core.state_of(operation) is not SendState.POSTING:
+            with self._lock:  # stopped before anything was handed over
+                self._step(record, sc.WriteProgressed(_never_posted(operation, "stopped before it began")))
+            return
+        try:
+            job, report = self._job(record, operation, bounce)
+            with self._lock:
+                if report is not None:
+                    self._queue(job.peer, report)
+                    record.reports[operation] = report
+                self._flying.setdefault(job.peer, set()).add(operation)
+            self._transport.start_write(job)
+        except Exception as error:  # noqa: BLE001 - a codec's or a library's: nothing of this write was handed over
+            reason = f"{type(error).__name__}: {error}"
+            with self._lock:
+                self._landed(record, operation)
+                self._step(record, sc.CancelArrived(operation, reason))
+                self._step(record, sc.WriteProgressed(_never_posted(operation, reason)))
+
+    def _job(self, record: _Send, operation: OperationIdentity, bounce: bool) -> tuple[WriteJob, WriterResult | None]:
         transfer, request = record.transfers[operation], record.core.request_of(operation)
         peer = record.core.peer_of(operation)
-        if bounce:
-            slot, grant = record.slots[operation].bound[0], record.grants[operation]
-            job = WriteJob(
-                operation,
-                peer,
-                _one(slot.address),
-                _one(grant.base_address),
-                _one(transfer.total_bytes),
-                slot.memory_kind,
-                slot.device_id,
-                grant.memory_kind,  # type: ignore[arg-type]
-                grant.device_id,
-            )
-            report = self._reports.encode(transfer, operation, grant.base_address)
-            self._queue(peer, WriterResult(operation, grant.base_address, report))
-        else:
-            job = WriteJob(
+        if not bounce:
+            return WriteJob(
                 operation,
                 peer,
                 transfer.source_addresses,
@@ -609,12 +721,30 @@ class Sender(Shell):
                 self._device_id,
                 request.memory_kind,  # type: ignore[arg-type]
                 request.device_id,
-            )
-        try:
-            self._transport.start_write(job)
-        except TransportError as error:
-            self._step(record, sc.CancelArrived(operation, str(error)))
-            self._step(record, sc.WriteProgressed(_never_posted(operation, str(error))))
+            ), None
+        slot, grant = record.slots[operation].bound[0], record.grants[operation]
+        job = WriteJob(
+            operation,
+            peer,
+            _one(slot.address),
+            _one(grant.base_address),
+            _one(transfer.total_bytes),
+            slot.memory_kind,
+            slot.device_id,
+            grant.memory_kind,  # type: ignore[arg-type]
+            grant.device_id,
+        )
+        report = self._reports.encode(transfer, operation, grant.base_address)
+        return job, WriterResult(operation, grant.base_address, report)
+
+    def _landed(self, record: _Send, operation: OperationIdentity) -> None:
+        """Nothing of this operation can reach its receiver any more."""
+        peer = record.core.peer_of(operation)
+        flying = self._flying.get(peer)
+        if flying is not None:
+            flying.discard(operation)
+            if not flying:
+                del self._flying[peer]
 
     def _operation_ended(
         self, record: _Send, operation: OperationIdentity, disposition: sc.Disposition, bounced: bool, reason: str
@@ -622,8 +752,8 @@ class Sender(Shell):
         record.grants.pop(operation, None)
         record.transfers.pop(operation, None)
         record.prepared.pop(operation, None)
-        if disposition in ("done", "drained"):
-            self._transport.forget_write(operation)
+        if disposition != "quarantined":
+            self._landed(record, operation)
         byte_count = record.core.request_of(operation).byte_count
         if disposition == "done":
             self._counters["operations_done"] += 1
@@ -634,6 +764,8 @@ class Sender(Shell):
         else:
             self._counters["operations_failed"] += 1
             self._events.append(OperationFailed(record.core.request, operation, disposition, reason))
+        if disposition in ("done", "drained"):
+            self._transport.forget_write(operation)  # last: whatever the library says to it, the operation has ended
 
 
 def _one(value: int) -> Int64Array:
@@ -643,6 +775,16 @@ def _one(value: int) -> Int64Array:
 def _never_posted(operation: OperationIdentity, detail: str) -> Any:
 
     return WriteProgress(operation, 0, 0, 1, "stopped", detail)
+
+
+def _is_of(operation: OperationIdentity, life: PeerLife) -> bool:
+    """Whether exactly this life of the peer drew that operation."""
+    transfer = operation.transfer
+    return (operation.session, transfer.endpoint_generation, transfer.rank) == (
+        life.session,
+        life.peer.generation,
+        life.peer.rank,
+    )
 
 
 def _mismatch(request: ReceiveRequest, transfer: WriterTransfer) -> str:

@@ -1,31 +1,74 @@
-"""What Receiver and Sender share: the channel's queues, introductions, quarantine, callbacks."""
+"""What Receiver and Sender share: peers and their introductions, the channel's queues, quarantine, callbacks.
+
+Theory. A session object is one life: it draws a number when it is made, and every frame names the number of the session that
+wrote it and of the one that it is meant for. A peer is known once both sides have each other's number (Hello), and what is
+published is bound to that life of the peer: another session under the same name is another life, whatever made it, and both
+sides learn of it with the first frame that reaches the wrong one.
+
+A link that breaks is not a life that ends. While a link is away nothing new is published on it; when frames come through again,
+both sides show their numbers first, and the receiver asks again for whatever it has not seen the end of: every message may
+be repeated without harm. Only a link that stays away longer than its time puts the open operations in doubt.
+
+What is not ours (callbacks, copiers, transports, codecs, channels) may raise anything at any call. An error ends at most the
+operation that it belongs to; an interrupt leaves its item in the queue and goes up. Deadlines are looked at in every poll,
+whatever else failed in it. No callback of the host runs under the session's lock.
+"""
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
-from kv_bounce_planner._errors import ChannelError, KVTransferError, RemoteProtocolError, WouldBlock
+from kv_bounce_planner._errors import (
+    ChannelError,
+    KVTransferError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    WouldBlock,
+)
 from kv_bounce_planner.copies.gather import Copier, HostCopier
 from kv_bounce_planner.sessions.config import SessionConfig, SessionResources
 from kv_bounce_planner.sessions.events import (
     FatalDiagnosis,
+    LinkLost,
+    LinkRestored,
     MemoryReleased,
     PeerEvidence,
+    PeerIntroduced,
+    PeerRefused,
+    PeerReplaced,
     SessionEvent,
     SourceReleased,
 )
-from kv_bounce_planner.sessions.identity import PeerId
+from kv_bounce_planner.sessions.identity import NO_SESSION, PeerId, draw_session
 from kv_bounce_planner.sessions.ledgers import QuarantineLedger
-from kv_bounce_planner.sessions.messages import PROTOCOL_VERSION, Hello, Message, decode_message, encode_message
+from kv_bounce_planner.sessions.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Frame,
+    Hello,
+    Message,
+    Refused,
+    Stranger,
+    VersionMismatch,
+    decode_frame,
+    encode_message,
+)
 from kv_bounce_planner.sessions.proof import Evidence
 from kv_bounce_planner.sessions.reports import PlannerReports, Reports
-from kv_bounce_planner.transports.interface import AgentInfo, MemoryKind
+from kv_bounce_planner.sessions.states import IllegalTransition
+from kv_bounce_planner.transports.interface import AgentInfo, LinkedChannel, MemoryKind
 
 #: Identities of ended transfers and requests that are remembered, so that a repetition is recognised (count).
 OVER_MAX: Final = 262_144
+#: Frames that were meant for another session are answered once per writer; so many writers are remembered (count).
+STRANGERS_MAX: Final = 4096
+
+ItemT = TypeVar("ItemT")
 
 
 def bound(records: OrderedDict[Any, Any], maximum: int) -> None:
@@ -34,8 +77,37 @@ def bound(records: OrderedDict[Any, Any], maximum: int) -> None:
         records.popitem(last=False)
 
 
+class PeerState(enum.StrEnum):
+    INTRODUCING = "introducing"  # our Hello is on its way
+    READY = "ready"
+    REFUSED = "refused"  # one of the two sides does not talk to the other
+    LOST = "lost"  # the link is away; the life on its other side may well go on
+
+
+@dataclass(eq=False)
+class PeerLife:
+    """One life of a peer: what was published to it is bound to this object."""
+
+    peer: PeerId
+    state: PeerState = PeerState.INTRODUCING
+    session: bytes = NO_SESSION
+    agent: str = ""
+    reason: str = ""
+    outbox: deque[bytes] = field(default_factory=deque)
+    #: The link was away: what was under way must be asked for again.
+    relinked: bool = False
+    lost_until_s: float | None = None
+    #: The host said that its process is gone: nothing is tried on this life any more.
+    dead: bool = False
+    silent_s: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        return self.state is PeerState.READY
+
+
 class Shell:
-    """What Receiver and Sender share: the channel's queues, introductions, quarantine, callbacks."""
+    """Base of ``Receiver`` and ``Sender``."""
 
     def __init__(
         self,
@@ -45,9 +117,12 @@ class Shell:
         on_memory: Callable[[Any], None] | None,
     ) -> None:
         self.self_id = self_id
+        self.session = draw_session()
         self.config = config if config is not None else SessionConfig()
         self._transport = resources.transport
         self._channel = resources.channel
+        self._links = resources.channel if isinstance(resources.channel, LinkedChannel) else None
+        self._handshake = resources.handshake
         self._clock = resources.clock
         self._arena = resources.arena
         self._copier: Copier = resources.copier if resources.copier is not None else HostCopier()
@@ -58,32 +133,97 @@ class Shell:
         self._device_id = resources.device_id
         self._on_memory = on_memory
         self._lock = threading.RLock()
-        self._outbox: dict[PeerId, deque[Message]] = {}
-        self._introduced: set[PeerId] = set()
-        self._agents: dict[PeerId, str] = {}
-        self._incompatible: dict[PeerId, str] = {}
+        self._lives: dict[PeerId, PeerLife] = {}
+        self._inbox: deque[tuple[PeerId, bytes]] = deque()
+        self._strangers: OrderedDict[tuple[PeerId, bytes], None] = OrderedDict()
         self._events: list[SessionEvent] = []
         self._undelivered: deque[SessionEvent] = deque()
         self._quarantine = QuarantineLedger(self.config.quarantine_bytes_max)
         self._counters: Counter[str] = Counter()
         self._fatal = ""
         self._closed = False
+        self._polling = False
+        self._beat_at_s: float | None = None
+        #: The last error of something foreign that a poll contained, for logs and health pages.
+        self.last_error: BaseException | None = None
+
+    # -- one poll
+
+    def _run(self, phases: Sequence[Callable[[], None]]) -> tuple[SessionEvent, ...]:
+        if self._polling:
+            raise LocalProtocolError("poll was called from a callback of this session's own poll")
+        self._polling = True
+        bug: IllegalTransition | None = None
+        try:
+            for phase in phases:
+                try:
+                    phase()
+                except IllegalTransition as error:  # ours: told after the other phases ran
+                    bug = bug or error
+                except Exception as error:  # noqa: BLE001 - see the theory: nothing foreign stops the other phases
+                    self._contain(error)
+            self._deliver()
+        finally:
+            self._polling = False
+        if bug is not None:
+            raise bug
+        with self._lock:
+            events, self._events = tuple(self._events), []
+        return events
+
+    def _contain(self, error: BaseException) -> None:
+        self._counters["errors_contained"] += 1
+        self.last_error = error
+
+    def _each(self, queue: deque[ItemT], limit: int, handle: Callable[[ItemT], None]) -> None:
+        """Handle items in order; an error ends its item, an interrupt leaves it in the queue and goes up."""
+        for _ in range(min(len(queue), limit)):
+            item = queue[0]
+            try:
+                handle(item)
+            except IllegalTransition:
+                queue.popleft()
+                raise
+            except Exception as error:  # noqa: BLE001 - see the theory
+                self._contain(error)
+            except BaseException:
+                queue.rotate(-1)
+                raise
+            queue.popleft()
 
     # -- introductions
 
     def introduce(self, peers: Sequence[PeerId]) -> None:
         """Make agents and queue the first frame for these peers now, rather than at the first transfer.
 
-        Making an agent can take tens of milliseconds: call it at startup.
+        Making an agent can take tens of milliseconds: call it at startup. ``PeerIntroduced`` says when both sides know each
+        other.
+
+        Raises:
+            TransportError: No agent could be made.
         """
         for peer in peers:
-            self._introduce(peer, is_reply=False)
+            self._introduce(peer)
 
-    def _introduce(self, peer: PeerId, *, is_reply: bool) -> None:
-        if peer in self._introduced and not is_reply:
-            return
+    def _introduce(self, peer: PeerId) -> PeerLife:
+        life = self._lives.get(peer)
+        if life is not None and life.state in (PeerState.READY, PeerState.INTRODUCING):
+            return life
+        if life is not None and life.state is PeerState.LOST and (self._links is not None or life.dead):
+            return life  # the channel says when the link is back
+        if life is None or life.state is PeerState.REFUSED:
+            life = PeerLife(peer)
+        else:
+            life.state = PeerState.INTRODUCING
+        frame = self._hello_frame(peer, NO_SESSION, is_reply=False)
+        with self._lock:
+            self._lives[peer] = life
+            life.outbox.append(frame)
+        return life
+
+    def _hello_frame(self, peer: PeerId, target: bytes, *, is_reply: bool) -> bytes:
         info = self._transport.agent_info(peer)
-        self._introduced.add(peer)
+        ours = self._handshake
         hello = Hello(
             PROTOCOL_VERSION,
             PROTOCOL_VERSION,
@@ -92,86 +232,281 @@ class Shell:
             info.name,
             info.metadata,
             is_reply,
+            ours.model,
+            ours.dtype,
+            ours.layer_total,
+            ours.layout,
         )
-        with self._lock:
-            self._queue(peer, hello)
+        return encode_message(hello, self.session, target)
 
-    def _hello(self, peer: PeerId, hello: Hello) -> None:
-        if hello.peer != peer:
+    def _hello(self, peer: PeerId, frame: Frame, hello: Hello) -> None:
+        if hello.peer != peer or frame.source == NO_SESSION:
             self._counters["foreign"] += 1
             return
-        if not hello.version_min <= PROTOCOL_VERSION <= hello.version_max:
-            self._incompatible[peer] = f"peer speaks versions {hello.version_min}..{hello.version_max}"
-        elif hello.transport_key != self._transport.transport_class.key:
-            self._incompatible[peer] = (
-                f"peer's transport is {hello.transport_key!r}, ours {self._transport.transport_class.key!r}"
-            )
-        else:
-            self._incompatible.pop(peer, None)
-            try:
-                self._transport.connect(peer, AgentInfo(hello.agent_name, hello.agent_metadata))
-            except KVTransferError as error:
-                self._incompatible[peer] = f"peer's agent was refused: {error}"
-            else:
-                self._agents[peer] = hello.agent_name
+        life = self._lives.get(peer)
+        if frame.target not in (NO_SESSION, self.session):
+            # It answers another session of our name: made before us, or living beside us.
+            self._counters["other_session"] += 1
+            if life is not None and life.session == frame.source:
+                self._replaced(life, "it now talks to another session of this name")
+            return
+        known = life is not None and life.session == frame.source
+        if life is not None and not known and life.session != NO_SESSION:
+            self._replaced(life, "another session of its name has introduced itself")
+            life = None
+        if life is None:
+            life = self._lives[peer] = PeerLife(peer)
+        again = life.relinked or (known and not hello.is_reply)
+        reason = self._objection(hello, life if known else None)
+        if not reason and not (known and life.agent == hello.agent_name):
+            reason = self._connect(peer, hello)
+        life.session = frame.source
+        if reason:
+            self._refuse(life, reason)
+            return
+        life.agent = hello.agent_name
+        was, life.state, life.reason = life.state, PeerState.READY, ""
+        life.lost_until_s, life.relinked, life.silent_s = None, False, 0.0
         if not hello.is_reply:
-            self._introduce(peer, is_reply=True)
+            if again:
+                life.outbox.clear()  # what waited is asked for again below
+            life.outbox.append(self._hello_frame(peer, life.session, is_reply=True))
+        with self._lock:
+            if again:
+                self._counters["links_restored"] += 1
+                if was is not PeerState.READY:
+                    self._events.append(LinkRestored(peer))
+                self._ask_again(life)
+            elif was is not PeerState.READY:
+                self._events.append(PeerIntroduced(peer))
+
+    def _connect(self, peer: PeerId, hello: Hello) -> str:
+        """Learn the peer's agent. Returns why not, or nothing."""
+        try:
+            self._transport.connect(peer, AgentInfo(hello.agent_name, hello.agent_metadata))
+        except Exception as error:  # noqa: BLE001 - a library's, in any shape: this peer is refused by name
+            return f"its agent was refused: {type(error).__name__}: {error}"
+        return ""
+
+    def _objection(self, hello: Hello, known: PeerLife | None) -> str:
+        """Why this peer cannot be talked to, or nothing."""
+        ours, peer = self._handshake, hello.peer
+        if not hello.version_min <= PROTOCOL_VERSION <= hello.version_max:
+            return f"versions {hello.version_min}..{hello.version_max} there, {PROTOCOL_VERSION} here"
+        if hello.transport_key != self._transport.transport_class.key:
+            return f"transport {hello.transport_key!r} there, {self._transport.transport_class.key!r} here"
+        for name in ("model", "dtype", "layer_total"):
+            theirs, mine = getattr(hello, name), getattr(ours, name)
+            if theirs and mine and theirs != mine:
+                return f"{name} is {theirs!r} there and {mine!r} here"
+        expected = ours.layouts(peer) if ours.layouts is not None else b""
+        if expected and hello.layout and expected != hello.layout:
+            return f"its layout is {hello.layout.hex()}, this side plans with {expected.hex()}"
+        if known is not None and known.agent and known.agent != hello.agent_name:
+            return f"it claims the agent {hello.agent_name!r}, it was introduced with {known.agent!r}"
+        return ""
+
+    def _refuse(self, life: PeerLife, reason: str) -> None:
+        """Both sides know: nothing is published to it, and it is told why."""
+        self._counters["peers_refused"] += 1
+        with self._lock:
+            life.outbox.clear()
+            life.outbox.append(encode_message(Refused(reason[:500]), self.session, life.session))
+        self._refused(life, reason)
+
+    def _refused(self, life: PeerLife, reason: str) -> None:
+        was_open = life.state is not PeerState.REFUSED
+        life.state, life.reason = PeerState.REFUSED, reason
+        with self._lock:
+            if was_open:
+                self._events.append(PeerRefused(life.peer, reason))
+        self._peer_in_doubt(life.peer, f"peer {life.peer} is refused: {reason}")
+
+    def _replaced(self, life: PeerLife, reason: str) -> None:
+        """That life is over for us. What was published to it is in doubt; nothing it says any more counts."""
+        self._counters["peers_replaced"] += 1
+        with self._lock:
+            if self._lives.get(life.peer) is life:
+                del self._lives[life.peer]
+            life.outbox.clear()
+            self._events.append(PeerReplaced(life.peer, reason))
+        self._peer_in_doubt(life.peer, f"peer {life.peer}: {reason}")
 
     # -- frames
 
     def _queue(self, peer: PeerId, message: Message) -> None:
-        self._outbox.setdefault(peer, deque()).append(message)
+        """Queue a message for a peer's present life. Without one it is dropped: its link's return asks again.
+
+        Raises:
+            ValueError: The message is too large for a frame.
+        """
+        life = self._lives.get(peer)
+        if life is None or life.session == NO_SESSION or life.state in (PeerState.LOST, PeerState.REFUSED):
+            self._counters["frames_dropped"] += 1
+            return
+        life.outbox.append(encode_message(message, self.session, life.session))
 
     def _flush(self) -> None:
         """Hand queued frames to the channel; the lock is not held while it sends."""
-        for peer in list(self._outbox):
-            while True:
-                with self._lock:
-                    queue = self._outbox.get(peer)
-                    if not queue:
-                        self._outbox.pop(peer, None)
-                        break
-                    message = queue[0]
+        for life in list(self._lives.values()):
+            while life.outbox:
+                frame = life.outbox[0]
                 try:
-                    self._channel.send(peer, encode_message(message))
+                    self._channel.send(life.peer, frame)
                 except WouldBlock:
                     self._counters["blocked"] += 1
-                    if len(queue) > self.config.frames_queued_max:
-                        self._unreachable(peer, f"{len(queue)} frames wait for it")
+                    if len(life.outbox) > self.config.frames_queued_max:
+                        self._link_lost(life, f"{len(life.outbox)} frames wait for it")
                     break
-                except ChannelError as error:
-                    # It may have left: whatever it exposed stays exposed.
+                except Exception as error:  # noqa: BLE001 - a ChannelError, or worse: it may have left, so what it exposed stays so
                     self._counters["channel_errors"] += 1
-                    with self._lock:
-                        if queue and queue[0] is message:
-                            queue.popleft()
-                    self._unreachable(peer, str(error))
+                    if not isinstance(error, ChannelError):
+                        self._contain(error)
+                    self._link_lost(life, str(error))
                     break
                 with self._lock:
-                    if queue and queue[0] is message:
-                        queue.popleft()
+                    if life.outbox and life.outbox[0] is frame:
+                        life.outbox.popleft()
                 self._counters["frames_sent"] += 1
 
-    def _unreachable(self, peer: PeerId, reason: str) -> None:
-        with self._lock:
-            queue = self._outbox.pop(peer, None)
-            self._introduced.discard(peer)
-            if queue:
-                self._counters["frames_dropped"] += len(queue)
-        self._peer_in_doubt(peer, f"control channel: {reason}")
-
     def _receive(self) -> None:
-        for peer, frame in self._channel.poll(self.config.frames_per_poll_max):
-            self._counters["frames_received"] += 1
-            try:
-                message = decode_message(frame)
-            except RemoteProtocolError:
-                self._counters["malformed"] += 1
+        room = self.config.frames_per_poll_max - len(self._inbox)
+        frames = self._channel.poll(room) if room > 0 else ()
+        if self._links is not None:
+            # A break is told before the frames of the link that came after it.
+            for each in self._links.link_events():
+                self._link_event(each.peer, each.up, each.reason)
+        self._inbox.extend(frames)
+        self._each(self._inbox, self.config.frames_per_poll_max, self._take_frame)
+
+    def _take_frame(self, item: tuple[PeerId, bytes]) -> None:
+        peer, data = item
+        self._counters["frames_received"] += 1
+        try:
+            frame = decode_frame(data)
+        except VersionMismatch as error:
+            self._counters["malformed"] += 1
+            life = self._lives.get(peer)
+            if life is not None and life.state is PeerState.INTRODUCING:
+                self._refused(life, f"it speaks protocol version {error.version}, this side {PROTOCOL_VERSION}")
+            return
+        except RemoteProtocolError:
+            self._counters["malformed"] += 1
+            return
+        message = frame.message
+        if isinstance(message, Hello):
+            self._hello(peer, frame, message)
+            return
+        life = self._lives.get(peer)
+        if frame.target != self.session:
+            self._counters["other_session"] += 1
+            self._answer_stranger(peer, frame.source, frame.target)
+        elif isinstance(message, Stranger):
+            if life is not None and life.session not in (NO_SESSION, frame.source):
+                self._replaced(life, "another session lives there now")
+        elif isinstance(message, Refused) and life is not None and life.session in (NO_SESSION, frame.source):
+            self._refused(life, f"it refuses this side: {message.reason}")
+        elif life is None or life.session != frame.source:
+            # A life that is over, or that was never introduced: nothing it says counts.
+            self._counters["other_session"] += 1
+        else:
+            life.silent_s = 0.0
+            self._take_known(life, message)
+
+    def _take_known(self, life: PeerLife, message: Message) -> None:
+        match message:
+            case Beat(asks):
+                if asks:
+                    with self._lock:
+                        self._queue(life.peer, Beat(False))
+            case _ if life.ready:
+                self._take(life, message)
+            case _:
+                self._counters["unexpected"] += 1
+
+    def _answer_stranger(self, peer: PeerId, source: bytes, target: bytes) -> None:
+        """Tell who wrote to an earlier session of our name, once: it learns at its first frame."""
+        if source == NO_SESSION or target == NO_SESSION or (peer, source) in self._strangers:
+            return
+        self._strangers[(peer, source)] = None
+        bound(self._strangers, STRANGERS_MAX)
+        try:
+            self._channel.send(peer, encode_message(Stranger(), self.session, source))
+        except (WouldBlock, ChannelError):
+            self._strangers.pop((peer, source), None)
+
+    # -- links
+
+    def _link_event(self, peer: PeerId, up: bool, reason: str) -> None:
+        life = self._lives.get(peer)
+        if life is None:
+            return
+        if not up:
+            self._link_lost(life, reason)
+        elif life.state in (PeerState.LOST, PeerState.INTRODUCING):
+            life.state = PeerState.INTRODUCING
+            frame = self._hello_frame(peer, life.session, is_reply=False)
+            with self._lock:
+                life.outbox.clear()
+                life.outbox.append(frame)
+
+    def _link_lost(self, life: PeerLife, reason: str) -> None:
+        """Frames may be lost. What is open stays open: its end may still come, and is asked for when the link is back."""
+        with self._lock:
+            self._counters["frames_dropped"] += len(life.outbox)
+            life.outbox.clear()
+            if life.state in (PeerState.LOST, PeerState.REFUSED):
+                return
+            again = life.state is PeerState.INTRODUCING and life.relinked
+            life.state, life.reason = PeerState.LOST, reason
+            if again:
+                return  # another attempt that failed: told before
+            self._counters["links_lost"] += 1
+            life.relinked = life.session != NO_SESSION
+            life.lost_until_s = self._clock() + self.config.link_timeout_s
+            self._events.append(LinkLost(life.peer, reason))
+        if self._links is None:
+            # Nothing says that it will come back: the operations are in doubt now. If it does, they are asked for again.
+            life.lost_until_s = None
+            self._peer_in_doubt(life.peer, f"control channel: {reason}")
+
+    def _watch_links(self) -> None:
+        """Silence, and links that stay away."""
+        now_s = self._clock()
+        for life in list(self._lives.values()):
+            if life.lost_until_s is not None and now_s >= life.lost_until_s:
+                life.lost_until_s = None
+                self._peer_in_doubt(
+                    life.peer, f"the control link was away for {self.config.link_timeout_s:g} s: {life.reason}"
+                )
+        if self._beat_at_s is None:
+            self._beat_at_s = now_s
+        if now_s - self._beat_at_s < self.config.heartbeat_s:
+            return
+        self._beat_at_s = now_s
+        interested = self._interested()
+        for life in list(self._lives.values()):
+            if life.state is PeerState.LOST and self._links is None and not life.dead and life.peer in interested:
+                self._try_again(life)
+            if not life.ready or life.peer not in interested or self.config.lease_s is None:
+                life.silent_s = 0.0
                 continue
-            if isinstance(message, Hello):
-                self._hello(peer, message)
+            # At most one interval a poll: a process that stood still does not take its own pause for the peer's silence.
+            life.silent_s += self.config.heartbeat_s
+            if life.silent_s > self.config.lease_s:
+                if self._links is not None:
+                    self._links.reset(life.peer)
+                self._link_lost(life, f"nothing was heard from it for {self.config.lease_s:g} s")
             else:
-                self._take(peer, message)
+                with self._lock:
+                    self._queue(life.peer, Beat(True))
+
+    def _try_again(self, life: PeerLife) -> None:
+        """A channel that does not say when a link is back: show ourselves again, and see."""
+        frame = self._hello_frame(life.peer, life.session, is_reply=False)
+        with self._lock:
+            life.state = PeerState.INTRODUCING
+            life.outbox.append(frame)
 
     # -- memory
 
@@ -187,26 +522,42 @@ class Shell:
         self._undelivered.append(event)
 
     def _deliver(self) -> None:
-        """Deliver physical ends in order; one that its callback refuses does not hold up the others."""
+        """Deliver physical ends in order, outside the lock; one that its callback refuses does not hold up the others.
+
+        An interrupt in the callback goes up and the end stays queued: it is delivered again by a later poll.
+        """
         for _ in range(len(self._undelivered)):
-            event = self._undelivered.popleft()
+            event = self._undelivered[0]
             if self._fatal and isinstance(event, MemoryReleased | SourceReleased):
                 # Nothing more is released after a fatal diagnosis: the event stays undelivered, the memory owned.
-                self._undelivered.append(event)
+                self._undelivered.rotate(-1)
                 continue
             if self._on_memory is not None:
                 try:
                     self._on_memory(event)
                 except Exception as error:  # noqa: BLE001 - a user's callback may raise anything; it is retried, never lost
                     self._counters["callback_retries"] += 1
-                    self._last_callback_error = error
-                    self._undelivered.append(event)
+                    self.last_error = error
+                    self._undelivered.rotate(-1)
                     continue
-            self._events.append(event)
+                except BaseException:
+                    self._counters["callback_retries"] += 1
+                    self._undelivered.rotate(-1)
+                    raise
+            with self._lock:
+                self._undelivered.popleft()
+                self._events.append(event)
 
     # -- to be provided
 
-    def _take(self, peer: PeerId, message: Message) -> None:
+    def _take(self, life: PeerLife, message: Message) -> None:
+        raise NotImplementedError
+
+    def _ask_again(self, life: PeerLife) -> None:
+        raise NotImplementedError
+
+    def _interested(self) -> set[PeerId]:
+        """Peers of which an end is awaited."""
         raise NotImplementedError
 
     def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
@@ -218,24 +569,34 @@ class Shell:
     def _peers(self) -> set[PeerId]:
         raise NotImplementedError
 
+    def _peer_retired(self, instance: tuple[str, str]) -> None:
+        """Drop what is remembered about the peers of an instance."""
+
     # -- peers
 
     def peer_died(self, peer: PeerId, evidence: str) -> None:
         """A peer's process ended, or can no longer be heard.
 
         Its operations are in doubt. ``PROCESS_REAPED`` is recorded as evidence: whether it proves anything depends on the
-        transport's class (K2, K3).
+        transport's class. Where the class needs our agent's end as well (tcp, RDMA), ``retire_peer`` brings it.
         """
         if evidence not in (PeerEvidence.PROCESS_REAPED, PeerEvidence.CONNECTION_LOST):
             raise ValueError(f"unknown evidence {evidence!r}")
         with self._lock:
-            self._outbox.pop(peer, None)
+            life = self._lives.get(peer)
+            if life is not None:
+                life.outbox.clear()
+                life.relinked = life.session != NO_SESSION
+                life.state, life.reason, life.lost_until_s = PeerState.LOST, evidence, None
+                life.dead = evidence == PeerEvidence.PROCESS_REAPED
         self._peer_in_doubt(peer, f"peer {peer}: {evidence}")
         if evidence == PeerEvidence.PROCESS_REAPED:
             self._evidence(peer, Evidence.PEER_REAPED)
 
     def retire_peer(self, instance_id: str, generation: str) -> None:
         """Destroy the agent kept for that instance: every operation with it ends, and what its class allows is proven.
+
+        Nothing of these peers stays: agent, link, queues, records. A peer that comes back is introduced anew.
 
         Raises:
             TransportError: The agent could not be destroyed; nothing is proven, retry.
@@ -244,12 +605,19 @@ class Shell:
         peers = [peer for peer in self._peers() if peer.instance == instance]
         for peer in peers:
             self._peer_in_doubt(peer, "peer retired")
-        self._transport.destroy_agent(instance)
+        evidences = self._transport.destroy_agent(instance)
         for peer in peers:
-            self._evidence(peer, Evidence.AGENT_DESTROYED)
-        for peer in [each for each in self._introduced if each.instance == instance]:
-            self._introduced.discard(peer)
-            self._agents.pop(peer, None)
+            for evidence in sorted(evidences):
+                self._evidence(peer, evidence)
+        with self._lock:
+            for peer in [each for each in self._lives if each.instance == instance]:
+                del self._lives[peer]
+            for key in [each for each in self._strangers if each[0].instance == instance]:
+                del self._strangers[key]
+            self._peer_retired(instance)
+        if self._links is not None:
+            for peer in peers:
+                self._links.disconnect(peer)
 
     def statistics(self) -> dict[str, int]:
         """Counters since construction; a copy."""
@@ -258,10 +626,21 @@ class Shell:
                 "quarantined_bytes": self._quarantine.byte_count,
                 "quarantined_count": self._quarantine.count,
                 "undelivered": len(self._undelivered),
-                "frames_waiting": sum(len(queue) for queue in self._outbox.values()),
+                "frames_waiting": sum(len(life.outbox) for life in self._lives.values()),
+                "peers": len(self._lives),
                 "fatal": int(bool(self._fatal)),
             }
 
     @property
     def healthy(self) -> bool:
         return not self._fatal
+
+    def peers(self) -> dict[PeerId, str]:
+        """The peers that are known, and how things stand with each: ``PeerState`` and why, for health pages."""
+        return {
+            life.peer: f"{life.state.value}: {life.reason}" if life.reason else life.state.value
+            for life in self._lives.values()
+        }
+
+
+__all__ = ["KVTransferError", "PeerLife", "PeerState", "Shell", "bound"]

@@ -17,6 +17,7 @@ going on: both live until their agent is destroyed.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -31,7 +32,7 @@ import numpy as np
 
 from kv_bounce_planner._errors import LocalProtocolError, RemoteProtocolError, TransportError
 from kv_bounce_planner.sessions.identity import MARKS_MAX, Mark, OperationIdentity, PeerId, decode_mark, encode_mark
-from kv_bounce_planner.sessions.proof import TransportClass
+from kv_bounce_planner.sessions.proof import Evidence, TransportClass, WriteExecutor
 from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
@@ -368,12 +369,19 @@ class NixlTransport:
         name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
         if name != info.name:
             raise TransportError(f"metadata of {peer} names the agent {name!r}, its message {info.name!r}")
+        before = agent.remotes.get(peer)
+        if before is not None and before != name:
+            # Another life of the peer: nothing is written to the earlier one any more, and its connection goes.
+            try:
+                agent.nixl.remove_remote_agent(before)
+            except Exception as error:  # noqa: BLE001 - it may be gone already; the new one is what counts
+                self._count_error(error)
         agent.remotes[peer] = name
 
-    def destroy_agent(self, instance: tuple[str, str]) -> None:
+    def destroy_agent(self, instance: tuple[str, str]) -> frozenset[Evidence]:
         agent = self._agents.get(instance)
         if agent is None:
-            return
+            return frozenset({Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE})
         for job in agent.jobs.values():
             if job.state not in ("done", "stopped"):
                 job.error = True
@@ -381,8 +389,23 @@ class NixlTransport:
                 self._ended.append(
                     WriteProgress(job.job.operation, job.posted, job.completed, job.total, "error", job.detail)
                 )
+        evidence = {Evidence.AGENT_DESTROYED, Evidence.QUEUE_PAIRS_GONE}
+        if WriteExecutor.NIC not in self._class.executors or self._deregister_all(agent):
+            evidence.add(Evidence.DEREGISTERED)
         self._destroy(agent)
         del self._agents[instance]
+        return frozenset(evidence)
+
+    def _deregister_all(self, agent: _Agent) -> bool:
+        """Give back what this agent registered, so that no key of its peer opens memory any more. Whether all of it went."""
+        good = True
+        for registration in list(agent.registered):
+            try:
+                self._deregister_from(agent, registration)
+            except Exception as error:  # noqa: BLE001 - then there is no proof, whatever the reason
+                self._count_error(error)
+                good = False
+        return good
 
     def _agent(self, instance: tuple[str, str]) -> _Agent:
         if self._closed:
@@ -412,16 +435,20 @@ class NixlTransport:
     def _destroy(self, agent: _Agent) -> None:
         """Let the library's agent go, and prove that it went."""
         for job in agent.jobs.values():
-            for each in (*job.handles.values(), *job.lists):
-                each._released = True  # it goes with its agent: no finaliser may touch it afterwards
-            job.handles.clear()
+            while job.handles:
+                _let_go(job.handles.popitem()[1])
+            for each in job.lists:
+                _let_go(each)
             job.lists = ()
+        each = None  # a name that keeps a handle keeps its agent
         agent.registered.clear()
         wrapper, agent.nixl = agent.nixl, None
         if wrapper is not None:
             inner = wrapper.agent
             del wrapper.agent
             # Ours and getrefcount's own: anything more would keep the C++ agent, and its writes, alive.
+            if sys.getrefcount(inner) > 2:
+                gc.collect()  # tracebacks of contained errors form circles
             if sys.getrefcount(inner) > 2:
                 wrapper.agent = inner
                 agent.nixl = wrapper
@@ -815,6 +842,13 @@ class NixlTransport:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _let_go(handle: Any) -> None:
+    """Separate a handle from its agent, with which it goes: who still holds it keeps nothing alive, no finaliser acts."""
+    handle._released = True
+    if hasattr(handle, "_agent"):
+        handle._agent = None
 
 
 def check_metadata(metadata: bytes) -> None:

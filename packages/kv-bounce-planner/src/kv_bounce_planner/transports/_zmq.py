@@ -1,31 +1,43 @@
 """A ControlChannel over ZeroMQ. The one file that imports zmq.
 
-Theory. Each peer binds a ROUTER if others are to reach it; who wants to talk connects one DEALER per peer, and answers
-come back on the link that the question came on. So a pair of peers has one link and one order. ZeroMQ may drop frames
-when a link breaks and comes back; sequence numbers turn that into an error instead of a silent gap.
+Theory. Each peer binds a ROUTER if others are to reach it; who wants to talk connects one DEALER per peer, and answers come
+back on the link that the question came on. So a pair of peers has one link and one order.
 
-Every frame carries an HMAC-SHA256 over session, sequence number, sender, receiver and content, with a key per direction
-derived from the shared one. A session is a random number per sender and link: frames of another session, of the wrong
-direction, replayed or out of order are refused, and a gap closes the link for good (its peer is in doubt).
+Every frame carries an HMAC-SHA256 over link number, sequence number, sender, receiver and content, with a key per direction
+derived from the shared one. A link number is random, one per direction and link; a number that was used before is never
+accepted again, so frames of an earlier link, of the wrong direction, replayed or out of order are refused.
+
+ZeroMQ would reconnect by itself and drop frames silently. Here a link ends with its connection: a monitor (or a send that has
+no route, or a gap in the sequence) ends it, the end is an event (``link_events``), and the dialling side makes a new link with
+new numbers until ``disconnect``. The listening side takes a new link of a known peer in place of the earlier one, and says so.
+Whether the same life is on its other end is not for the channel to say: sessions show each other their numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import os
 import secrets
 import struct
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kv_bounce_planner._errors import ChannelError, WouldBlock
 from kv_bounce_planner.sessions.identity import PeerId
 from kv_bounce_planner.sessions.messages import FRAME_BYTES_MAX
+from kv_bounce_planner.transports.interface import LinkEvent
 
-_MAGIC: Final = b"KVZ\x01"
+_MAGIC: Final = b"KVZ\x02"
+#: A frame that says: another session dialled under your name, this link is over. It ends redialling.
+_TAKEN: Final = b"KVZ taken"
 _HEAD: Final = struct.Struct("<4s16sQ")
 _TAG_BYTES: Final = 32
 KEY_BYTES_MIN: Final = 16
@@ -33,46 +45,80 @@ KEY_BYTES_MIN: Final = 16
 QUEUE_FRAMES_MAX: Final = 4096
 #: Links from peers that never authenticated are not kept at all; authenticated ones are bounded.
 LINKS_MAX: Final = 65536
+#: Link numbers of a peer that are remembered (count): a peer that made more links than this is refused.
+NUMBERS_MAX: Final = 4096
+#: Between two attempts to dial again (seconds): the first, and the longest.
+REDIAL_FIRST_S: Final = 0.05
+REDIAL_LAST_S: Final = 2.0
+#: ZeroMQ's own heartbeats (milliseconds): a connection whose other end does not answer is closed.
+HEARTBEAT_MS: Final = 1000
+HEARTBEAT_TIMEOUT_MS: Final = 5000
 
 
 class _Link:
-    __slots__ = ("broken", "received", "remote_session", "route", "sent", "session", "socket")
+    __slots__ = ("broken", "number", "received", "remote_number", "route", "sent", "socket")
 
     def __init__(self, socket: Any, route: bytes | None) -> None:
         self.socket = socket
         self.route = route  # ROUTER's name of the link; None on a DEALER
-        self.session = secrets.token_bytes(16)
-        self.remote_session = b""
+        self.number = secrets.token_bytes(16)
+        self.remote_number = b""
         self.sent = 0
         self.received = 0
         self.broken = ""
 
 
+class _Dialled:
+    """A peer that this side dials: its address, its socket, and when to try again."""
+
+    __slots__ = ("address", "again_at_s", "link", "monitor", "taken", "wait_s")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.link: _Link | None = None
+        self.monitor: Any = None
+        self.again_at_s = 0.0
+        self.wait_s = REDIAL_FIRST_S
+        self.taken = False
+
+
 class ZmqControlChannel:
-    """Authenticated frames between peers, first in first out per peer.
+    """Authenticated frames between peers, first in first out per peer: a ``LinkedChannel``.
 
     Args:
         self_id: This process.
         key: Shared by all peers, at least 16 bytes.
-        bind: Address to listen on (``tcp://host:*``, ``ipc://path``), or None to connect only.
+        bind: Address to listen on (``tcp://host:*``, ``ipc://path``), or None to connect only. An ipc file is removed by
+            ``close``.
         context: A zmq context to share; by default its own.
+        clock: Monotonic seconds, for dialling again.
 
-    Not thread-safe: one thread polls and sends. A link that failed stays failed (ChannelError); a restarted peer is another
-    ``PeerId`` and gets a link of its own.
+    Not thread-safe: one thread polls and sends.
     """
 
-    def __init__(self, self_id: PeerId, key: bytes, bind: str | None = None, *, context: Any = None) -> None:
+    def __init__(
+        self,
+        self_id: PeerId,
+        key: bytes,
+        bind: str | None = None,
+        *,
+        context: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if len(key) < KEY_BYTES_MIN:
             raise ValueError(f"key wants at least {KEY_BYTES_MIN} bytes, got {len(key)}")
         self.self_id = self_id
         self._key = bytes(key)
+        self._clock = clock
         self._keys: dict[tuple[PeerId, PeerId], bytes] = {}
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context(1)
         self._router: Any = None
         self.address: str | None = None
         self._links: dict[PeerId, _Link] = {}
-        self._dealers: dict[PeerId, _Link] = {}
+        self._dialled: dict[PeerId, _Dialled] = {}
+        self._numbers: dict[PeerId, OrderedDict[bytes, None]] = {}
+        self._events: deque[LinkEvent] = deque()
         self._closed = False
         self.refused: dict[str, int] = {}
         if bind is not None:
@@ -87,6 +133,10 @@ class ZmqControlChannel:
         socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES_MAX)
         socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES_MAX)
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + 4096)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+
+    # -- links
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Open the link to a peer that listens. Frames sent before it answers wait in order.
@@ -96,19 +146,115 @@ class ZmqControlChannel:
         """
         if self._closed:
             raise ChannelError("the channel is closed")
-        if peer in self._links:
+        if peer in self._links or peer in self._dialled:
             raise ChannelError(f"{peer} has a link already")
+        dialled = _Dialled(address)
+        self._dial(peer, dialled)
+        self._dialled[peer] = dialled
+
+    def _dial(self, peer: PeerId, dialled: _Dialled) -> None:
         socket = self._context.socket(zmq.DEALER)
         self._options(socket)
-        socket.setsockopt(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_AFTER_DISCONNECT)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
         try:
-            socket.connect(address)
+            monitor = socket.get_monitor_socket(
+                zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED
+            )
+            monitor.setsockopt(zmq.LINGER, 0)
+            socket.connect(dialled.address)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             socket.close()
-            raise ChannelError(f"cannot connect to {peer} at {address}: {error}") from error
-        link = _Link(socket, None)
-        self._links[peer] = link
-        self._dealers[peer] = link
+            raise ChannelError(f"cannot connect to {peer} at {dialled.address}: {error}") from error
+        dialled.monitor = monitor
+        dialled.link = self._links[peer] = _Link(socket, None)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Close the link to a peer for good and forget it."""
+        dialled = self._dialled.pop(peer, None)
+        if dialled is not None:
+            self._hang_up(dialled)
+        self._links.pop(peer, None)
+        self._numbers.pop(peer, None)
+        for pair in [each for each in self._keys if peer in each]:
+            del self._keys[pair]
+
+    def reset(self, peer: PeerId) -> None:
+        """Give up a link that seems dead; where this side dials, it dials again."""
+        link = self._links.get(peer)
+        if link is not None and not link.broken:
+            self._break(peer, link, "given up")
+
+    def link_events(self) -> Sequence[LinkEvent]:
+        """What happened to links since the last call."""
+        self._watch()
+        events = tuple(self._events)
+        self._events.clear()
+        return events
+
+    def _break(self, peer: PeerId, link: _Link, reason: str) -> None:
+        if link.broken:
+            return
+        link.broken = reason
+        if self._links.get(peer) is link:
+            del self._links[peer]
+        dialled = self._dialled.get(peer)
+        if dialled is not None and dialled.link is link:
+            self._hang_up(dialled)
+            dialled.again_at_s = self._clock() + dialled.wait_s
+        self._events.append(LinkEvent(peer, False, reason))
+
+    def _hang_up(self, dialled: _Dialled) -> None:
+        if dialled.link is None:
+            return
+        socket, dialled.link = dialled.link.socket, None
+        with contextlib.suppress(zmq.ZMQError):
+            socket.disable_monitor()
+        if dialled.monitor is not None:
+            dialled.monitor.close()
+            dialled.monitor = None
+        socket.close()
+
+    def _watch(self) -> None:
+        """Look at every dialled connection, and dial again where its time has come."""
+        for peer, dialled in list(self._dialled.items()):
+            if dialled.link is None:
+                if not dialled.taken and self._clock() >= dialled.again_at_s:
+                    self._redial(peer, dialled)
+                continue
+            while dialled.link is not None:
+                try:
+                    event = recv_monitor_message(dialled.monitor, zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    dialled.wait_s = REDIAL_FIRST_S
+                else:
+                    self._drain_dealer(peer, dialled)
+                    if dialled.link is not None:
+                        self._break(peer, dialled.link, "the connection broke")
+
+    def _drain_dealer(self, peer: PeerId, dialled: _Dialled) -> None:
+        """The other side's last word, if it was that another session has taken this name."""
+        link = dialled.link
+        while link is not None:
+            parts = self._take(link.socket)
+            if parts is None:
+                return
+            if len(parts) == 4:
+                self._accept(parts, peer, None)
+            link = dialled.link
+
+    def _redial(self, peer: PeerId, dialled: _Dialled) -> None:
+        dialled.wait_s = min(2 * dialled.wait_s, REDIAL_LAST_S)
+        try:
+            self._dial(peer, dialled)
+        except ChannelError:
+            dialled.again_at_s = self._clock() + dialled.wait_s
+            return
+        self._events.append(LinkEvent(peer, True))
+
+    # -- frames
 
     def send(self, peer: PeerId, frame: bytes) -> None:
         if self._closed:
@@ -116,22 +262,23 @@ class ZmqControlChannel:
         link = self._links.get(peer)
         if link is None:
             raise ChannelError(f"no link to {peer}")
-        if link.broken:
-            raise ChannelError(f"the link to {peer} failed: {link.broken}")
         if len(frame) > FRAME_BYTES_MAX:
             raise ChannelError(f"frame of {len(frame)} bytes exceeds {FRAME_BYTES_MAX}")
-        head = _HEAD.pack(_MAGIC, link.session, link.sent)
+        try:
+            self._put(peer, link, frame)
+        except zmq.Again:
+            raise WouldBlock from None
+        except zmq.ZMQError as error:
+            self._break(peer, link, f"sending failed: {error}")
+            raise ChannelError(f"sending to {peer} failed: {error}") from error
+
+    def _put(self, peer: PeerId, link: _Link, frame: bytes) -> None:
+        head = _HEAD.pack(_MAGIC, link.number, link.sent)
         names = msgspec.msgpack.encode((self.self_id, peer))
         parts = [head, names, frame, self._tag(self.self_id, peer, head, names, frame)]
         if link.route is not None:
             parts.insert(0, link.route)
-        try:
-            link.socket.send_multipart(parts, zmq.DONTWAIT)
-        except zmq.Again:
-            raise WouldBlock from None
-        except zmq.ZMQError as error:
-            link.broken = str(error)
-            raise ChannelError(f"sending to {peer} failed: {error}") from error
+        link.socket.send_multipart(parts, zmq.DONTWAIT)
         link.sent += 1
 
     def poll(self, frames_max: int) -> Sequence[tuple[PeerId, bytes]]:
@@ -146,9 +293,11 @@ class ZmqControlChannel:
                 taken = self._accept(parts[1:], None, parts[0]) if len(parts) == 5 else self._refuse("structure")
                 if taken is not None:
                     frames.append(taken)
-        for peer, link in self._dealers.items():
-            while len(frames) < frames_max and not link.broken:
-                parts = self._take(link.socket)
+                if self._events:
+                    return frames  # what follows belongs to another link: the event comes first
+        for peer, dialled in list(self._dialled.items()):
+            while len(frames) < frames_max and dialled.link is not None:
+                parts = self._take(dialled.link.socket)
                 if parts is None:
                     break
                 taken = self._accept(parts, peer, None) if len(parts) == 4 else self._refuse("structure")
@@ -161,12 +310,15 @@ class ZmqControlChannel:
         if self._closed:
             return
         self._closed = True
-        for link in self._dealers.values():
-            link.socket.close()
+        for dialled in self._dialled.values():
+            self._hang_up(dialled)
         if self._router is not None:
             self._router.close()
         if self._own_context:
             self._context.term()
+        if self.address is not None and self.address.startswith("ipc://") and not self.address.startswith("ipc://@"):
+            with contextlib.suppress(OSError):
+                os.unlink(self.address.removeprefix("ipc://"))
 
     def __enter__(self) -> ZmqControlChannel:
         return self
@@ -190,7 +342,7 @@ class ZmqControlChannel:
         head, names, frame, tag = parts
         if len(head) != _HEAD.size or len(names) > 1024 or len(frame) > FRAME_BYTES_MAX or len(tag) != _TAG_BYTES:
             return self._refuse("structure")
-        magic, session, sequence = _HEAD.unpack(head)
+        magic, number, sequence = _HEAD.unpack(head)
         if magic != _MAGIC:
             return self._refuse("version")
         try:
@@ -201,29 +353,57 @@ class ZmqControlChannel:
             return self._refuse("address")
         if not hmac.compare_digest(self._tag(source, target, head, names, frame), tag):
             return self._refuse("authentication")
-        link = self._links.get(source)
+        link = self._link_of(source, number, sequence, route)
         if link is None:
-            if len(self._links) >= LINKS_MAX:
-                return self._refuse("capacity")
-            if sequence != 0:
-                return self._refuse("sequence")
-            link = _Link(self._router, route)
-            self._links[source] = link
-        elif link.broken:
-            return self._refuse("broken link")
-        if not link.remote_session:
-            if sequence != 0:
-                return self._refuse("sequence")
-            link.remote_session = session
-        if session != link.remote_session or (route is not None and route != link.route):
-            return self._refuse("session")
+            return None
         if sequence < link.received:
             return self._refuse("replay")
         if sequence > link.received:
-            link.broken = f"frames {link.received}..{sequence - 1} were lost"
+            self._break(source, link, f"frames {link.received}..{sequence - 1} were lost")
             return self._refuse("gap")
         link.received += 1
+        if frame == _TAKEN:
+            taken = self._dialled.get(source)
+            if taken is not None:
+                taken.taken = True
+            self._break(source, link, "another session has dialled under this name")
+            return None
         return source, frame
+
+    def _link_of(self, source: PeerId, number: bytes, sequence: int, route: bytes | None) -> _Link | None:
+        """The link that an authentic frame came on; a new one begins with frame 0 and a number never seen before."""
+        link = self._links.get(source)
+        if link is not None and link.remote_number == number and route == link.route:
+            return link
+        seen = self._numbers.setdefault(source, OrderedDict()) if len(self._numbers) < LINKS_MAX else None
+        if seen is None:
+            self._refuse("capacity")
+            return None
+        if number in seen or sequence != 0 or (link is not None and link.route is None and link.remote_number):
+            self._refuse("replay" if number in seen else "sequence")
+            return None
+        if len(seen) >= NUMBERS_MAX:
+            self._refuse("capacity")
+            return None
+        seen[number] = None
+        if link is not None and link.route is None:
+            link.remote_number = number  # the first answer on a link that this side dialled
+            return link
+        if link is not None:
+            self._supersede(source, link)
+        elif source not in self._dialled and len(self._links) >= LINKS_MAX:
+            self._refuse("capacity")
+            return None
+        link = _Link(self._router, route)
+        link.remote_number = number
+        self._links[source] = link
+        return link
+
+    def _supersede(self, peer: PeerId, link: _Link) -> None:
+        """A new link of a peer that had one: its old connection is gone, or somebody lives beside it and is told."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._put(peer, link, _TAKEN)
+        self._break(peer, link, "the peer has dialled again")
 
     def _tag(self, source: PeerId, target: PeerId, head: bytes, names: bytes, frame: bytes) -> bytes:
         key = self._keys.get((source, target))

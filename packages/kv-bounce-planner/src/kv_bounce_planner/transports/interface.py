@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_bounce_planner.sessions.identity import Mark, OperationIdentity, PeerId
-from kv_bounce_planner.sessions.proof import TransportClass
+from kv_bounce_planner.sessions.proof import Evidence, TransportClass
 
 Int64Array = npt.NDArray[np.int64]
 MemoryKind = Literal["DRAM", "VRAM"]
@@ -145,8 +145,13 @@ class Transport(Protocol):
 
     def poll(self) -> TransportProgress: ...
 
-    def destroy_agent(self, instance: tuple[str, str]) -> None:
+    def destroy_agent(self, instance: tuple[str, str]) -> frozenset[Evidence]:
         """Destroy the agent kept for one peer instance; its jobs end in error. When this returns, the agent is gone.
+
+        Returns:
+            What is true from here on: always AGENT_DESTROYED; DEREGISTERED if every registration that this agent had was
+            given back with success before, so that no key of a peer opens this memory any more; QUEUE_PAIRS_GONE if the
+            agent's endpoints went with it. The last two together are the proof for RDMA.
 
         Raises:
             TransportError: It could not be destroyed: nothing is proven.
@@ -172,6 +177,36 @@ class ControlChannel(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LinkEvent:
+    """A link of a control channel broke (``up`` False: frames may be lost) or is there again (frames go through)."""
+
+    peer: PeerId
+    up: bool
+    reason: str = ""
+
+
+@runtime_checkable
+class LinkedChannel(ControlChannel, Protocol):
+    """A control channel that knows when a link breaks, and brings it back by itself.
+
+    It promises: every loss of frames is reported as a break before any later frame of that peer is returned; a broken link is
+    dialled again until it is back or ``disconnect`` is called. Sessions introduce themselves anew on a link that came back.
+    """
+
+    def link_events(self) -> Sequence[LinkEvent]:
+        """What happened to links since the last call."""
+        ...
+
+    def reset(self, peer: PeerId) -> None:
+        """Give a link up that seems dead, and dial again where this side dials. Unknown peers are ignored."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Close the link to a peer for good and forget it: no socket, no descriptor stays. Unknown peers are ignored."""
+        ...
 
 
 @dataclass

@@ -1,0 +1,232 @@
+"""Lives and links with real bytes: NIXL over tcp and shared memory, ZeroMQ through a proxy that misbehaves."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+COUNT, SIZE = 900, 512
+NBYTES = 2 << 20
+CANARY = 0xA5
+CONFIG = {"drain_deadline_s": 60.0, "link_timeout_s": 60.0, "introduction_timeout_s": 60.0}
+ENDS = {"MemoryReleased", "MemoryQuarantined"}
+
+
+def drive(together, receiver, sender, done, seconds=60.0):
+    """Poll both sides until the receiver has reported what is waited for. Returns its events and the sender's."""
+    received, sent = [], []
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        got, gave = together((receiver, "poll", {"count": 20}), (sender, "poll", {"count": 20}))
+        received += got
+        sent += gave
+        if done(received, sent):
+            return received, sent
+    raise AssertionError(f"never: {received} {sent}")
+
+
+def names(events):
+    return [event[0] for event in events]
+
+
+def ended(received, sent):
+    return bool(ENDS & set(names(received)))
+
+
+def landed(receiver, request):
+    return receiver(
+        "expected_bytes", rank=0, writers=1, index=0, request=request, count=COUNT, size=SIZE, base=receiver.base,
+        room=NBYTES, source_seed=5,
+    )  # fmt: skip
+
+
+def begin(receiver, sender, together, request=1):
+    """A direct write that has begun and is not over: the receiver does not poll while it is posted."""
+    sender("fill_pattern", seed=5)
+    receiver("fill", value=CANARY)
+    receiver("open", request=request, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier="direct")
+    together((receiver, "poll", {"count": 5}), (sender, "poll", {"seconds": 10, "until": ["ReceiveRequested"]}))
+    sender("ready", request=request)
+    sender("poll", count=2)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_a_rebuilt_receiver_gets_its_own_bytes_or_a_named_failure(session_pair, together, transport):
+    """Made again while a write is under way: never a success without bytes, never a byte outside what was opened."""
+    receiver, sender = session_pair(transport, nbytes=NBYTES, config=CONFIG, nixl={"bytes_per_post_max": 16384})
+    begin(receiver, sender, together)
+    receiver("remake", role="receiver", config=CONFIG)
+    with pytest.raises(RuntimeError, match="AddressStillExposed"):
+        receiver("open", request=1, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier="direct")
+    receiver("remake", role="receiver", config=CONFIG, forgetful=True)
+    receiver("open", request=2, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier="direct")
+    sender("ready", request=2)
+    received, _ = drive(together, receiver, sender, ended)
+    if "TransferSucceeded" in names(received):
+        assert landed(receiver, 2), "a success without its bytes"
+    else:
+        assert any("earlier session" in str(event) for event in received), received
+    assert receiver("outside", value=CANARY, requests=[[1, COUNT, SIZE], [2, COUNT, SIZE]])
+    # What was under way is over by now or soon; then the name works again, exactly.
+    for request in range(3, 40):
+        receiver("fill", value=CANARY)
+        receiver("open", request=request, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier="direct")
+        sender("ready", request=request)
+        received, _ = drive(together, receiver, sender, ended)
+        if "TransferSucceeded" in names(received):
+            assert landed(receiver, request)
+            break
+    else:
+        raise AssertionError(f"never served again: {received}")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_a_rebuilt_sender_never_frees_what_its_predecessor_writes(session_pair, together, transport):
+    """Made again while its write is under way: the receiver's memory comes back only when nothing lands any more."""
+    receiver, sender = session_pair(transport, nbytes=NBYTES, config=CONFIG, nixl={"bytes_per_post_max": 16384})
+    begin(receiver, sender, together)
+    sender("remake", role="sender", config=CONFIG)
+    receiver("cancel", request=1)
+    received, _ = drive(together, receiver, sender, ended)
+    assert "PeerReplaced" in names(received)
+    receiver("fill", value=CANARY)
+    together((receiver, "poll", {"seconds": 0.7}), (sender, "poll", {"seconds": 0.7}))
+    assert receiver("count_of", value=CANARY) == NBYTES, "bytes landed after the memory was given back"
+    receiver("open", request=2, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier="direct")
+    sender("ready", request=2)
+    received, _ = drive(together, receiver, sender, ended)
+    assert names(received)[-2:] == ["TransferSucceeded", "MemoryReleased"] and landed(receiver, 2)
+
+
+class Proxy:
+    """TCP between two peers; does something once, to the chunk that comes so many chunks after ``arm``."""
+
+    def __init__(self, address: str) -> None:
+        self.target = (address.rpartition(":")[0].removeprefix("tcp://"), int(address.rpartition(":")[2]))
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.mode, self.left, self.fired = "", -1, 0
+        self.lock = threading.Lock()
+        self.sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def arm(self, mode: str, chunks: int) -> None:
+        with self.lock:
+            self.mode, self.left = mode, chunks
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self.listener.accept()
+                far = socket.create_connection(self.target)
+            except OSError:
+                return
+            self.sockets += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _due(self) -> str:
+        with self.lock:
+            if self.left < 0:
+                return ""
+            self.left -= 1
+            if self.left >= 0:
+                return ""
+            self.fired += 1
+            return self.mode
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                mode = self._due()
+                if mode == "cut":
+                    break
+                if mode == "half-close":
+                    target.shutdown(socket.SHUT_WR)
+                    continue
+                if mode == "delay":
+                    time.sleep(0.2)
+                target.sendall(data)
+                if mode == "duplicate":
+                    target.sendall(data)
+        except OSError:
+            pass
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self.listener.close()
+        for each in self.sockets:
+            each.close()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+@pytest.mark.parametrize("mode", ["cut", "half-close", "delay", "duplicate"])
+def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_peer, together, transport, mode):
+    """At twelve points of a transfer each: success with exact bytes, both tiers, nothing quarantined, nothing outside."""
+    receiver, sender = make_peer("gen", "g1"), make_peer("ctx", "c1", 1)
+    for peer, role in ((receiver, "receiver"), (sender, "sender")):
+        peer.init({"tcp": "tcp", "cma": None}[transport], NBYTES, 1 << 20)
+        peer("session", role=role, config=CONFIG)
+    proxy = Proxy(sender.address)
+    receiver("connect", peer=sender.peer, address=proxy.address)
+    receiver("introduce", peer=sender.peer)
+    sender("fill_pattern", seed=5)
+    drive(together, receiver, sender, lambda received, sent: "PeerIntroduced" in names(received))
+    for point in range(12):
+        request = 10 + point
+        proxy.arm(mode, point)
+        receiver("fill", value=CANARY)
+        tier = "bounce" if point % 2 else "direct"
+        receiver("open", request=request, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier=tier)
+        sender("ready", request=request)
+        received, _ = drive(together, receiver, sender, ended, seconds=120)
+        assert [n for n in names(received) if "Link" not in n] == ["TransferSucceeded", "MemoryReleased"], received
+        assert landed(receiver, request)
+        assert receiver("outside", value=CANARY, requests=[[request, COUNT, SIZE]])
+        sender("seal", request=request)
+    assert proxy.fired, "the proxy never did anything: the test shows nothing"
+    statistics = receiver("statistics")
+    assert statistics["quarantined_count"] == 0 and statistics["released"] == 12
+    if mode != "delay":
+        assert statistics.get("links_lost", 0) > 0
+    proxy.close()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_two_hundred_peers_that_die_leave_everything_as_it_was(make_peer, together, transport):
+    """Created, a transfer each, killed before, during or after it, retired: descriptors, threads, links, quarantine."""
+    receiver = make_peer("gen", "g1")
+    receiver.init("tcp", NBYTES)
+    receiver("session", role="receiver", config=CONFIG)
+    baseline = None
+    for life in range(200):
+        sender = make_peer("ctx", f"c{life}", 1)
+        sender.init("tcp", NBYTES)
+        sender("session", role="sender", config=CONFIG)
+        sender("fill_pattern", seed=5)
+        receiver("connect", peer=sender.peer, address=sender.address)
+        receiver("open", request=life, incarnation=0, writers=[sender.peer], count=64, size=SIZE, tier="direct")
+        if life % 3:
+            sender("ready", request=life)
+            for _ in range(life % 7):
+                together((receiver, "poll", {"count": 3}), (sender, "poll", {"count": 3}))
+        sender.kill()
+        receiver("peer_died", peer=sender.peer, evidence="process reaped")
+        receiver("retire", instance="ctx", generation=f"c{life}")
+        receiver("poll", count=3)
+        if life == 20:
+            baseline = receiver("open_files")
+    files, threads = receiver("open_files")
+    assert files <= baseline[0] + 2 and threads <= baseline[1] + 1, (baseline, files, threads)
+    statistics = receiver("statistics")
+    assert statistics["quarantined_count"] == 0 and statistics["released"] == 200 and statistics["peers"] == 0
