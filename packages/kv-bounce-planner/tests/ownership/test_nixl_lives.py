@@ -195,7 +195,7 @@ def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_p
     assert proxy.fired, "the proxy never did anything: the test shows nothing"
     statistics = receiver("statistics")
     assert statistics["quarantined_count"] == 0 and statistics["released"] == 12
-    if mode != "delay":
+    if mode in ("cut", "half-close"):  # a repeated chunk is refused as a replay, and the link goes on
         assert statistics.get("links_lost", 0) > 0
     proxy.close()
 
