@@ -23,6 +23,16 @@ def test_readme_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert done.stdout.endswith("at rest: Load(count=0, weight=0)\n")
 
 
+def test_dispatch_example_serves_everybody(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(PACKAGE / "examples" / "dispatch.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "(200, 'served by http://10.0.0.2:8000')\n" * 4, done.stderr
+
+
 def test_state_figure_is_drawn_from_the_table() -> None:
     (figure,) = re.findall(r"```mermaid\n(.*?)\n```", (PACKAGE / "docs" / "design.md").read_text(), re.DOTALL)
     assert figure == render_mermaid()
@@ -81,6 +91,16 @@ def test_core_reads_no_clock_environment_or_loop() -> None:
     forbidden = re.compile(
         r"^\s*(?:import|from) (asyncio|time|os|socket|logging|threading|random|subprocess)\b", re.MULTILINE
     )
-    for name in ("_directory", "_slots", "_views", "_record", "_state", "_discovery", "_http", "_errors"):
+    for name in (
+        "_directory",
+        "_slots",
+        "_views",
+        "_record",
+        "_state",
+        "_discovery",
+        "_http",
+        "_errors",
+        "_lease_table",
+    ):
         text = (PACKAGE / "src" / "endpoint_lifecycle" / f"{name}.py").read_text()
         assert not forbidden.search(text), name

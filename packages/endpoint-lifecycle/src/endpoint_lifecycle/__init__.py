@@ -10,6 +10,8 @@ Layout:
     _asyncio.py     the router side on an event loop
     _discovery.py   where servers come from: interface of sources and stores, the book that compares
     _asyncio_discovery.py  static list, in-memory store, reconciler, publisher
+    _lease_table.py a lease store's state, pure
+    _file_store.py  the lease store in a shared folder
     _etcd.py        etcd v3, blocking; the only file that imports etcd3gw
     _asyncio_etcd.py  the lease store made of it
     etcd.py         its public name
@@ -64,6 +66,7 @@ from endpoint_lifecycle._errors import (
     NoServer,
     NotFinal,
     NotReady,
+    NotSent,
     Overloaded,
     ProtocolViolation,
     RecordInvalid,
@@ -77,11 +80,13 @@ from endpoint_lifecycle._errors import (
     StoryEntry,
     Unavailable,
 )
+from endpoint_lifecycle._file_store import FileLeaseStore
 from endpoint_lifecycle._http import (
     check_generation,
     cluster_info_body,
     error_body,
     http_status,
+    refusal_of,
     reservations_body,
     server_info_body,
 )
@@ -177,6 +182,7 @@ __all__ = [
     "AsyncLeasePublisher",
     "AsyncReconciler",
     "BookStatistics",
+    "FileLeaseStore",
     "LeaseStore",
     "MemoryLeaseStore",
     "PublisherStatistics",
@@ -202,6 +208,7 @@ __all__ = [
     "cluster_info_body",
     "error_body",
     "http_status",
+    "refusal_of",
     "reservations_body",
     "server_info_body",
     # errors
@@ -219,6 +226,7 @@ __all__ = [
     "NoServer",
     "NotFinal",
     "NotReady",
+    "NotSent",
     "Overloaded",
     "ProtocolViolation",
     "RecordInvalid",

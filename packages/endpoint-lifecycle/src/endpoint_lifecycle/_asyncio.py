@@ -19,13 +19,21 @@ from endpoint_lifecycle._backoff import CAP_S, FIRST_S, BackoffSchedule, Backoff
 from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._errors import (
     DirectoryClosed,
+    Draining,
     EndpointError,
     EndpointTimeout,
     LocalProtocolError,
     NoServer,
+    NotSent,
     Overloaded,
+    RecordInvalid,
+    RefreshFailed,
     ReservationError,
+    ServerGone,
+    StaleGeneration,
+    Unavailable,
 )
+from endpoint_lifecycle._http import refusal_of
 from endpoint_lifecycle._record import EndpointRecord
 from endpoint_lifecycle._slots import Effects, Flight, PickPolicy, Reservation, Ticket
 from endpoint_lifecycle._views import (
@@ -38,6 +46,7 @@ from endpoint_lifecycle._views import (
 )
 
 T = TypeVar("T")
+B = TypeVar("B")
 
 Fetch = Callable[[str], Awaitable[bytes | Mapping[str, Any] | EndpointRecord]]
 
@@ -58,6 +67,8 @@ ReleaseHook = Callable[[ReleaseNotice], Awaitable[None]]
 
 _RELEASE_ATTEMPTS = 3
 _RELEASE_TIMEOUT_S = 1.0
+#: Refusals that one reservation answers by going elsewhere.
+_REFUSALS_MAX = 16
 
 
 class AsyncEndpointDirectory:
@@ -98,7 +109,7 @@ class AsyncEndpointDirectory:
         self._expiry: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.release_hook_failures = 0
-        self.release_hook_error: Exception | None = None
+        self.release_hook_error: BaseException | None = None
 
     # -- life -----------------------------------------------------------------------------------------------------------
 
@@ -226,8 +237,12 @@ class AsyncEndpointDirectory:
 
     def _flight_ended(self, flight: Flight, task: asyncio.Task[None]) -> None:
         self._tasks.pop(flight, None)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if not flight.ended:
+            # Cancelled by others, or ended by what is not an Exception: the server's next refresh must not wait for it.
+            lost = error if error is not None else RuntimeError("the fetch ended without an outcome")
+            self._perform(self.core.flight_lost(flight, lost, self._now_s()))
+        if isinstance(error, Exception):
             raise error  # a defect of ours: the loop's exception handler shows it
 
     async def _attempt(self, flight: Flight) -> float | None:
@@ -277,19 +292,27 @@ class AsyncEndpointDirectory:
     async def _maintain(self) -> None:
         while True:
             self._wake.clear()
-            now_s = self._now_s()
-            due, next_s = self.core.due_probes(now_s)
-            for server in due:
-                self._perform(self.core.probe(server, now_s))
-            # A probe that ends sets the next one: look again when it has. 10 ms bounds what a thousand servers cost.
-            wait_s = max(next_s - now_s, 0.01)
-            if due or self._tasks:
-                wait_s = min(wait_s, 0.05)
+            try:
+                wait_s = self._probe_due()
+            except Exception as error:  # noqa: BLE001 - probing must go on; the handler shows what it met
+                wait_s = self.config.probe_first_s
+                context = {"message": "endpoint directory: a probe failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
             try:
                 async with asyncio.timeout(wait_s if wait_s != float("inf") else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
+
+    def _probe_due(self) -> float:
+        """Begin the probes that are due; how long to wait for the next."""
+        now_s = self._now_s()
+        due, next_s = self.core.due_probes(now_s)
+        for server in due:
+            self._perform(self.core.probe(server, now_s))
+        # A probe that ends sets the next one: look again when it has. 10 ms bounds what a thousand servers cost.
+        wait_s = max(next_s - now_s, 0.01)
+        return min(wait_s, 0.05) if due or self._tasks else wait_s
 
     def _arm_expiry(self) -> None:
         """One timer while something is reserved; it is left to fire and then finds out whether it is still needed."""
@@ -316,6 +339,13 @@ class AsyncEndpointDirectory:
             reservation.weight,
             reservation.reason,
         )
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError as error:
+            # Dropped by the garbage collector with no loop running: the books are right, nobody can be told.
+            self.release_hook_failures += 1
+            self.release_hook_error = error
+            return
         task = self._spawn(self._run_hook(self._on_release, notice), f"release {notice.request_id}")
         self._hook_tasks[task] = None
         task.add_done_callback(self._hook_tasks.pop)
@@ -328,6 +358,11 @@ class AsyncEndpointDirectory:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                     await hook(notice)
                 return
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                self.release_hook_error = error  # the hook cancelled itself; nobody cancelled us
             except Exception as error:  # noqa: BLE001 - the hook is the user's and must not reach the request
                 self.release_hook_error = error
         self.release_hook_failures += 1
@@ -361,6 +396,53 @@ class AsyncEndpointDirectory:
             affinity: Handed to the policy.
         """
         return AsyncReservation(self, role, request_id, weight, revalidate, timeout_s, exclude, affinity)
+
+    async def dispatch(
+        self,
+        role: str,
+        request_id: int,
+        send: Callable[[AsyncReservation], Awaitable[tuple[int, B]]],
+        weight: int = 1,
+        *,
+        revalidate: bool = False,
+        timeout_s: float | None = None,
+        exclude: Collection[str] = (),
+        affinity: Any = None,
+    ) -> tuple[int, B]:
+        """Reserve, send, and go elsewhere while receivers refuse: the loop around ``AsyncReservation.refused``.
+
+        Args:
+            send: Sends once, to ``reservation.server`` with ``reservation.generation``, and returns status and body. It raises
+                NotSent when it could not connect. Whatever else it raises ends the loop: the request may have been taken in.
+
+        The other arguments are those of ``reserve``; ``timeout_s`` bounds each wait for a server.
+
+        Returns:
+            The first answer that is not a refusal.
+
+        Raises:
+            NoServer, EndpointTimeout: Nobody is left who could take it.
+            StaleGeneration, Unavailable: The last of 16 refusals.
+        """
+        reservation = self.reserve(
+            role, request_id, weight, revalidate=revalidate, timeout_s=timeout_s, exclude=exclude, affinity=affinity
+        )
+        async with reservation:
+            while True:
+                try:
+                    reservation.dispatched()
+                except (StaleGeneration, Unavailable) as error:
+                    await reservation.refused_by(error)
+                    continue
+                try:
+                    status, body = await send(reservation)
+                except NotSent as error:
+                    await reservation.refused_by(error)
+                    continue
+                refusal = refusal_of(status, body if isinstance(body, (bytes, str, Mapping)) else None)
+                if refusal is None:
+                    return status, body
+                await reservation.refused_by(refusal)
 
     async def _reserve_waiting(self, request: AsyncReservation, first: NoServer) -> Reservation:
         """Nothing could be picked: fetch what might become pickable and try again at each change."""
@@ -469,7 +551,8 @@ class AsyncReservation:
     """One request's claim: enter once, leave once. Made by ``AsyncEndpointDirectory.reserve``."""
 
     __slots__ = (
-        "_affinity", "_directory", "_exclude", "_request_id", "_reservation", "_revalidate", "_role", "_timeout_s", "_weight",
+        "_affinity", "_directory", "_exclude", "_refusals", "_request_id", "_reservation", "_revalidate", "_role",
+        "_timeout_s", "_weight",
     )  # fmt: skip
 
     def __init__(
@@ -491,6 +574,7 @@ class AsyncReservation:
         self._timeout_s = timeout_s
         self._exclude = exclude
         self._affinity = affinity
+        self._refusals = 0
         self._reservation: Reservation | None = None
 
     async def __aenter__(self) -> AsyncReservation:
@@ -599,6 +683,73 @@ class AsyncReservation:
         await directory.refresh(reservation.server, proven_stale=reservation.generation, timeout_s=self._timeout_s)
         return directory.core.rebind(reservation, directory._now_s())
 
+    async def refused(self, status: int, body: bytes | str | Mapping[str, Any] | None) -> bool:
+        """An answer came: if the receiver refused before it took anything in, find who takes the request instead.
+
+        Returns:
+            True: send again, to what ``server``, ``record`` and ``generation`` say now. False: it is not a refusal of this
+            package's (``refusal_of``); the answer is the client's.
+
+        Raises:
+            As ``refused_by``.
+        """
+        refusal = refusal_of(status, body)
+        if refusal is None:
+            return False
+        await self.refused_by(refusal)
+        return True
+
+    async def refused_by(self, error: StaleGeneration | Unavailable) -> None:
+        """As ``refused``, for the error itself: from ``dispatched()``, or NotSent and NotReady where connecting failed.
+
+        A stale generation is refreshed, and the same server is used again if it lives; a draining server gets nothing new for
+        the rest of its lifetime; one that is not there gets nothing until a probe answers; an overloaded one is left out by
+        this reservation. Then another server is reserved in one step, waiting as entering does.
+
+        Raises:
+            NoServer, EndpointTimeout: Nobody is left who could take it. The claim stands as it was, to be released by leaving.
+            Overloaded: All that could are.
+            StaleGeneration, Unavailable: ``error`` itself, the 16th time.
+            DirectoryClosed: The directory was closed.
+        """
+        reservation = self._live()
+        self._refusals += 1
+        if self._refusals > _REFUSALS_MAX:
+            raise error
+        if isinstance(error, StaleGeneration):
+            try:
+                await self.prove_stale()
+            except (RefreshFailed, RecordInvalid, Unavailable, EndpointTimeout):
+                pass  # nobody lives there: the directory knows by now, and another server is looked for
+            else:
+                return
+        elif isinstance(error, Overloaded):
+            self._exclude = (*self._exclude, reservation.server)
+        elif isinstance(error, Draining):
+            self._mark_draining(reservation)
+        elif not isinstance(error, ServerGone):
+            self.unreachable()
+        await self._move(error)
+
+    def _mark_draining(self, reservation: Reservation) -> None:
+        core = self._directory.core
+        try:
+            self._directory._perform(core.start_draining(reservation.server, reservation.generation))
+        except ServerGone:
+            return  # it went meanwhile, which is as good
+
+    async def _move(self, error: EndpointError) -> None:
+        directory = self._directory
+        try:
+            try:
+                self._reservation = directory._reserve_now(self)
+            except NoServer as none:
+                self._reservation = await directory._reserve_waiting(self, none)
+        except NoServer as none:
+            raise (error if isinstance(error, Overloaded) else none) from error
+        if self._revalidate and self._reservation.generation is not None:
+            await self._revalidated()
+
     def unreachable(self) -> None:
         """Connecting failed: nobody is sent there until a probe answers."""
         reservation = self._live()
@@ -673,8 +824,14 @@ class ReservedStream(Generic[T]):
 
     def _release(self, reason: str) -> None:
         self._ended = True
+        failures = []
         for reservation in self._reservations:
-            reservation.release(reason)
+            try:
+                reservation.release(reason)
+            except Exception as error:  # noqa: BLE001 - one that fails must not keep the others
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     async def __aenter__(self) -> ReservedStream[T]:
         return self

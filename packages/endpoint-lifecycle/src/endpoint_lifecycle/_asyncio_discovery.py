@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TypeVar
 
 from endpoint_lifecycle._asyncio import AsyncEndpointDirectory
 from endpoint_lifecycle._discovery import (
@@ -21,9 +21,18 @@ from endpoint_lifecycle._discovery import (
     decode_registration,
     registration_key,
 )
-from endpoint_lifecycle._errors import LocalProtocolError, StoreCompacted, StoreError
+from endpoint_lifecycle._errors import (
+    EndpointTimeout,
+    LocalProtocolError,
+    ProtocolViolation,
+    StoreCompacted,
+    StoreError,
+)
+from endpoint_lifecycle._lease_table import LeaseTable
 from endpoint_lifecycle._owner import EndpointOwner
 from endpoint_lifecycle._record import check_field
+
+T = TypeVar("T")
 
 
 class StaticServers:
@@ -54,15 +63,6 @@ class StaticServers:
         yield ()
 
 
-class _Lease:
-    __slots__ = ("expires_s", "keys", "ttl_s")
-
-    def __init__(self, ttl_s: float, expires_s: float) -> None:
-        self.ttl_s = ttl_s
-        self.expires_s = expires_s
-        self.keys: set[str] = set()
-
-
 class MemoryLeaseStore:
     """A lease store in this process: for tests, and for instances and router in one process.
 
@@ -77,11 +77,8 @@ class MemoryLeaseStore:
     def __init__(self, now_s: Callable[[], float] | None = None, history_max: int = 1024) -> None:
         check_field(history_max >= 1, "history_max", "must be >= 1")
         self._clock = now_s
-        self._revision = 0
-        self._values: dict[str, tuple[bytes, int, int]] = {}  # value, revision of its change, lease
-        self._leases: dict[int, _Lease] = {}
-        self._lease_ids = 0
-        self._history: deque[StoreEvent] = deque(maxlen=history_max)
+        self._history_max = history_max
+        self._table = LeaseTable(history_max)
         self._watchers: dict[asyncio.Future[None], None] = {}
         self._dropped = 0
         self.down = False
@@ -89,27 +86,18 @@ class MemoryLeaseStore:
     def _now_s(self) -> float:
         return self._clock() if self._clock is not None else asyncio.get_running_loop().time()
 
-    def _enter(self) -> None:
+    def _enter(self) -> LeaseTable:
         if self.down:
             raise StoreError("the store is down")
-        self._expire()
+        self._step(lambda table: table.expire(self._now_s()))
+        return self._table
 
-    def _expire(self) -> None:
-        now_s = self._now_s()
-        for lease_id in [i for i, lease in self._leases.items() if lease.expires_s <= now_s]:
-            self._end_lease(lease_id)
-
-    def _end_lease(self, lease_id: int) -> None:
-        lease = self._leases.pop(lease_id)
-        for key in sorted(lease.keys):
-            del self._values[key]
-            self._changed(key, None)
-
-    def _changed(self, key: str, value: bytes | None) -> int:
-        self._revision += 1
-        self._history.append(StoreEvent(key, value, self._revision))
-        self._wake()
-        return self._revision
+    def _step(self, action: Callable[[LeaseTable], T]) -> T:
+        before = self._table.revision
+        result = action(self._table)
+        if self._table.revision != before:
+            self._wake()
+        return result
 
     def _wake(self) -> None:
         for future in self._watchers:
@@ -118,59 +106,30 @@ class MemoryLeaseStore:
 
     async def grant(self, ttl_s: float) -> int:
         """See LeaseStore."""
-        self._enter()
-        self._lease_ids += 1
-        self._leases[self._lease_ids] = _Lease(ttl_s, self._now_s() + ttl_s)
-        return self._lease_ids
+        return self._enter().grant(ttl_s, self._now_s())
 
     async def keep_alive(self, lease_id: int) -> bool:
         """See LeaseStore."""
-        self._enter()
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            return False
-        lease.expires_s = self._now_s() + lease.ttl_s
-        return True
+        return self._enter().keep_alive(lease_id, self._now_s())
 
     async def revoke(self, lease_id: int) -> None:
         """See LeaseStore."""
         self._enter()
-        if lease_id in self._leases:
-            self._end_lease(lease_id)
+        self._step(lambda table: table.revoke(lease_id))
 
     async def put(self, key: str, value: bytes, lease_id: int, if_revision: int | None = None) -> int | None:
         """See LeaseStore."""
         self._enter()
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            raise StoreError(f"lease {lease_id} is gone")
-        old = self._values.get(key)
-        if if_revision is not None and (old[1] if old is not None else 0) != if_revision:
-            return None
-        if old is not None and old[2] in self._leases:
-            self._leases[old[2]].keys.discard(key)
-        lease.keys.add(key)
-        revision = self._changed(key, value)
-        self._values[key] = (value, revision, lease_id)
-        return revision
+        return self._step(lambda table: table.put(key, value, lease_id, if_revision))
 
     async def compare_and_delete(self, key: str, revision: int) -> bool:
         """See LeaseStore."""
         self._enter()
-        old = self._values.get(key)
-        if old is None or old[1] != revision:
-            return False
-        del self._values[key]
-        if old[2] in self._leases:
-            self._leases[old[2]].keys.discard(key)
-        self._changed(key, None)
-        return True
+        return self._step(lambda table: table.compare_and_delete(key, revision))
 
     async def snapshot(self, prefix: str) -> Snapshot:
         """See ServerSource."""
-        self._enter()
-        shown = {k: v for k, v in self._values.items() if k.startswith(prefix)}
-        return Snapshot(self._revision, {k: v[0] for k, v in shown.items()}, {k: v[1] for k, v in shown.items()})
+        return self._enter().snapshot(prefix)
 
     async def watch(self, prefix: str, after_revision: int) -> AsyncIterator[Sequence[StoreEvent]]:
         """See ServerSource."""
@@ -179,20 +138,17 @@ class MemoryLeaseStore:
         at = after_revision
         loop = asyncio.get_running_loop()
         while True:
-            if self.down or self._dropped != dropped:
+            if self._dropped != dropped:
                 raise StoreError("the watch was cut")
-            self._expire()
-            if self._history and at + 1 < self._history[0].revision:
-                raise StoreCompacted(f"revision {at + 1} is compacted, the oldest is {self._history[0].revision}")
-            events = [e for e in self._history if e.revision > at]
-            at = self._revision
-            matching = [e for e in events if e.key.startswith(prefix)]
-            if matching:
-                yield matching
+            table = self._enter()
+            events = table.events_after(prefix, at)
+            at = table.revision
+            if events:
+                yield events
                 continue
             future: asyncio.Future[None] = loop.create_future()
             self._watchers[future] = None
-            next_s = min((lease.expires_s for lease in self._leases.values()), default=None)
+            next_s = table.next_expiry_s()
             timer = None
             if next_s is not None:
                 timer = loop.call_later(max(next_s - self._now_s(), 0.0), self._wake)
@@ -210,10 +166,7 @@ class MemoryLeaseStore:
 
     def lose_memory(self) -> None:
         """Forget everything and begin at revision 0, as a store that was restored from nothing."""
-        self._values.clear()
-        self._leases.clear()
-        self._history.clear()
-        self._revision = 0
+        self._table = LeaseTable(self._history_max)
         self.drop_watches()
 
     async def aclose(self) -> None:
@@ -291,13 +244,19 @@ class AsyncReconciler:
         """Stop following the source. The directory keeps what it has."""
         if self._suspect_timer is not None:
             self._suspect_timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            self._suspect_timer = None
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    async def wait_synced(self) -> None:
-        """Until the first listing was applied."""
-        await self._synced.wait()
+    async def wait_synced(self, timeout_s: float | None = None) -> None:
+        """Until the first listing was applied.
+
+        Raises:
+            EndpointTimeout: Not within ``timeout_s``; the last error of the source is chained.
+        """
+        await _wait(self._synced, timeout_s, "no listing", lambda: self.last_error)
 
     async def _run(self) -> None:
         failures = 0
@@ -428,9 +387,16 @@ class AsyncLeasePublisher:
     ) -> None:
         await self.aclose()
 
-    async def wait_registered(self) -> None:
-        """Until the first registration stands in the store."""
-        await self._done.wait()
+    async def wait_registered(self, timeout_s: float | None = None) -> None:
+        """Until the first registration stands in the store.
+
+        Raises:
+            ProtocolViolation: Another instance registered as this owner; this one is superseded.
+            EndpointTimeout: Not within ``timeout_s``; the last error of the store is chained.
+        """
+        await _wait(self._done, timeout_s, "no registration", lambda: self.last_error)
+        if self._superseded:
+            raise ProtocolViolation(f"{self._owner.owner_id}: superseded by another instance") from self.last_error
 
     def update(self) -> None:
         """The owner's record changed (draining): write it now instead of at the next keep-alive."""
@@ -466,7 +432,7 @@ class AsyncLeasePublisher:
                 self._losses += 1
             else:
                 self._keep_alives += 1
-                if value == self._value:
+                if value == self._value and await self._stands():
                     return
         if not self._lease:
             self._lease = await self._store.grant(self._ttl_s)
@@ -474,6 +440,8 @@ class AsyncLeasePublisher:
         if revision is None:
             self._superseded = True
             self._value = None
+            self.last_error = ProtocolViolation(f"{self._key} is registered by another instance")
+            self._done.set()
             await self._store.revoke(self._lease)
             self._lease = 0
             return
@@ -481,6 +449,11 @@ class AsyncLeasePublisher:
         self._revision = revision
         self._value = value
         self._done.set()
+
+    async def _stands(self) -> bool:
+        """Whether the registration is as it was left: a lease lives on when somebody else took the key over."""
+        snapshot = await self._store.snapshot(self._key)
+        return snapshot.revisions.get(self._key) == self._revision
 
     async def _put(self, value: bytes) -> int | None:
         """Write; None when somebody else's registration stands there."""
@@ -532,3 +505,15 @@ class AsyncLeasePublisher:
             registered=self._value is not None,
             superseded=self._superseded,
         )
+
+
+async def _wait(
+    event: asyncio.Event, timeout_s: float | None, what: str, last_error: Callable[[], BaseException | None]
+) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        error = last_error()
+        detail = f"; last error: {error}" if error is not None else ""
+        raise EndpointTimeout(f"{what} within {timeout_s:g} s{detail}") from error

@@ -96,6 +96,12 @@ class EtcdLeaseStore:
                 hand_over(None)
             except StoreError as error:
                 hand_over(error)
+            except BaseException as error:
+                # Whatever ended the thread ends the watch: one that died without a word would be waited for for ever.
+                failure = StoreError(f"{self.url}: the watch failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                hand_over(failure)
+                raise
 
         watch = EtcdWatch(self._client, prefix, after_revision, self._idle_s, hand_over)
         self._watches[watch] = None

@@ -44,8 +44,10 @@ from endpoint_lifecycle._errors import (
 )
 from endpoint_lifecycle._record import DRAINING, EndpointRecord, check_id, parse_record
 from endpoint_lifecycle._slots import (
+    DEPARTED_MAX,
     SUPERSEDED_MAX,
     Counter,
+    Departed,
     Effects,
     Flight,
     PickPolicy,
@@ -91,6 +93,8 @@ class EndpointDirectory:
         self._pools: dict[str, Pool] = {}
         self._counters: dict[tuple[str, str | None], Counter] = {}
         self._by_generation: dict[str, Slot] = {}
+        #: By server that was removed: generations that it had moved on from, and those that were live when it was removed.
+        self._departed: OrderedDict[str, Departed] = OrderedDict()
         self._reservations: OrderedDict[tuple[str, int], Reservation] = OrderedDict()  # in order of deadline
         self._sequence = 0
         self._epoch = 0
@@ -132,6 +136,9 @@ class EndpointDirectory:
         pool = self._pools.setdefault(role, Pool())
         slot = Slot(server, role, owner_id, pool, self._counter(server, None))
         slot.next_probe_s = now_s
+        departed = self._departed.get(server)
+        if departed is not None:
+            slot.superseded.update(departed.superseded)
         slot.note(self._next(), "added")
         self._slots[server] = slot
         effects.roles.add(role)
@@ -151,10 +158,25 @@ class EndpointDirectory:
         self._drop_from_pool(slot)
         self._forget_generation(slot)
         del self._slots[slot.server]
+        self._remember_departed(slot)
         self._collect(slot.load)
         self._end_flight(slot, effects, ServerGone(slot.server))
         effects.roles.add(slot.role)
         return effects
+
+    def _remember_departed(self, slot: Slot) -> None:
+        """What a late event may still name: a registration of a lifetime that had a successor must not come back.
+
+        The lifetime that was removed itself may: an owner whose lease expired while it lived registers again.
+        """
+        departed = self._departed.setdefault(slot.server, Departed())
+        self._departed.move_to_end(slot.server)
+        departed.superseded.update(slot.superseded)
+        if slot.generation is not None:
+            departed.last[slot.generation] = None
+        departed.trim()
+        while len(self._departed) > DEPARTED_MAX:
+            self._departed.popitem(last=False)
 
     def _end_flight(self, slot: Slot, effects: Effects, error: EndpointError) -> None:
         flight = slot.flight
@@ -176,6 +198,10 @@ class EndpointDirectory:
         self._check_open()
         known = self._slots.get(server)
         record = self._parse(record, server, known.role if known is not None else record.role, None)
+        departed = self._departed.get(server) if known is None else None
+        if departed is not None and record.generation is not None and record.generation in departed.superseded:
+            self._n["sets_ignored"] += 1
+            return Effects()
         effects = self.add_server(server, record.role, now_s, owner_id=record.owner_id)
         slot = self._slots[server]
         if record.generation is not None and record.generation in slot.superseded:
@@ -201,10 +227,17 @@ class EndpointDirectory:
             return Effects()
         return self._remove(slot)
 
-    def start_draining(self, server: str) -> Effects:
-        """Stop picking a server for the rest of its present lifetime; in-flight peers still resolve it."""
+    def start_draining(self, server: str, generation: str | None = None) -> Effects:
+        """Stop picking a server for the rest of its present lifetime; in-flight peers still resolve it.
+
+        Args:
+            server: Which.
+            generation: Only if this is its present one; None: whichever it is.
+        """
         slot = self._slot(server)
         effects = Effects()
+        if generation is not None and slot.generation != generation:
+            return effects
         slot.draining = True
         if slot.status is ServerStatus.READY:
             self._set_status(slot, ServerStatus.DRAINING, effects)
@@ -409,6 +442,11 @@ class EndpointDirectory:
         self._fail_flight(flight, failure, now_s, effects)
         return effects
 
+    def flight_lost(self, flight: Flight, error: BaseException, now_s: float) -> Effects:
+        """Whoever ran the flight ended without an outcome (cancelled, or by what is not an Exception): it failed."""
+        flight.attempts = max(flight.attempts, self.config.attempts)
+        return self.fetch_failed(flight, error, now_s)
+
     def flight_expired(self, flight: Flight, now_s: float) -> Effects:
         """The flight's deadline passed while it waited for its turn or for a retry."""
         flight.attempts = max(flight.attempts, self.config.attempts)
@@ -513,6 +551,7 @@ class EndpointDirectory:
                     slot.superseded[old.generation] = None
                     while len(slot.superseded) > SUPERSEDED_MAX:
                         slot.superseded.popitem(last=False)
+                self._supersede_departed(slot, record.generation)
                 if record.generation is not None:
                     slot.superseded.pop(record.generation, None)
                     self._by_generation[record.generation] = slot
@@ -527,6 +566,19 @@ class EndpointDirectory:
         draining = record.state == DRAINING or slot.draining
         self._set_status(slot, ServerStatus.DRAINING if draining else ServerStatus.READY, effects)
         self._schedule_probe(slot, now_s)
+
+    def _supersede_departed(self, slot: Slot, generation: str | None) -> None:
+        """Another lifetime follows those that were live here when the server was removed: they will not come back either."""
+        departed = self._departed.get(slot.server)
+        if departed is None:
+            return
+        departed.superseded.update((old, None) for old in departed.last if old != generation)
+        departed.last.clear()
+        departed.superseded.pop(generation or "", None)
+        departed.trim()
+        slot.superseded.update(departed.superseded)
+        while len(slot.superseded) > SUPERSEDED_MAX:
+            slot.superseded.popitem(last=False)
 
     def _set_status(self, slot: Slot, status: ServerStatus, effects: Effects) -> None:
         in_pool = slot.server in slot.pool.slots
@@ -658,7 +710,8 @@ class EndpointDirectory:
     def _why_none(self, role: str, exclude: Collection[str]) -> str:
         slots = [slot for slot in self._slots.values() if slot.role == role]
         if not slots:
-            return "none is known"
+            others = sorted({slot.role for slot in self._slots.values()})
+            return "none is known" + (f" (roles that are: {', '.join(others)})" if others else "")
         parts = [f"{len(slots)} known"]
         for status in (ServerStatus.UNPREPARED, ServerStatus.DRAINING):
             count = sum(slot.status is status for slot in slots)

@@ -61,7 +61,8 @@ def decode_registration(value: bytes) -> Registration:
 
 
 def registration_key(role: str, owner_id: str, prefix: str = PREFIX) -> str:
-    """Where an owner's registration stands: one key per slot, so a new lifetime overwrites the old one."""
+    """Where an owner's registration stands: one per slot, so a new lifetime overwrites the old one; never two slots'."""
+    role, owner_id = (part.replace("%", "%25").replace("/", "%2F") for part in (role, owner_id))
     return f"{prefix}{role}/{owner_id}"
 
 
@@ -159,13 +160,16 @@ class RegistryBook:
         target: The directory.
         grace_s: After a store lost its memory (its revision went back), entries that it no longer shows are kept for so
             long before they are removed: owners need a moment to register again.
-        invalid: Registrations set aside, with the reason.
+        on_error: Told of each registration that is set aside. What it raises is counted in ``callback_failures``.
+        invalid: Registrations set aside, with the reason. They are tried again at every change: the cause may be gone.
     """
 
     target: _Target
     grace_s: float = 30.0
     on_error: Callable[[str, EndpointError], None] | None = None
     invalid: dict[str, str] = field(default_factory=dict)
+    callback_failures: int = 0
+    _aside: dict[str, bytes] = field(default_factory=dict)
     _known: dict[str, Registration] = field(default_factory=dict)
     _suspects: dict[str, float] = field(default_factory=dict)
     _revision: int = 0
@@ -186,8 +190,11 @@ class RegistryBook:
                 self._suspects.setdefault(key, now_s + self.grace_s)
             elif key not in self._suspects:
                 self._delete(key)
+        for key in self._aside.keys() - snapshot.items.keys():
+            self._put_aside(key, None, "")
         for key, value in snapshot.items.items():
             self._set(key, value)
+        self._try_again()
         self.settle_suspects(now_s)
 
     def event_applied(self, event: StoreEvent, now_s: float) -> None:
@@ -198,6 +205,7 @@ class RegistryBook:
             self._delete(event.key)
         else:
             self._set(event.key, event.value)
+        self._try_again(but=event.key)
         self.settle_suspects(now_s)
 
     def settle_suspects(self, now_s: float) -> float:
@@ -208,7 +216,7 @@ class RegistryBook:
                 self._delete(key)
         return min(self._suspects.values(), default=float("inf"))
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _set(self, key: str, value: bytes, *, again: bool = False) -> None:
         self._suspects.pop(key, None)
         try:
             registration = decode_registration(value)
@@ -221,19 +229,42 @@ class RegistryBook:
                 self.target.apply_set(registration.server, registration.record)
         except EndpointError as error:
             # The last good registration stays in force: its server is probed and goes by itself if it is dead.
+            if again:
+                return
             self._invalid_count += 1
-            self.invalid[key] = error.message
-            if self.on_error is not None:
-                self.on_error(key, error)
+            self._put_aside(key, value, error.message)
+            self._tell(key, error)
             return
         self._sets += 1
-        self.invalid.pop(key, None)
+        self._put_aside(key, None, "")
         self._known[key] = registration
         if known is not None and known.server != registration.server:
             self._drop(known)
 
+    def _put_aside(self, key: str, value: bytes | None, reason: str) -> None:
+        if value is None:
+            self._aside.pop(key, None)
+            self.invalid.pop(key, None)
+        else:
+            self._aside[key] = value
+            self.invalid[key] = reason
+
+    def _try_again(self, but: str | None = None) -> None:
+        """What was refused for the state of the others (its address under another role) is taken once that has changed."""
+        for key, value in list(self._aside.items()):
+            if key != but:
+                self._set(key, value, again=True)
+
+    def _tell(self, key: str, error: EndpointError) -> None:
+        if self.on_error is None:
+            return
+        try:
+            self.on_error(key, error)
+        except Exception:  # noqa: BLE001 - the callback is the user's and must not stop the other registrations
+            self.callback_failures += 1
+
     def _delete(self, key: str) -> None:
-        self.invalid.pop(key, None)
+        self._put_aside(key, None, "")
         known = self._known.pop(key, None)
         if known is not None:
             self._deletes += 1

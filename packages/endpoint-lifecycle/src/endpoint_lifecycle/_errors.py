@@ -157,6 +157,10 @@ class ServerGone(Unavailable):
         super().__init__(f"{server} is not in the directory")
 
 
+class NotSent(Unavailable):
+    """Raised by a caller's ``send`` when it could not connect: nothing left, so another server may be tried."""
+
+
 class Overloaded(Unavailable):
     """A bound was met (waiters of one refresh, reservations); the caller should shed load."""
 

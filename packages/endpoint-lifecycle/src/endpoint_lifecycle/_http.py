@@ -5,6 +5,7 @@ Each returns what a JSON encoder takes as it is. The caller mounts them; nothing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -15,6 +16,7 @@ from endpoint_lifecycle._errors import (
     EndpointError,
     EndpointTimeout,
     LocalProtocolError,
+    NotReady,
     Overloaded,
     RecordInvalid,
     RefreshFailed,
@@ -114,3 +116,48 @@ def error_body(error: EndpointError) -> dict[str, Any]:
         if name in error.__dict__:
             body[name] = error.__dict__[name]
     return body
+
+
+#: Bytes of an answer that are looked at, and characters of its message that are kept.
+_ANSWER_BYTES_MAX, _MESSAGE_MAX = 65536, 256
+
+
+def refusal_of(status: int, body: bytes | str | Mapping[str, Any] | None) -> StaleGeneration | Unavailable | None:
+    """The refusal that an answer carries: what ``http_status`` and ``error_body`` made of an error at the receiver.
+
+    Args:
+        status: Of the answer.
+        body: Of the answer, as JSON or decoded. Only looked at for 409, 429 and 503.
+
+    Returns:
+        StaleGeneration, Draining, NotReady or Overloaded: the receiver took nothing in, so the request may go elsewhere.
+        None: any other answer; it is the client's.
+    """
+    if status not in (409, 429, 503) or isinstance(status, bool):
+        return None
+    fields = _answer_fields(body)
+    code, message = fields.get("error"), fields.get("message")
+    text = message[:_MESSAGE_MAX] if isinstance(message, str) else ""
+    if (code, status) == ("STALE_GENERATION", 409):
+        expected, current = (fields.get(name) for name in ("expected", "current"))
+        return StaleGeneration(*(value if isinstance(value, str) else None for value in (expected, current)))
+    if (code, status) == ("OVERLOADED", 429):
+        return Overloaded(text or "the receiver is overloaded")
+    if (code, status) == ("DRAINING", 503):
+        return Draining(text or "the receiver is draining")
+    if status == 503 and code in ("UNAVAILABLE", "SHUTTING_DOWN"):
+        return NotReady(text or "the receiver is not ready")
+    return None
+
+
+def _answer_fields(body: object) -> Mapping[str, Any]:
+    """The fields of an answer's body; none where it is not a JSON object of bearable size."""
+    if isinstance(body, Mapping):
+        return body
+    if not isinstance(body, (bytes, bytearray, memoryview, str)) or len(body) > _ANSWER_BYTES_MAX:
+        return {}
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

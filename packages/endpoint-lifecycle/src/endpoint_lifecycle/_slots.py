@@ -16,6 +16,22 @@ from endpoint_lifecycle._views import ReservationState, ServerStatus
 STORY_MAX = 32
 #: Generations remembered per server as superseded or proven stale.
 SUPERSEDED_MAX = 64
+#: Removed servers whose generations are remembered.
+DEPARTED_MAX = 1024
+
+
+@dataclass(slots=True)
+class Departed:
+    """Generations of a server that was removed: those that had a successor, and those that were live at its removal."""
+
+    superseded: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    last: OrderedDict[str, None] = field(default_factory=OrderedDict)
+
+    def trim(self) -> None:
+        """Keep the latest."""
+        for generations in (self.superseded, self.last):
+            while len(generations) > SUPERSEDED_MAX:
+                generations.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)

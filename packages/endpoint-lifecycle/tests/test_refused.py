@@ -1,0 +1,395 @@
+"""What a router does when a receiver refuses: the loop around ``refused``, and errors of every callback in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from endpoint_lifecycle import (
+    AsyncEndpointDirectory,
+    AsyncReservation,
+    DirectoryConfig,
+    Draining,
+    EndpointError,
+    NoServer,
+    NotReady,
+    NotSent,
+    Overloaded,
+    RefreshFailed,
+    ReservedStream,
+    ServerStatus,
+    StaleGeneration,
+    error_body,
+    http_status,
+    refusal_of,
+    server_info_body,
+)
+from endpoint_lifecycle.testing import FakeTransport, FakeWorker, run_virtual, until
+
+A, B = "http://a", "http://b"
+
+
+class Net:
+    """Workers behind a directory; ``send`` answers as a server built on this package does."""
+
+    def __init__(self, *servers: str, **config: Any) -> None:
+        self.workers = {server: FakeWorker(server, "context", f"ctx-{server}") for server in servers}
+        self.transport = FakeTransport(*self.workers.values())
+        self.directory = AsyncEndpointDirectory(
+            self.fetch, DirectoryConfig(probe_ready_s=None, **config), random=lambda: 0.5
+        )
+        for server in servers:
+            self.directory.add_server(server, "context")
+        self.sent: list[str] = []
+        self.overloaded: set[str] = set()
+
+    async def fetch(self, server: str) -> Any:
+        worker = self.workers[server]
+        if not worker.up:
+            raise ConnectionRefusedError(server)
+        await asyncio.sleep(0.001)
+        return server_info_body(worker.owner)
+
+    async def send(self, reservation: AsyncReservation) -> tuple[int, Any]:
+        await asyncio.sleep(0.001)
+        self.sent.append(reservation.server)
+        worker = self.workers[reservation.server]
+        if not worker.up:
+            raise NotSent(reservation.server)
+        try:
+            if reservation.server in self.overloaded:
+                raise Overloaded("full")
+            with worker.owner.admit(reservation.generation):
+                return 200, {"from": reservation.server}
+        except EndpointError as error:
+            return http_status(error), error_body(error)
+
+    async def one(self, request_id: int, **options: Any) -> Any:
+        return await self.directory.dispatch("context", request_id, self.send, **options)
+
+    async def ready(self) -> None:
+        await self.directory.prepare()
+        assert self.directory.ready(context=len(self.workers))
+
+    async def end(self) -> None:
+        assert self.directory.core.reservation_count == 0
+        self.directory.core.validate()
+        await self.directory.aclose()
+
+
+def retire(worker: FakeWorker) -> None:
+    """Drain and end a lifetime; nothing follows it."""
+    worker.owner.start_draining()
+    worker.owner.retire(worker.generation)
+
+
+def test_a_draining_server_is_refused_once_and_never_reserved_again() -> None:
+    """20 requests, one of two servers begins to drain unseen: every request is served, one refusal in all."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        net.workers[A].owner.start_draining()
+        answers = [await net.one(number) for number in range(20)]
+        assert all(answer == (200, {"from": B}) for answer in answers)
+        assert net.sent.count(A) == 1
+        assert net.directory.status(A) is ServerStatus.DRAINING
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_retired_server_costs_nobody_its_request() -> None:
+    """The refusal is stale, the refresh says "not ready": the request goes to the other server."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        retire(net.workers[A])
+        for number in range(20):
+            assert (await net.one(number))[0] == 200
+        assert net.sent.count(A) == 1
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_restarted_server_serves_the_request_it_refused() -> None:
+    """Alone, at the same address: one refresh, then the same server with its new generation."""
+
+    async def main() -> None:
+        net = Net(A)
+        await net.ready()
+        net.workers[A].restart()
+        assert await net.one(1) == (200, {"from": A})
+        assert net.sent == [A, A]
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_server_that_drains_and_restarts_is_found_again() -> None:
+    """A drained lifetime says nothing about the next one at the address."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        net.workers[A].owner.start_draining()
+        for number in range(4):
+            await net.one(number)
+        net.workers[A].restart()
+        await net.directory.refresh(A)
+        assert net.directory.ready(context=2)
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_late_refusal_does_not_drain_the_next_lifetime() -> None:
+    """DRAINING for a generation that is not there any more marks nobody."""
+
+    async def main() -> None:
+        net = Net(A)
+        await net.ready()
+        async with net.directory.reserve("context", 1) as reservation:
+            net.workers[A].restart()
+            await net.directory.refresh(A)
+            await reservation.refused_by(Draining("late"))
+            assert reservation.generation == net.workers[A].generation
+        assert net.directory.status(A) is ServerStatus.READY
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_server_that_cannot_be_reached_waits_for_a_probe() -> None:
+    """Others serve; alone, the caller is told within its time."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        net.workers[A].up = False
+        for number in range(6):
+            assert (await net.one(number))[1] == {"from": B}
+        assert net.sent.count(A) == 1
+        net.workers[B].up = False
+        with pytest.raises(NoServer):
+            await net.one(9)
+        await until(lambda: net.directory.task_count == 0)
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_an_overloaded_server_is_left_out_by_this_request_alone() -> None:
+    """Another takes it; if all are, the caller is told so; the next request may go there again."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        net.overloaded = {A}
+        assert {(await net.one(number))[1]["from"] for number in range(4)} == {B}
+        net.overloaded = {A, B}
+        with pytest.raises(Overloaded):
+            await net.one(9)
+        assert net.directory.ready(context=2)
+        net.overloaded = set()
+        assert {(await net.one(number))[1]["from"] for number in range(10, 14)} == {A, B}
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_refusals_of_one_request_are_bounded() -> None:
+    """A server that always says stale with a new generation each time: 16 moves, then its own error."""
+
+    async def main() -> None:
+        net = Net(A)
+        await net.ready()
+        sent = 0
+
+        async def send(reservation: AsyncReservation) -> tuple[int, Any]:
+            nonlocal sent
+            sent += 1
+            net.workers[A].restart()
+            error = StaleGeneration(reservation.generation, net.workers[A].generation)
+            return http_status(error), error_body(error)
+
+        with pytest.raises(StaleGeneration):
+            await net.directory.dispatch("context", 1, send)
+        assert sent == 17
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_what_send_raises_ends_the_loop() -> None:
+    """The request may have been taken in: it is never sent again, and the claim is released."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+
+        async def send(reservation: AsyncReservation) -> tuple[int, Any]:
+            net.sent.append(reservation.server)
+            raise ConnectionResetError("in the middle")
+
+        with pytest.raises(ConnectionResetError):
+            await net.directory.dispatch("context", 1, send)
+        assert len(net.sent) == 1
+        await net.end()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "error", [StaleGeneration("g1", "g2"), StaleGeneration(None, None), Draining("d"), NotReady("n"), Overloaded("o")]
+)
+def test_a_refusal_is_read_as_it_was_written(error: EndpointError) -> None:
+    found = refusal_of(http_status(error), error_body(error))
+    assert type(found) is type(error)
+    if isinstance(error, StaleGeneration) and isinstance(found, StaleGeneration):
+        assert (found.expected, found.current) == (error.expected, error.current)
+
+
+@pytest.mark.parametrize("status", [200, 409, 429, 503, 404, 500, True, 0, -1])
+@pytest.mark.parametrize(
+    "body",
+    [
+        None, b"", b"{", b"[]", b"null", b"\xff\xfe", "\ud800", b"[" * 100_000, b"{}" + b" " * 70_000, {}, {"error": 5},
+        {"error": ["STALE_GENERATION"]}, {"error": "NO_SUCH"}, 7, [], object(), b'{"error":"DRAINING","message":5}',
+        {"error": "STALE_GENERATION", "expected": 5, "current": []},
+    ],
+)  # fmt: skip
+def test_any_answer_is_a_refusal_or_the_clients(status: Any, body: Any) -> None:
+    """Never an exception: a proxy's page, another server's JSON, nothing at all."""
+    found = refusal_of(status, body)
+    assert found is None or http_status(found) == status
+
+
+def test_a_refusal_needs_its_own_status() -> None:
+    """A 500 that quotes one, or a 409 with another code, is the client's."""
+    body = error_body(Draining("x"))
+    assert [refusal_of(status, body) is None for status in (200, 409, 429, 500, 502, 503)] == [True] * 5 + [False]
+
+
+# -- errors that are no Exceptions, tasks that others cancel, callbacks that raise --------------------------------------
+
+
+class Foreign(BaseException):
+    """What is not an Exception."""
+
+
+@pytest.mark.parametrize("kind", [Foreign, GeneratorExit, asyncio.CancelledError, RuntimeError])
+def test_a_fetch_may_raise_anything(kind: type[BaseException]) -> None:
+    """The waiter is told, and the next refresh of that server works."""
+
+    async def main() -> None:
+        net = Net(A, attempts=1)
+        broken = True
+        good = net.directory._fetch
+
+        async def fetch(server: str) -> Any:
+            if broken:
+                raise kind("out of the blue")
+            return await good(server)
+
+        net.directory._fetch = fetch
+        with pytest.raises(RefreshFailed):
+            await net.directory.refresh(A)
+        broken = False
+        await asyncio.sleep(0.2)
+        assert (await net.directory.refresh(A)).generation == net.workers[A].generation
+        await net.end()
+
+    loop_errors(main)
+
+
+def loop_errors(main: Any) -> None:
+    """Run on a real loop whose handler keeps what it is shown."""
+
+    async def body() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        await main()
+
+    asyncio.run(body())
+
+
+def test_a_fetch_task_that_others_cancel_is_a_failure() -> None:
+    """A host that cancels every task of its loop leaves no server that is never fetched again."""
+
+    async def main() -> None:
+        net = Net(A)
+        net.workers[A].info_mode = "hang"
+        waiting = asyncio.create_task(net.directory.refresh(A))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for task in net.directory._tasks.values():
+            task.cancel()
+        with pytest.raises(RefreshFailed, match="Cancelled"):
+            await waiting
+        await asyncio.sleep(0.2)
+        net.workers[A].info_mode = "ok"
+        await net.directory.refresh(A)
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_one_reservation_that_cannot_be_released_keeps_no_other() -> None:
+    class Broken:
+        def release(self, reason: str = "") -> bool:
+            raise RuntimeError("no")
+
+        def renew(self) -> bool:
+            return True
+
+    async def main() -> None:
+        net = Net(A)
+        await net.ready()
+        reservation = await net.directory.reserve("context", 1).acquire()
+
+        async def items() -> Any:
+            yield 1
+
+        stream = ReservedStream(items(), Broken(), reservation)
+        with pytest.raises(RuntimeError, match="no"):
+            await stream.aclose()
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_a_hook_that_cancels_itself_is_counted() -> None:
+    async def main() -> None:
+        async def hook(notice: Any) -> None:
+            raise asyncio.CancelledError
+
+        worker = FakeWorker(A, "context", "ctx-0")
+        directory = AsyncEndpointDirectory(
+            FakeTransport(worker).fetch, DirectoryConfig(probe_ready_s=None), on_release=hook
+        )
+        directory.add_server(A, "context")
+        await directory.prepare()
+        async with directory.reserve("context", 1):
+            pass
+        await until(lambda: directory.task_count == 0)
+        assert directory.release_hook_failures == 1
+        await directory.aclose()
+
+    run_virtual(main())
+
+
+def test_no_server_names_the_roles_that_are_known() -> None:
+    """Two sides that call a role differently are told so."""
+
+    async def main() -> None:
+        net = Net(A)
+        with pytest.raises(NoServer, match=r"none is known \(roles that are: context\)"):
+            async with net.directory.reserve("ctx", 1):
+                pass
+        await net.end()
+
+    run_virtual(main())
