@@ -220,3 +220,39 @@ def test_an_object_without_id_or_length_is_an_error():
     with pytest.raises(AttributeError, match="input_token_ids"):
         batch_from([Item(1, None)])
     assert len(batch_from([])) == 0
+
+
+def test_attributes_are_found_wherever_a_class_keeps_them():
+    """Slots, properties, ``__getattr__``, a class attribute, one object of many: as if looked for one by one."""
+
+    class Slotted:
+        __slots__ = ("conversation_id", "request_id")
+
+        def __init__(self, identity, conversation):
+            self.request_id, self.conversation_id = identity, conversation
+
+    class Computed(Engine):
+        @property
+        def conversation_id(self):
+            return "computed"
+
+    class Forwarding:
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+    class Shared(Engine):
+        conversation_id = "shared"
+
+    objects = [Engine(i, 1) for i in range(20)]
+    assert batch_from(objects, length=lambda r: 1).conversation_ids is None
+    objects[7].conversation_id = "late"
+    for extra, wanted in (
+        (Slotted(50, "slot"), "slot"), (Computed(51, 1), "computed"), (Shared(52, 1), "shared"),
+        (Forwarding(Engine(53, 1, conversation_id="far")), "far"), (Item(54, Engine(0, 1, conversation_id="in")), "in"),
+    ):  # fmt: skip
+        found = batch_from([*objects, extra], length=lambda r: 1).conversation_ids
+        assert (found[7], found[20], set(found)) == ("late", wanted, {"late", wanted, None})
+        assert batch_from([extra], length=lambda r: 1).conversation_ids == [wanted]
