@@ -185,7 +185,8 @@ def test_i04_readers_see_one_publication_in_every_interleaving() -> None:
 def test_i05_delete_of_another_generation_is_a_no_op(steps: list[tuple[str, str, int]]) -> None:
     directory = EndpointDirectory(DirectoryConfig())
     model: dict[str, str] = {}
-    past: dict[str, set[str]] = {A: set(), B: set()}
+    past: dict[str, set[str]] = {A: set(), B: set()}  # lifetimes that had a successor: they never come back
+    ended: dict[str, set[str]] = {A: set(), B: set()}  # removed, without a successor yet: the same may come back
     for kind, server, number in steps:
         generation = f"{server[-1]}{number}"
         if kind == "set":
@@ -193,12 +194,13 @@ def test_i05_delete_of_another_generation_is_a_no_op(steps: list[tuple[str, str,
             if generation not in past[server]:
                 if model.get(server) not in (None, generation):
                     past[server].add(model[server])
+                past[server] |= ended[server] - {generation}
+                ended[server].clear()
                 model[server] = generation
         elif kind == "delete":
             directory.apply_delete(server, generation, 0.0)
             if model.get(server) == generation:
-                del model[server]
-                past[server].clear()
+                ended[server].add(model.pop(server))
         else:
             directory.unreachable(server, generation, 0.0)
         assert {s: directory.record(s).generation for s in directory.servers()} == model  # type: ignore[union-attr]

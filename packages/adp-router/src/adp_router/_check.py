@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import countOf, index
+from operator import attrgetter, countOf, index
 from typing import Any
 
 from adp_router._batch import NO_TARGET, RouteBatch
@@ -88,18 +88,41 @@ def check_ranks(ranks: Sequence[RankState]) -> tuple[tuple[RankState, ...], dict
     for position, state in enumerate(states):
         if not isinstance(state, RankState):
             raise RankStateError(f"ranks[{position}]: not a RankState, got {shown(state)}")
-        values = _rank_values(position, state)
-        draining = plain_flag(state.draining)
-        if draining is None:
-            raise RankStateError(f"ranks[{position}].draining: want True or False, got {shown(state.draining)}")
-        plain = dict(zip((name for name, _, _ in _RANK_FIELDS), values, strict=True))
-        states[position] = RankState(**plain, draining=draining)  # type: ignore[arg-type]
-        rank = states[position].rank
+        given = _rank_fields(state)
+        if type(state) is not RankState or not _is_plain(given):
+            states[position] = state = _plain_state(position, state)
+            given = _rank_fields(state)
+        rank = state.rank
         if rank in position_of:
             raise RankStateError(f"ranks[{position}].rank: {rank} appears twice")
         position_of[rank] = position
-        rows.append((*values, draining))
+        rows.append(given)
     return tuple(states), position_of, repr(rows).encode()
+
+
+#: All of a rank's fields: the counts, then the totals, then whether it drains.
+_rank_fields = attrgetter(*(name for name, _, _ in _RANK_FIELDS), "draining")
+_REQUIRED = sum(not may_lack for _, may_lack, _ in _RANK_FIELDS)
+
+
+def _is_plain(given: tuple[Any, ...]) -> bool:
+    """Whether a state needs no second look: plain integers in range, no totals, a plain truth value."""
+    *counts, draining = given
+    if type(draining) is not bool or any(total is not None for total in counts[-3:]):
+        return False
+    if {*map(type, counts[:_REQUIRED])} != {int} or {*map(type, counts)} - {int, type(None)}:
+        return False
+    numbers = [count for count in counts if count is not None]
+    return bool(min(counts[:_REQUIRED]) >= 0 and min(numbers) > -COUNT_END and max(numbers) < COUNT_END)
+
+
+def _plain_state(position: int, state: RankState) -> RankState:
+    values = _rank_values(position, state)
+    draining = plain_flag(state.draining)
+    if draining is None:
+        raise RankStateError(f"ranks[{position}].draining: want True or False, got {shown(state.draining)}")
+    plain = dict(zip((name for name, _, _ in _RANK_FIELDS), values, strict=True))
+    return RankState(**plain, draining=draining)  # type: ignore[arg-type]
 
 
 def _rank_values(position: int, state: RankState) -> list[int | None]:
