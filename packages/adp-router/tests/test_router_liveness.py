@@ -194,6 +194,20 @@ def test_a_rank_is_kept_free_until_its_request_is_placed():
     assert Router(config=RouterConfig(starvation_rounds=1)).route([big, small], nearer).assignments == {0: (1,), 1: ()}
 
 
+def test_a_rank_that_is_too_small_when_empty_is_not_kept_free():
+    """Nearer now, but never enough: the other one is kept."""
+    ranks = [RankState(0, 0, 1, 2, total_slots=3), RankState(1, 0, 3, 1, total_slots=4)]
+    result = Router().route([RouteRequest(0, 9, child_count=3, waited_rounds=99), RouteRequest(1, 1)], ranks)
+    assert result.assignments == {0: (1,), 1: ()}
+
+
+def test_a_draining_rank_is_not_kept_free():
+    """It will take nothing when it is empty: the other one is kept."""
+    ranks = [RankState(0, 0, 1, 3, draining=True), RankState(1, 0, 3, 1), RankState(2, 5, 9, 0)]
+    result = Router().route([RouteRequest(0, 9, child_count=3, waited_rounds=99), RouteRequest(1, 1)], ranks)
+    assert result.assignments == {0: (), 1: (), 2: ()}
+
+
 def test_at_most_half_of_the_ranks_are_kept_free():
     """Many large requests do not stop the others; the longest wait comes first."""
     big = [RouteRequest(i, 9, child_count=3, waited_rounds=20 + i) for i in range(4)]

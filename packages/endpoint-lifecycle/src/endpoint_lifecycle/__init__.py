@@ -11,7 +11,8 @@ Layout:
     _discovery.py   where servers come from: interface of sources and stores, the book that compares
     _asyncio_discovery.py  static list, in-memory store, reconciler, publisher
     _lease_table.py a lease store's state, pure
-    _file_store.py  the lease store in a shared folder
+    _file_store.py  a shared folder with such a state, blocking
+    _asyncio_file_store.py  the lease store made of it
     _etcd.py        etcd v3, blocking; the only file that imports etcd3gw
     _asyncio_etcd.py  the lease store made of it
     etcd.py         its public name
@@ -38,6 +39,7 @@ from endpoint_lifecycle._asyncio_discovery import (
     ReconcilerStatistics,
     StaticServers,
 )
+from endpoint_lifecycle._asyncio_file_store import FileLeaseStore
 from endpoint_lifecycle._backoff import BackoffSchedule, BackoffStatistics, IdleBackoff
 from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._discovery import (
@@ -80,7 +82,6 @@ from endpoint_lifecycle._errors import (
     StoryEntry,
     Unavailable,
 )
-from endpoint_lifecycle._file_store import FileLeaseStore
 from endpoint_lifecycle._http import (
     check_generation,
     cluster_info_body,
