@@ -7,7 +7,7 @@ The prefilling side has blocks of 32 tokens, the decoding side blocks of 16; the
 engine would send in its own request (layout and block table of the decoding side) travels as the payload.
 """
 
-# ruff: noqa: T201 - an example prints
+
 
 from __future__ import annotations
 
