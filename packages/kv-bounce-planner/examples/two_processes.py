@@ -7,8 +7,6 @@ The prefilling side has blocks of 32 tokens, the decoding side blocks of 16; the
 engine would send in its own request (layout and block table of the decoding side) travels as the payload.
 """
 
-
-
 from __future__ import annotations
 
 import argparse
