@@ -164,7 +164,8 @@ def _run(command: list[str], declared: Declared, copy: Path, limit_s: float) -> 
     """Exit code (None: stopped at the limit) and output of one check over a copy of the sources."""
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{copy}{os.pathsep}{ROOT}",
+        # First the copy; what was there before stays, it may name where libraries are.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(copy), str(ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / ".hypothesis"),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
