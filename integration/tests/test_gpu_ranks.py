@@ -22,6 +22,7 @@ from kv_bounce_planner import (
     Receiver,
     RequestKey,
     Sender,
+    SessionResources,
     TransferIdentity,
     WriterPlan,
     WriterTransfer,
@@ -73,14 +74,10 @@ class End:
         transport.register([MemoryRegion(m.data_ptr(), m.numel(), "VRAM", device) for m in (pool, self.slot)])
         arena = BounceArena(self.slot.data_ptr(), self.slot.numel(), memory_kind="VRAM", device_id=device)
         self.channel = ZmqControlChannel(peer, KEY, "tcp://127.0.0.1:*")
+        copier = TritonCopier(pool.device)
         self.session: Any = kind(
             peer,
-            transport,
-            self.channel,
-            arena=arena,
-            copier=TritonCopier(pool.device),
-            memory_kind="VRAM",
-            device_id=device,
+            SessionResources(transport, self.channel, arena, copier=copier, memory_kind="VRAM", device_id=device),
         )
 
     def of(self, rank: int) -> PeerId:
@@ -188,11 +185,11 @@ def test_a_pipeline_over_devices_gives_one_process_tokens(world_comm: Any, gpus:
     device = rank % gpus
 
     def alone(one: Any, count: int, steps: Any) -> int:
-        return int(one.launch(StepInput(count, steps)).result().token_ids[0])
+        return int(one.launch(StepInput.of(count, steps)).result().token_ids[0])
 
     def in_line(one: Any, count: int, steps: Any) -> int:
         hidden = comm.recv(source=rank - 1, tag=count) if rank else None
-        output = one.launch(StepInput(count, steps, hidden)).result()
+        output = one.launch(StepInput.of(count, steps, hidden)).result()
         if rank < size - 1:
             comm.send(output.hidden, dest=rank + 1, tag=count)
         return int(comm.bcast(int(output.token_ids[0]) if rank == size - 1 else None, root=size - 1))

@@ -128,20 +128,20 @@ class Peer:
 
     def open_stale(self, request: int, peer: list[Any], generation: str, size: int) -> None:
         """Ask the live peer with the generation that it had in an earlier life."""
-        from kv_bounce_planner.sessions import session as _session
+        from kv_bounce_planner.sessions import receiver as module
 
         live, stale = PeerId(*peer), PeerId(peer[0], generation, peer[2])
         identity = TransferIdentity(request, 0, self.peer.generation, self.peer.rank)
-        original = _session.ReceiveRequest
+        original = module.ReceiveRequest
 
         def aged(operation: Any, sender_generation: str, *rest: Any) -> Any:
             return original(operation, stale.generation, *rest)
 
-        _session.ReceiveRequest = aged  # type: ignore[assignment, misc]
+        module.ReceiveRequest = aged  # type: ignore[assignment, misc]
         try:
             self.shell.open(identity, [self._one(live, size)], request)
         finally:
-            _session.ReceiveRequest = original  # type: ignore[misc]
+            module.ReceiveRequest = original  # type: ignore[misc]
 
     def _resolve(self, request: Any) -> WriterTransfer:
         count, size, seed, base, room = json.loads(request.payload)

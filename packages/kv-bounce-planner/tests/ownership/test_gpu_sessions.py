@@ -17,6 +17,7 @@ from kv_bounce_planner.sessions import (
     Receiver,
     RequestKey,
     Sender,
+    SessionResources,
     TransferIdentity,
     free,
 )
@@ -53,8 +54,9 @@ def test_device_memory_goes_through_a_session_exactly(torch, tier):
         transport = NixlTransport(peer)
         transport.register([MemoryRegion(m.data_ptr(), m.numel(), "VRAM", 0) for m in (pool, slot)])
         arena = BounceArena(slot.data_ptr(), slot.numel(), memory_kind="VRAM", device_id=0)
+        copier = TritonCopier(device)
         made.append(
-            kind(peer, transport, network.channel(peer), arena=arena, copier=TritonCopier(device), memory_kind="VRAM")
+            kind(peer, SessionResources(transport, network.channel(peer), arena, copier=copier, memory_kind="VRAM"))
         )
     receiver, sender = made
     generator = np.random.default_rng(3)
