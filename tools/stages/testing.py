@@ -44,11 +44,13 @@ def make_project(folder: Path) -> Path:
     files = {
         "pyproject.toml": CONFIG, "lists/stages.yml": TABLE, "lists/l0_cpu.yml": CPU_LIST, "lists/l0_a10.yml": A10_LIST,
         "t/test_good.py": "def test_a():\n    pass\n", "t/test_other.py": "def test_b():\n    pass\n",
-        "t/test_gpu.py": GPU_TEST, ".gitignore": "results\n__pycache__\n.pytest_cache\n",
+        "t/test_gpu.py": GPU_TEST, "bin/nvidia-smi": "#!/bin/sh\nexit 9\n",
+        ".gitignore": "results\n__pycache__\n.pytest_cache\n",
     }  # fmt: skip
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, "utf-8")
+    (folder / "bin" / "nvidia-smi").chmod(0o755)
     (folder / "results").mkdir()
     git(folder, "init", "-q")
     commit(folder)
@@ -70,12 +72,13 @@ def commit(folder: Path) -> str:
 
 
 def run(project: Path, *arguments: str) -> tuple[int, str, Any]:
-    """The command in a process of its own: exit code, output, the newest bundle."""
+    """The command in a process of its own, which sees no GPU: exit code, output, the newest bundle."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))}
+    environment["PATH"] = f"{project / 'bin'}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent), "--root", str(project), "--lists", str(project / "lists"), "--results",
          str(project / "results"), "--workers", "1", *arguments],
-        capture_output=True, text=True, timeout=120,
-        env={k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))},
+        capture_output=True, text=True, timeout=120, env=environment,
     )  # fmt: skip
     bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
     return done.returncode, done.stdout + done.stderr, json.loads(bundles[-1].read_text()) if bundles else None

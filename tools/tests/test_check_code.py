@@ -106,6 +106,7 @@ def test_circles_are_found_also_when_a_function_hides_them(tmp_path, monkeypatch
 
 def test_dead_names_are_found_and_the_list_is_kept_true(tmp_path):
     """Functions, methods, attributes, members of an enumeration; not fields of a record, nor what a test uses."""
+    pytest.importorskip("vulture", reason="NO COVERAGE: vulture is not installed")
     write(
         tmp_path,
         "packages/p/src/p/a.py",

@@ -1,9 +1,11 @@
 """The rules of the field's lists, stages, shards and waivers, one by one, without running a test."""
 
+import ast
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -32,6 +34,7 @@ from stages.testing import CPU_LIST, TABLE, make_project, table_of
 from stages.waivers import parse_waivers, read_waivers, waived, waived_tests
 from stages.words import WORDS
 
+ROOT = Path(__file__).resolve().parents[2]
 A10 = Stage("A10-PyTorch", "a10", "l0_a10.yml", 1, 1, 1)
 H100 = Stage("DGX_H100-PyTorch", "h100", "l0_h100.yml", 1, 1, 1)
 GB200 = Stage("GB200-4_GPUs-PyTorch", "gb200", "l0_gb200.yml", 1, 1, 4)
@@ -726,3 +729,27 @@ def test_what_a_stage_runs_is_its_own(project):
         assert now["CPU-Generic-1"] not in seen, name
         seen.add(now["CPU-Generic-1"])
     assert fingerprints("A10-*")["A10-PyTorch-1"] == fingerprints("*")["A10-PyTorch-1"]
+
+
+def imported(path):
+    """Top-level modules that a file imports when it is loaded."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").partition(".")[0]
+
+
+def test_what_the_tests_of_a_stage_import_is_what_it_needs():
+    """A library that is missing is stated before the stage starts, not found as an error of collection."""
+    ours = {path.parent.name for path in ROOT.glob("packages/*/src/*/__init__.py")} | {"packages", "integration"}
+    ours |= {path.stem for folder in ("tools", "packages/*/tests", "integration/tests", "packages/*/tests/*")
+             for path in ROOT.glob(f"{folder}/*.py")} | {path.name for path in (ROOT / "tools").iterdir()}  # fmt: skip
+    missing = set()
+    for stage in read_table(ROOT / "testlists" / "stages.yml"):
+        for line in select(read_list(ROOT / "testlists" / stage.list_file), query_of_stage(stage), stage).lines:
+            path = ROOT / line.path
+            for file in [path] if path.is_file() else path.rglob("test_*.py"):
+                found = set(imported(file)) - ours - set(sys.stdlib_module_names) - set(stage.needs)
+                missing |= {(stage.hardware, str(file.relative_to(ROOT)), name) for name in found}
+    assert not missing

@@ -345,7 +345,7 @@ def test_a_dry_run_on_described_hardware_shows_the_shards(project):
     ("file", "change", "part"),
     [
         ("l0_cpu.yml", ("t/test_good.py", "t/test_god.py"), "did you mean test_good.py"),
-        ("l0_cpu.yml", ("t/test_other.py", "t/test_good.py"), "too"),
+        ("l0_cpu.yml", ("t/test_other.py", "t/test_good.py"), "is also in line"),
         ("l0_cpu.yml", ("stage: pre_merge", "stage: post_merge"), "no stage reaches this block"),
         ("stages.yml", ("l0_a10.yml", "l0_a11.yml"), "missing"),
         ("stages.yml", ("  - {name: A10-PyTorch, hardware: a10, list: l0_a10.yml}\n", ""), "no stage names this list"),

@@ -88,7 +88,7 @@ def write(root, name, text):
         (
             "packages/meta-executor/src/meta_executor/front/x.py",
             "import meta_executor.executor.loop\n",
-            "over HTTP only",
+            "HTTP only",
         ),
         (
             "packages/meta-executor/src/meta_executor/engine/x.py",

@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from worlds import launcher
 
 RANKS = 4
 ITERATION_S = 0.020
@@ -462,14 +464,8 @@ def main() -> list[dict]:
         name = f"hot: thread CPU in calls, in process, coordinator, {what}, against a bare exchange"
         figures.append(figure(name, hot[index], "ms", f"<= {times} x bare", met, floor[index]))
 
-    beside = Path(sys.executable).with_name("mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        raise RuntimeError("no mpiexec beside the interpreter or on PATH")
-    done = subprocess.run(
-        [mpiexec, "-n", str(RANKS), sys.executable, str(Path(__file__).resolve()), "--rank"],
-        capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+    program = [sys.executable, str(Path(__file__).resolve()), "--rank"]
+    done = subprocess.run(launcher.find_launcher().command(RANKS, program), capture_output=True, text=True, timeout=170)
     line = next((part for part in done.stdout.splitlines() if part.startswith("RESULT")), None)
     if line is None:
         raise RuntimeError(f"the ranks gave no result:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
