@@ -78,7 +78,7 @@ def run(project: Path, *arguments: str) -> tuple[int, str, Any]:
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent), "--root", str(project), "--lists", str(project / "lists"), "--results",
          str(project / "results"), "--workers", "1", *arguments],
-        capture_output=True, text=True, timeout=120, env=environment,
+        capture_output=True, text=True, timeout=300, env=environment,
     )  # fmt: skip
     bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
     return done.returncode, done.stdout + done.stderr, json.loads(bundles[-1].read_text()) if bundles else None

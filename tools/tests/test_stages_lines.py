@@ -20,6 +20,8 @@ from stages.verdicts import Verdict
 
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
+#: Each runs several pytest processes, one after the other; the limit is for what hangs.
+pytestmark = pytest.mark.timeout(600)
 ONE = Options(stage_list="CPU-Generic-1", fail_fast=False)
 SKIPS = "import pytest\n\n@pytest.mark.skip(reason='no device')\ndef test_b():\n    pass\n"
 

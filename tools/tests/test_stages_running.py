@@ -22,6 +22,8 @@ from stages.verdicts import EXIT_CODES, Verdict, worst
 TOOLS = Path(__file__).resolve().parents[1]
 ROOT = TOOLS.parent
 
+#: Each runs several pytest processes, one after the other; the limit is for what hangs.
+pytestmark = pytest.mark.timeout(600)
 QUERY = {"stage": "pre_merge", "gpu": "a10", "system_gpu_count": "1", "backend": "pytorch"}
 
 

@@ -18,6 +18,8 @@ from stages.plan import Options, make_plan
 from stages.testing import TABLE, commit, make_project, run, run_here, table_of, verdicts
 from stages.verdicts import Verdict
 
+#: Each runs several pytest processes, one after the other; the limit is for what hangs.
+pytestmark = pytest.mark.timeout(600)
 ONE = Options(stage_list="CPU-Generic-1", fail_fast=False)
 
 

@@ -21,6 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from worlds import launcher
+
 BATCHES = [(count, size) for size in (1024, 8192, 32768) for count in (0, 1, 64, 512)]
 #: Tokens above which a batch is measured a few times only, so that the whole stays within its time.
 LARGE = 1 << 20
@@ -199,16 +202,7 @@ def rank_main() -> None:
 
 def main() -> list[dict[str, Any]]:
     """All figures, measured by two ranks."""
-    command = [
-        str(Path(sys.executable).with_name("mpiexec")),
-        "-n",
-        "2",
-        sys.executable,
-        "-m",
-        "mpi4py",
-        __file__,
-        "rank",
-    ]
+    command = launcher.find_launcher().command(2, [sys.executable, "-m", "mpi4py", __file__, "rank"])
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=170, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
