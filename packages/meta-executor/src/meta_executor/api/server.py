@@ -450,6 +450,7 @@ class ServerThread:
         await self._server.start()
         config = uvicorn.Config(
             self._server.app(),
+            http="httptools",
             log_level="error",
             lifespan="off",
             access_log=False,

@@ -14,6 +14,51 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from pp_agreement import Sweep, Transport
+
+
+class RingingTransport:
+    """The agreement's transport, which rings a member that a frame was sent to.
+
+    Args:
+        inner: Carries the frames.
+        ring: Ends the wait of a member.
+    """
+
+    def __init__(self, inner: Transport, ring: Callable[[int], None]) -> None:
+        self._inner = inner
+        self._ring = ring
+        self.name = inner.name
+
+    def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
+        """As the inner one's."""
+        self._inner.open(peers, frame_bytes_max)
+
+    def outstanding(self, peer: int) -> int:
+        """As the inner one's."""
+        return self._inner.outstanding(peer)
+
+    def can_send(self, peer: int) -> bool:
+        """As the inner one's."""
+        return self._inner.can_send(peer)
+
+    def send(self, peer: int, frame: bytes) -> None:
+        """As the inner one's; then the member is rung."""
+        self._inner.send(peer, frame)
+        self._ring(peer)
+
+    def receive(self, frames_max: int) -> Sweep:
+        """As the inner one's."""
+        return self._inner.receive(frames_max)
+
+    def deaths(self) -> tuple[tuple[int, str], ...]:
+        """As the inner one's."""
+        return self._inner.deaths()
+
+    def close(self, clean: bool) -> None:
+        """As the inner one's."""
+        self._inner.close(clean)
+
 
 class RankBell:
     """One rank's bell.

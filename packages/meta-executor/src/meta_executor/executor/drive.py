@@ -12,11 +12,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from meta_executor.executor.loop import RankLoop
+from meta_executor.executor.transceiver import MOVING_CAP_S
 
-#: Longest wait where every end is told (s): ranks of other hosts, which cannot ring, are found by then.
-IDLE_CAP_S = 0.025
-#: First wait of a row of polls (s); each next one is twice as long, up to what the loop allows.
+#: Longest wait where every end is told (s); and with ranks of other hosts, which cannot ring.
+IDLE_CAP_S = 0.5
+SCATTERED_CAP_S = 0.01
+#: First wait of a row of polls while bytes move (s); each next one is twice as long, up to what the loop allows.
 FIRST_WAIT_S = 0.00005
+#: After a ring that brought nothing (s).
+AGAIN_S = 0.001
 
 
 class Bell(Protocol):
@@ -32,6 +36,7 @@ def drive(
     bell: Bell,
     *,
     clock: Callable[[], float] = time.monotonic,
+    idle_s: float = IDLE_CAP_S,
     every_s: float = 1.0,
     periodically: Callable[[float], None] = lambda now_s: None,
 ) -> None:
@@ -41,23 +46,28 @@ def drive(
         loop: The rank.
         bell: How to wait; its notification ends a wait at once.
         clock: Monotonic time (s).
+        idle_s: Longest wait with nothing open.
         every_s: How often ``periodically`` is called (s).
         periodically: For counters that somebody looks at; gets the time.
     """
     next_s = 0.0
-    wait_s = IDLE_CAP_S
+    row_s = FIRST_WAIT_S
     rung = False
     while not loop.left and not loop.fault:
         now_s = clock()
         moved = loop.iterate(now_s)
-        cap_s = loop.poll_cap_s
         if moved:
-            # All that follows is told, or is polled from the start of a row.
-            wait_s = IDLE_CAP_S if cap_s is None else FIRST_WAIT_S
+            row_s = FIRST_WAIT_S
         else:
-            # A ring that brought nothing announced what is not whole yet: look again soon.
-            wait_s = FIRST_WAIT_S if rung else min(2 * wait_s, IDLE_CAP_S)
-            rung = bell.wait(wait_s if cap_s is None else min(wait_s, cap_s))
+            cap_s = loop.poll_cap_s
+            wait_s = idle_s if cap_s is None else min(cap_s, idle_s)
+            if wait_s <= MOVING_CAP_S:
+                wait_s = min(row_s, wait_s)
+                row_s *= 2
+            elif rung:
+                # What announced itself is not whole yet (a long broadcast): look once more soon.
+                wait_s = min(AGAIN_S, wait_s)
+            rung = bell.wait(wait_s)
         if now_s >= next_s:
             next_s = now_s + every_s
             periodically(now_s)

@@ -39,6 +39,7 @@ from meta_executor.executor.messages import (
 from meta_executor.executor.ownership import Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Answers, Notice, Role
 from meta_executor.executor.transceiver import (
+    MOVING_CAP_S,
     Arrived,
     Ended,
     Expired,
@@ -52,10 +53,6 @@ from meta_executor.executor.transceiver import (
     TransferFailed,
 )
 from meta_executor.executor.work import WorkChannel
-
-#: Longest wait while bytes move, and while a round of the agreement is open (s).
-MOVING_CAP_S = 0.0005
-ROUND_CAP_S = 0.002
 
 
 class Compute(Protocol):
@@ -187,14 +184,12 @@ class RankLoop:
     def poll_cap_s(self) -> float | None:
         """Longest wait until what is open must be looked at, because its end tells nobody (s); None: every end is told.
 
-        A write by NIXL, a frame of more than one message, a round of the agreement and a broadcast tell nobody; steps of the
-        engine, new work, control frames and frames of ranks on this host do.
+        A write by NIXL, and a message or broadcast that is not whole yet, tell nobody; steps of the engine, new work, control
+        frames, and frames and agreement of ranks on this host do.
         """
-        if self._transceiver.moving or self._link.busy or self._work.busy:
+        if self._link.busy or self._work.busy:
             return MOVING_CAP_S
-        if self._transceiver.busy:
-            return ROUND_CAP_S
-        return None
+        return self._transceiver.poll_cap_s
 
     # -- take new work ------------------------------------------------------------------------------------------------
 

@@ -84,6 +84,12 @@ class Fault:
     diagnosis: str
 
 
+#: Longest wait while bytes move; while a peer may begin to move them; while a round of the agreement is open, whose frames
+#: ring but whose send slots do not (s).
+MOVING_CAP_S = 0.0005
+EXPOSED_CAP_S = 0.002
+ROUND_CAP_S = 0.01
+
 TransceiverEvent: TypeAlias = PeerReady | PeerCancelled | Expired | Revoked | Arrived | TransferFailed | Ended | Fault
 
 
@@ -142,13 +148,8 @@ class Transceiver(Protocol):
         ...
 
     @property
-    def busy(self) -> bool:
-        """A round or a transfer of ours is open: something may happen that nobody tells."""
-        ...
-
-    @property
-    def moving(self) -> bool:
-        """Memory is exposed to a peer that may be writing or reading it now."""
+    def poll_cap_s(self) -> float | None:
+        """Longest wait until transfers and rounds must be looked at, because their next event tells nobody (s)."""
         ...
 
     @property

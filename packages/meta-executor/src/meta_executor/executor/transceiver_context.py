@@ -41,6 +41,8 @@ from meta_executor.executor.memory import Blocks
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence, State
 from meta_executor.executor.transceiver import (
     AUX_BYTES,
+    MOVING_CAP_S,
+    ROUND_CAP_S,
     Ended,
     Expired,
     Fault,
@@ -150,8 +152,8 @@ class ContextTransceiver:
         #: Bounded by the sender, which refuses more than its own limit.
         self._metadata: dict[int, int] = {}
         self._refused: OrderedDict[int, None] = OrderedDict()
-        #: Sequences whose source is in the sender's hands (count).
-        self._offered = 0
+        #: Requests whose KV is offered and whose destination is known: writes are under way.
+        self._moving: set[int] = set()
         self.counters = TransferCounters()
 
     # -- the loop's calls ---------------------------------------------------------------------------------------------
@@ -210,6 +212,7 @@ class ContextTransceiver:
 
     def prompt_computed(self, sequence: Sequence, first_token: int | None) -> None:
         """The whole prompt's KV is in this rank's blocks: offer them to the peer, now or when it asks."""
+        request_id = sequence.request_id
         self._registry.end_leg(sequence, Leg.COMPUTE)
         if sequence.state is not State.COMPUTING:
             self._consider(sequence)
@@ -224,7 +227,8 @@ class ContextTransceiver:
             self._aux.take(sequence.request_id)
             self._aux.write(sequence.request_id, first_token)
         self._registry.open_leg(sequence, Leg.TRANSCEIVER)
-        self._offered += 1
+        if request_id in self._metadata:
+            self._moving.add(request_id)
         self.counters.opened += 1
         self._sender.ready(self._key(sequence), lambda wanted: self._resolve(sequence, wanted), sequence)
 
@@ -329,9 +333,11 @@ class ContextTransceiver:
         return events
 
     @property
-    def busy(self) -> bool:
-        """Something of ours is open: any live request is, between the ranks or towards the peer."""
-        return len(self._registry) > 0
+    def poll_cap_s(self) -> float | None:
+        """Writes are under way; or a round is open, as for any live request, or the proof of a drain is under way."""
+        if self._moving:
+            return MOVING_CAP_S
+        return ROUND_CAP_S if len(self._registry) or self._draining else None
 
     def start_drain(self, last_incarnation: int) -> None:
         """Begin the proof over all ranks.
@@ -344,11 +350,6 @@ class ContextTransceiver:
             if sequence.request.generation_first:
                 del self._candidates[request_id]
         self._agreement.start_drain(last_incarnation)
-
-    @property
-    def moving(self) -> bool:
-        """Some of this rank's KV is offered to a peer."""
-        return self._offered > 0
 
     @property
     def lockstep(self) -> bool:
@@ -504,6 +505,9 @@ class ContextTransceiver:
         elif isinstance(event, ReceiveRequested):
             request_id = event.request.request_id
             self._metadata[request_id] = self._metadata.get(request_id, 0) + 1
+            sequence = self._registry.get(request_id)
+            if sequence is not None and Leg.TRANSCEIVER in sequence.legs:
+                self._moving.add(request_id)
             self._events.append(PeerReady(request_id))
         elif isinstance(event, CancelReceived):
             self._metadata.pop(event.request.request_id, None)
@@ -536,7 +540,8 @@ class ContextTransceiver:
         if not isinstance(claim, Sequence):
             raise TypeError(f"the sender returned a claim that is not ours: {claim!r}")
         claim.quarantined = claim.quarantined or quarantined
-        self._offered -= self._registry.end_leg(claim, Leg.TRANSCEIVER)
+        self._registry.end_leg(claim, Leg.TRANSCEIVER)
+        self._moving.discard(claim.request_id)
         self._consider(claim)
 
 

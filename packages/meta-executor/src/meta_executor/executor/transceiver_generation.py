@@ -44,6 +44,8 @@ from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequ
 from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver import (
     AUX_BYTES,
+    EXPOSED_CAP_S,
+    MOVING_CAP_S,
     Arrived,
     Ended,
     Fault,
@@ -117,6 +119,8 @@ class GenerationTransceiver:
         self._peers: dict[str, InstanceLayout] = {}
         self._waiting: list[Sequence] = []
         self._open: dict[TransferIdentity, Sequence] = {}
+        #: Of them, in the context-first schedule (count).
+        self._begun = 0
         #: Ended without any transfer, or with the last proof: reported by the next poll.
         self._ended: list[TransceiverEvent] = []
         self._released: list[Sequence] = []
@@ -217,14 +221,11 @@ class GenerationTransceiver:
         return events
 
     @property
-    def busy(self) -> bool:
-        """Transfers are open, or waiting ones want blocks."""
-        return bool(self._open or self._waiting)
-
-    @property
-    def moving(self) -> bool:
-        """Destinations are published."""
-        return bool(self._open)
+    def poll_cap_s(self) -> float | None:
+        """Destinations are published: in the context-first schedule the writers begin at once."""
+        if not self._open:
+            return EXPOSED_CAP_S if self._suspects else None
+        return MOVING_CAP_S if self._begun else EXPOSED_CAP_S
 
     @property
     def drained(self) -> bool:
@@ -271,6 +272,7 @@ class GenerationTransceiver:
             self._settle(sequence)
             return True
         self._open[identity] = sequence
+        self._begun += not request.generation_first
         self.counters.opened += 1
         return True
 
@@ -332,17 +334,20 @@ class GenerationTransceiver:
             self.counters.cancelled += 1
             self._fail(sequence, event.reason, Outcome.CANCELLED)
         elif isinstance(event, MemoryReleased):
-            del self._open[event.identity]
+            self._closed(event.identity)
             self._registry.end_leg(sequence, Leg.TRANSCEIVER)
             self._memory_proven(sequence)
         elif isinstance(event, MemoryQuarantined):
-            del self._open[event.identity]
+            self._closed(event.identity)
             self.counters.quarantined += 1
             sequence.quarantined = True
             self._aux.quarantine(sequence.request_id)
             self._registry.end_leg(sequence, Leg.TRANSCEIVER)
             self._fail(sequence, event.reason)
             self._settle(sequence)
+
+    def _closed(self, identity: TransferIdentity) -> None:
+        self._begun -= not self._open.pop(identity).request.generation_first
 
     def _count_tiers(self, event: TransferSucceeded) -> None:
         self.counters.bytes_moved += event.byte_count

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from meta_executor.config import RunSpec
 from meta_executor.engine.base import model_info
@@ -42,7 +43,8 @@ def run_front(run: RunSpec, servers: Sequence[FrontServer]) -> int:
     Returns:
         Exit code: 0 after a drain, 1 if running requests had to be cut.
     """
-    return asyncio.run(_serve(run, servers))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(run, servers))
 
 
 async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
@@ -81,6 +83,8 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         server = _Server(
             uvicorn.Config(
                 create_app(service),
+                loop="uvloop",
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

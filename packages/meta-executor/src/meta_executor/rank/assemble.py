@@ -31,7 +31,7 @@ from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, Inst
 from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec, create_engine, model_info
 from meta_executor.executor._mpi import MpiLink
 from meta_executor.executor.aux_slots import AuxSlots
-from meta_executor.executor.bell import RankBell
+from meta_executor.executor.bell import RankBell, RingingTransport
 from meta_executor.executor.compose import (
     ComposedRank,
     ReceivingParts,
@@ -77,6 +77,8 @@ from pp_agreement import (
 
 #: Open incarnations of the agreement at once: every admitted request until its memory is back (count).
 CREDITS_MIN = 256
+#: A quiet rank says so to the others at least this often (s).
+HEARTBEAT_MAX_S = 2.0
 #: AUX slots of a rank: transfers of first tokens at once (count).
 AUX_SLOTS = 4096
 
@@ -175,6 +177,8 @@ class Rank:
     work: WorkChannel
     made: ComposedRank
     bell: RankBell
+    #: Every rank runs on this host, so that all of them can ring.
+    together: bool
     #: Other ranks' processes; None where the agreement looks at them itself.
     watch: PidWatch | None
 
@@ -210,6 +214,7 @@ def agreement_config(config: InstanceConfig, limits: StepLimits) -> AgreementCon
     return AgreementConfig(
         credits=min(max(credits, 1024), 65_535),
         silence_s=max(config.cache_transceiver_config.silence_s, 1.0),
+        heartbeat_s=min(max(config.cache_transceiver_config.silence_s, 1.0) / 10.0, HEARTBEAT_MAX_S),
         startup_s=max(120.0, config.cache_transceiver_config.silence_s),
         lease_timeout_s=config.cache_transceiver_config.lease_timeout_s,
     )
@@ -276,7 +281,7 @@ def assemble(
     agreement: AnyAgreement | None = None
     work: WorkChannel
     if identity.role == "context":
-        agreement = _agreement(identity, comm, limits, watch if asynchronous else None)
+        agreement = _agreement(identity, comm, limits, watch if asynchronous else None, bell)
         work = ChainWork(link)
     else:
         work = _group_work(comm, bell)
@@ -311,6 +316,7 @@ def assemble(
         work=work,
         made=made,
         bell=bell,
+        together=len({fact.process.split("/")[0] for fact in agreed.everyone}) == 1,
         watch=None if identity.role == "context" and agreed.mode.terminal else watch,
     )
 
@@ -418,12 +424,15 @@ def _domain(size: int) -> Domain:
     return Domain(1, tuple(range(size)))
 
 
-def _agreement(identity: Identity, comm: MPI.Intracomm, limits: StepLimits, watch: PidWatch | None) -> AnyAgreement:
+def _agreement(
+    identity: Identity, comm: MPI.Intracomm, limits: StepLimits, watch: PidWatch | None, bell: RankBell
+) -> AnyAgreement:
     """The agreement of a context instance: asynchronous with a watch over the others' processes, else the baseline."""
     domain, bounds = _domain(identity.size), agreement_config(identity.instance.config, limits)
     agreement: AnyAgreement
     if watch is not None:
-        agreement = Agreement(domain, identity.rank, MpiTransport(comm, domain, watch=watch.dead), bounds)
+        transport = RingingTransport(MpiTransport(comm, domain, watch=watch.dead), bell.ring)
+        agreement = Agreement(domain, identity.rank, transport, bounds)
     else:
         agreement = AllgatherAgreement(domain, identity.rank, comm, bounds)
     agreement.open()

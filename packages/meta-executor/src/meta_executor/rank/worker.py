@@ -30,7 +30,7 @@ from meta_executor.config import ConfigError, InstanceSpec, RunSpec
 from meta_executor.executor.account import Lifetime, rank_evidence, rank_statistics
 from meta_executor.executor.admission import GenerationAdmission
 from meta_executor.executor.desk import Desk
-from meta_executor.executor.drive import drive
+from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, drive
 from meta_executor.executor.messages import Status
 from meta_executor.executor.request import Answers
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
@@ -43,7 +43,7 @@ from pp_agreement import NegotiationError
 from rpc_local_registry import RpcConfig, RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
-STATISTICS_EVERY_S = 0.25
+STATISTICS_EVERY_S = 0.5
 #: A client that is silent at the transport for so long is gone (s); a process that was stopped for a while is not.
 PEER_TIMEOUT_S = 60.0
 
@@ -156,7 +156,8 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
             f"{instance.owner_id}: ready at {house.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
         )
     try:
-        drive(rank.loop, rank.bell, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
+        idle_s = IDLE_CAP_S if rank.together else SCATTERED_CAP_S
+        drive(rank.loop, rank.bell, idle_s=idle_s, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
         if rank.loop.fault:
             log(f"{rank.identity.name}: fault: {rank.loop.fault}")
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
