@@ -81,6 +81,8 @@ class ExecutorService:
         self._lock = threading.Lock()
         self._subscribers: dict[str, _Subscriber] = {}
         self._owned: dict[int, _Owned] = {}
+        #: Requests whose subscriber has left and whose last word has not come: nobody is told of them.
+        self._orphans: set[int] = set()
         #: The lifetime that was last introduced behind each address.
         self._peer_at: dict[str, str] = {}
 
@@ -223,6 +225,8 @@ class ExecutorService:
         """Nobody reads these answers any more (any thread)."""
         with self._lock:
             there = self._subscribers.pop(subscriber, None)
+            if there is not None:
+                self._orphans |= there.request_ids
         if there is not None:
             request_ids = list(there.request_ids)
             self._disown(request_ids)
@@ -234,13 +238,14 @@ class ExecutorService:
         context = self._role == "context"
         ended = [notice.request_id for notice in answers.notices if notice.finish_reason or context]
         with self._lock:
-            if len(self._subscribers) == 1:
+            if len(self._subscribers) == 1 and not self._orphans:
                 shares = [(name, there.source, answers) for name, there in self._subscribers.items()]
             else:
                 shares = [
                     (name, there.source, _share(answers, there.request_ids))
                     for name, there in self._subscribers.items()
                 ]
+            self._orphans.difference_update(ended)
         for name, source, share in shares:
             if share:
                 self._push(name, source, share)

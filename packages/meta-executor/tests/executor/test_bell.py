@@ -1,0 +1,81 @@
+"""Waits that end by a notification, by another rank's ring, and by time; and how a loop uses them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from meta_executor.executor.bell import RankBell
+from meta_executor.executor.drive import AGAIN_S, FIRST_WAIT_S, drive
+from meta_executor.executor.transceiver import MOVING_CAP_S, ROUND_CAP_S
+
+
+def test_a_notification_and_a_ring_end_a_wait_even_if_they_came_before(tmp_path: Path) -> None:
+    """From a thread of its own, from another rank, once each; a rank that is not there, or has left, is no error."""
+    bells = [RankBell(lambda rank: tmp_path / f"{rank}.b", rank) for rank in range(2)]
+    assert not bells[0].wait(0.0)
+    bells[0].notify()
+    bells[0].notify()
+    assert bells[0].wait(10.0) and not bells[0].wait(0.0)
+    for _ in range(2000):  # more than any queue holds
+        bells[1].ring(0)
+    assert bells[0].wait(10.0) and not bells[0].wait(0.0)
+    threading.Timer(0.05, bells[0].notify).start()
+    began_s = time.monotonic()
+    assert bells[0].wait(20.0) and time.monotonic() - began_s < 10.0
+    bells[1].ring(7)
+    bells[0].close()
+    bells[0].close()
+    bells[0].notify()
+    bells[1].ring(0)
+    bells[1].close()
+
+
+class Loop:
+    """Says what the script says: (moved, cap) per iteration."""
+
+    def __init__(self, script: list[tuple[bool, float | None]]) -> None:
+        self._script = script
+        self.left = False
+        self.fault = ""
+        self.poll_cap_s: float | None = None
+
+    def iterate(self, now_s: float) -> bool:
+        moved, self.poll_cap_s = self._script.pop(0)
+        self.left = not self._script
+        return moved
+
+
+class Bell:
+    def __init__(self, rings: set[int]) -> None:
+        self.waits: list[float] = []
+        self._rings = rings
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return len(self.waits) in self._rings
+
+
+def run(script: list[tuple[bool, float | None]], rings: tuple[int, ...] = ()) -> list[float]:
+    bell = Bell(set(rings))
+    loop: Any = Loop(script)
+    drive(loop, bell, clock=lambda: 0.0, idle_s=5.0)
+    return bell.waits
+
+
+def test_what_is_told_is_waited_for_and_what_is_not_is_polled() -> None:
+    """Nothing open: one long wait. Bytes on their way: ever longer polls up to the cap, from the start after a movement."""
+    assert run([(True, None), (False, None), (False, None)]) == [5.0, 5.0]
+    moving = (False, MOVING_CAP_S)
+    first = FIRST_WAIT_S
+    assert run([moving] * 6 + [(True, MOVING_CAP_S), moving]) == [
+        first, 2 * first, 4 * first, 8 * first, MOVING_CAP_S, MOVING_CAP_S, first,
+    ]  # fmt: skip
+    assert run([(False, ROUND_CAP_S)] * 2) == [ROUND_CAP_S] * 2
+
+
+def test_a_ring_that_brought_nothing_is_looked_at_again_soon() -> None:
+    """A long broadcast rings when it begins; the second look is not a whole idle wait later."""
+    assert run([(False, None)] * 3, rings=(1,)) == [5.0, AGAIN_S, 5.0]

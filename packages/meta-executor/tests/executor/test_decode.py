@@ -1,0 +1,196 @@
+"""Rows against an oracle that handles one sequence at a time, and what ends a row."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from meta_executor.engine.base import SamplingParams, StepInput, StepOutput
+from meta_executor.engine.kv_pool import BlockPool
+from meta_executor.executor.decode import DecodeCompute, RowTable
+from meta_executor.executor.memory import PlannedBlocks
+from meta_executor.executor.ownership import Event, Outcome, Registry, Sequence, State
+from meta_executor.executor.request import AnswerBook, Request
+from meta_executor.executor.scheduler import StepLimits
+
+
+def token_of(request_id: int, position: int) -> int:
+    """The oracle's model: a token for each place of each request."""
+    return (request_id * 31 + position * 7) % 50
+
+
+class Engine:
+    """Ends a step when it is told to; checks that what it gets belongs together."""
+
+    def __init__(self) -> None:
+        self.step: StepInput | None = None
+        self.ended = False
+        self.fail = False
+
+    def launch(self, step: StepInput) -> Engine:
+        self.step, self.ended = step, False
+        for request_id, token, start, table in zip(step.request_ids, step.token_ids, step.starts, step.block_tables):
+            assert token == token_of(int(request_id), int(start))
+            assert table[0] == int(request_id) % 97
+        return self
+
+    def add_done_callback(self, call: object) -> None:
+        pass
+
+    def done(self) -> bool:
+        return self.ended
+
+    def result(self) -> StepOutput:
+        assert self.step is not None
+        if self.fail:
+            raise RuntimeError("the device is gone")
+        tokens = [token_of(int(r), int(s) + 1) for r, s in zip(self.step.request_ids, self.step.starts)]
+        return StepOutput(self.step.step_id, token_ids=np.array(tokens, np.int32))
+
+
+class Transceiver:
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    def compute_ended(self, sequence: Sequence) -> None:
+        self.registry.apply(sequence, Event.QUIESCED)
+        self.registry.apply(sequence, Event.COMMITTED)
+
+    def stop(self, sequence: Sequence) -> None:
+        self.registry.apply(sequence, Event.STOPPED)
+
+
+class Bench:
+    def __init__(self, sequences_max: int = 256) -> None:
+        self.engine = Engine()
+        self.registry = Registry("generation")
+        self.answers = AnswerBook()
+        self.transceiver = Transceiver(self.registry)
+        self.compute = DecodeCompute(
+            rank=0, engine=self.engine, registry=self.registry, blocks=PlannedBlocks(BlockPool(8, 4)),
+            limits=StepLimits(sequences_max, 512, 8, 1, 8), transceiver=self.transceiver, answers=self.answers,
+            wake=lambda: None,
+        )  # type: ignore[arg-type]  # fmt: skip
+        self.told: dict[int, list[int]] = {}
+        self.finish: dict[int, str] = {}
+
+    def arrive(self, request_id: int, prompt: int, max_tokens: int, stops: tuple[int, ...]) -> None:
+        request = Request(
+            request_id=request_id,
+            token_ids=np.zeros(prompt, np.int32),
+            sampling=SamplingParams(max_tokens, stop_token_ids=stops),
+            schedule_style="generation_first",
+        )
+        sequence, _ = self.registry.prepare(request, request_id)
+        sequence.block_ids = [request_id % 97] * (1 + request_id % 5)
+        self.registry.apply(sequence, Event.PUBLISHED)
+        self.registry.apply(sequence, Event.ARRIVED)
+        self.compute.arrived(sequence, token_of(request_id, prompt))
+
+    def stop(self, request_id: int) -> None:
+        sequence = self.registry.require(request_id)
+        self.registry.end(sequence, Outcome.CANCELLED, "gone")
+        self.transceiver.stop(sequence)
+        self.compute.stopped(sequence)
+
+    def turn(self, *, end: bool) -> None:
+        self.engine.ended = self.engine.ended or end
+        self.compute.retire(0.0)
+        self.compute.run_layers(0.0)
+        answers = self.answers.take()
+        if answers is not None:
+            for request_id, token in answers.pairs():
+                assert request_id not in self.finish, "a token after the last word"
+                self.told.setdefault(request_id, []).append(token)
+            for notice in answers.notices:
+                self.finish[notice.request_id] = notice.finish_reason
+        self.registry.validate()
+
+
+def expected(request_id: int, prompt: int, max_tokens: int, stops: tuple[int, ...]) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    while True:
+        tokens.append(token_of(request_id, prompt + len(tokens)))
+        if tokens[-1] in stops:
+            return tokens, "stop"
+        if len(tokens) == max_tokens:
+            return tokens, "length"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_arrivals_and_stops_agree_with_one_sequence_at_a_time(seed: int) -> None:
+    """Whatever comes and goes while steps are in flight: each answer is the oracle's, or a beginning of it if stopped."""
+    chance = random.Random(seed)
+    bench = Bench(sequences_max=chance.choice((3, 256)))
+    asked: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+    stopped: set[int] = set()
+    for request_id in range(1, 120):
+        stops = tuple(chance.sample(range(50), chance.randrange(0, 4)))
+        asked[request_id] = (chance.randrange(1, 9), chance.randrange(1, 12), stops)
+        bench.arrive(request_id, *asked[request_id])
+        if chance.random() < 0.2:
+            victim = chance.choice(sorted(asked))
+            if bench.registry.get(victim) is not None and victim not in stopped:
+                stopped.add(victim)
+                bench.stop(victim)
+        for _ in range(chance.randrange(3)):
+            bench.turn(end=chance.random() < 0.7)
+    for _ in range(3000):
+        bench.turn(end=True)
+    assert len(bench.registry) == 0 and not bench.compute.busy
+    for request_id, (prompt, max_tokens, stops) in asked.items():
+        want, reason = expected(request_id, prompt, max_tokens, stops)
+        got = bench.told.get(request_id, [])
+        if request_id in stopped:
+            assert got == want[: len(got)]
+        else:
+            assert (got, bench.finish[request_id]) == (want, reason)
+
+
+def test_a_stopped_row_stays_until_its_step_has_retired() -> None:
+    """Compute's leg is open while the engine reads the blocks, and ends with the step; no token of it is told."""
+    bench = Bench()
+    bench.arrive(1, 3, 9, ())
+    bench.turn(end=False)
+    sequence = bench.registry.require(1)
+    bench.stop(1)
+    assert sequence.state is State.ENDING and sequence.legs
+    told = len(bench.told[1])
+    bench.turn(end=True)
+    assert bench.registry.get(1) is None and len(bench.told[1]) == told
+
+
+def test_a_step_that_fails_ends_its_requests_with_the_engines_words() -> None:
+    """Rows that wait for the next step are untouched and served."""
+    bench = Bench(sequences_max=1)
+    bench.arrive(1, 3, 9, ())
+    bench.arrive(2, 3, 2, ())
+    bench.turn(end=False)
+    bench.engine.fail = True
+    bench.turn(end=True)
+    assert bench.finish == {1: "error"}
+    bench.engine.fail = False
+    bench.turn(end=True)
+    bench.turn(end=True)
+    assert bench.finish[2] == "length" and bench.told[2] == expected(2, 3, 2, ())[0]
+
+
+def test_rows_grow_and_keep_their_order() -> None:
+    """More rows, blocks and stop tokens than at first; removing keeps the order of the rest."""
+    rows = RowTable()
+    for request_id in range(1, 301):
+        request = Request(
+            request_id=request_id, token_ids=np.zeros(2, np.int32),
+            sampling=SamplingParams(5, stop_token_ids=tuple(range(request_id % 4))),
+        )  # fmt: skip
+        sequence = Sequence(request, request_id)
+        sequence.block_ids = list(range(request_id % 7))
+        rows.add(sequence, request_id)
+    rows.remove([0, 5, 299])
+    left = [r for r in range(1, 301) if r not in (1, 6, 300)]
+    assert rows.request_ids[: rows.count].tolist() == left == [s.request_id for s in rows.sequences]
+    assert rows.last_tokens[: rows.count].tolist() == left
+    assert [int((table >= 0).sum()) for table in rows.tables[: rows.count]] == [r % 7 for r in left]
+    assert (rows.row_of(2), rows.row_of(300)) == (0, -1)
