@@ -305,7 +305,7 @@ async def test_burst_cancelled_in_the_middle(make_cluster: Any) -> None:
             client = httpx.AsyncClient(timeout=20, limits=httpx.Limits(max_connections=None), trust_env=False)
             body = {"model": "synthetic", "prompt": "abc", "max_tokens": 30, "stream": True}
             tasks = [asyncio.create_task(client.post(f"{cluster.url}/v1/completions", json=body)) for _ in range(100)]
-            await until(lambda: len(cluster.generation.received) >= 60, 20)
+            await until(lambda: len(cluster.generation.received) >= 60, 60)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
