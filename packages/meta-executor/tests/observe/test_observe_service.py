@@ -133,7 +133,7 @@ def test_explain_and_top_show_what_the_service_did(launcher: Launcher) -> None:
     assert nowhere.returncode == 2 and "no folder of a run" in nowhere.stderr
 
     # top, while a long answer is being written
-    running = threading.Thread(target=complete, args=(launcher, "y" * 30, 600))
+    running = threading.Thread(target=complete, args=(launcher, "y" * 30, 2400))
     running.start()
     frame = json.loads(command("top", "--url", launcher.front_url, "--once", "--json", "--interval", 0.8).stdout)
     assert frame["front"]["health"] == "ok" and frame["front"]["running"] == 1 and frame["front"]["requests"] == 5
