@@ -2,6 +2,7 @@
 
 - layering: no package imports another (meta-executor may import all); a foreign library is imported by its adapter only
 - pinned memory: pinned or registered allocations only through the modules named in ``PINNED_ALLOCATORS``
+- no proxies of the environment: every HTTP client says ``trust_env=False``, or a key would go to ``HTTP_PROXY``
 - licence, version and files that every package has
 - whitespace and YAML
 - sign-off of every commit since a given one (DCO), with ``--sign-off-since REV``
@@ -53,6 +54,11 @@ FRONT_FORBIDDEN = ("executor", "rank")
 FRONT_ALLOWED = ("executor.request",)
 PINNED = re.compile(r"\bpin_memory\b|\bcudaHostAlloc\b|\bcudaHostRegister\b|\bcudaMallocHost\b")
 PINNED_ALLOCATORS = {"packages/meta-executor/src/meta_executor/engine/memory.py"}
+#: What makes an httpx client or sends with a new one; each takes ``trust_env``.
+HTTPX_CLIENTS = {
+    "Client", "AsyncClient", "HTTPTransport", "AsyncHTTPTransport",
+    "request", "stream", "get", "options", "head", "post", "put", "patch", "delete",
+}  # fmt: skip
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", ".sh"}
 
 
@@ -144,6 +150,33 @@ def check_pinned_memory(files: list[Path]) -> Iterator[str]:
                 yield f"{relative}:{number}: pinned memory outside of {', '.join(sorted(PINNED_ALLOCATORS))}"
 
 
+def check_environment_proxies(files: list[Path]) -> Iterator[str]:
+    """What carries a key or a prompt goes where it was sent, not to a proxy that a shell's environment names."""
+    for path in files:
+        if path.suffix != ".py":
+            continue
+        tree = ast.parse(path.read_text("utf-8"), str(path))
+        modules, names = {"httpx"}, {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules.update(alias.asname for alias in node.names if alias.name == "httpx" and alias.asname)
+            elif isinstance(node, ast.ImportFrom) and node.module == "httpx":
+                names.update({alias.asname or alias.name: alias.name for alias in node.names})
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            function, name = node.func, None
+            if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+                name = function.attr if function.value.id in modules else None
+            elif isinstance(function, ast.Name):
+                name = names.get(function.id)
+            trusts = [word.value for word in node.keywords if word.arg == "trust_env"]
+            if name in HTTPX_CLIENTS and not (
+                trusts and isinstance(trusts[0], ast.Constant) and trusts[0].value is False
+            ):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}: httpx.{name} without trust_env=False"
+
+
 def check_package_files(_files: list[Path]) -> Iterator[str]:
     """What every distribution has."""
     licence = (ROOT / "LICENSE").read_text("utf-8")
@@ -221,6 +254,7 @@ def check_sign_off(since: str) -> Iterator[str]:
 CHECKS: dict[str, Callable[[list[Path]], Iterator[str]]] = {
     "layering": check_layering,
     "pinned-memory": check_pinned_memory,
+    "environment-proxies": check_environment_proxies,
     "package-files": check_package_files,
     "whitespace": check_whitespace,
     "yaml": check_yaml,

@@ -96,7 +96,9 @@ def statistics(launcher: Launcher) -> dict[str, InstanceStatistics]:
     """What each instance counted."""
     found = {}
     for owner, url in launcher.urls().items():
-        answer = httpx.get(url + "/internal/statistics", headers=launcher.key_header, timeout=10.0).raise_for_status()
+        answer = httpx.get(
+            url + "/internal/statistics", headers=launcher.key_header, timeout=10.0, trust_env=False
+        ).raise_for_status()
         found[owner] = msgspec.json.decode(answer.content, type=InstanceStatistics)
     return found
 

@@ -35,7 +35,9 @@ class Service:
         """Counters of each instance."""
         found = {}
         for owner, url in self.launcher.urls().items():
-            answer = httpx.get(f"{url}/internal/statistics", headers=self.launcher.key_header).raise_for_status()
+            answer = httpx.get(
+                f"{url}/internal/statistics", headers=self.launcher.key_header, trust_env=False
+            ).raise_for_status()
             found[owner] = msgspec.json.decode(answer.content, type=InstanceStatistics)
         return found
 

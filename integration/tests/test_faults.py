@@ -68,10 +68,12 @@ class Client(threading.Thread):
         self.ended_s = None
 
     def run(self):
-        model = httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"]
+        model = httpx.get(f"{self.url}/v1/models", timeout=30, trust_env=False).json()["data"][0]["id"]
         body = {"model": model, "prompt": "abc", "max_tokens": 2000, "stream": True, "ignore_eos": True}
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60.0) as response:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=body, timeout=60.0, trust_env=False
+            ) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
                     if line.startswith("data: "):
@@ -170,12 +172,12 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
     launcher = Launcher(service, say=lines.append, restart="instance")
     with launcher.started():
         url, ctx = launcher.front_url, launcher.urls()["ctx-0"]
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
         stop, answers = threading.Event(), []
 
         def load():
             body = {"model": model, "prompt": "abc", "max_tokens": 4, "ignore_eos": True}
-            with httpx.Client(timeout=60) as client:
+            with httpx.Client(timeout=60, trust_env=False) as client:
                 while not stop.is_set():
                     begun = time.monotonic()
                     try:
@@ -191,7 +193,7 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
         while not any(status == 200 for _, _, status in answers):
             assert time.monotonic() < end
             launcher._turn(0.1)
-        before, generation = identities(launcher), httpx.get(f"{ctx}/server_info").json()["generation"]
+        before, generation = identities(launcher), httpx.get(f"{ctx}/server_info", trust_env=False).json()["generation"]
         assert before["ctx-0/rank1"].kill()
         end = time.monotonic() + 60
         while launcher.restarts == 0 or not launcher._components["ctx-0"].ready:
@@ -199,7 +201,7 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
             assert time.monotonic() < end, lines
         ready_s = time.monotonic()
         assert launcher.urls()["ctx-0"] == ctx
-        assert httpx.get(f"{ctx}/server_info").json()["generation"] not in (None, generation)
+        assert httpx.get(f"{ctx}/server_info", trust_env=False).json()["generation"] not in (None, generation)
         end = ready_s + 30
         while not any(begun > ready_s and status == 200 for begun, _, status in answers):
             assert time.monotonic() < end, (answers[-5:], lines)
@@ -215,7 +217,7 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
         assert after["gen-0/rank0"] == before["gen-0/rank0"]
         assert after["front"] == before["front"]
         # A worker that took a request meant for the old generation would have counted it: all that it took succeeded.
-        held = httpx.get(f"{url}/debug/reservations").json()
+        held = httpx.get(f"{url}/debug/reservations", trust_env=False).json()
         assert held["reservations"] == [], held
     assert living({**before, **after}) == []
 
@@ -227,14 +229,14 @@ def test_a_stopped_rank_is_not_dead(short_folder):
     launcher = Launcher(service, say=lines.append)
     with launcher.started():
         url = launcher.front_url
-        model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
         for victim in ("ctx-0/rank2", "gen-0/rank1"):
             pid = launcher.processes()[victim]
             os.kill(pid, signal.SIGSTOP)
             timer = threading.Timer(5.0, os.kill, (pid, signal.SIGCONT))
             timer.start()
             bodies = [{"model": model, "prompt": f"abc{i}", "max_tokens": 4, "ignore_eos": True} for i in range(2)]
-            with httpx.Client(timeout=60) as client:
+            with httpx.Client(timeout=60, trust_env=False) as client:
                 assert [client.post(f"{url}/v1/completions", json=b).status_code for b in bodies] == [200, 200]
             timer.join()
         launcher._turn(0.1)

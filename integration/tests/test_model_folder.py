@@ -119,7 +119,7 @@ def test_eight_requests_equal_one_process(folder, short_folder, device, schedule
     runner.close()
     launcher = Launcher(service, say=print)
     with launcher.started():
-        model = httpx.get(f"{launcher.front_url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{launcher.front_url}/v1/models", trust_env=False).json()["data"][0]["id"]
 
         def ask(prompt):
             body = {
@@ -130,13 +130,15 @@ def test_eight_requests_equal_one_process(folder, short_folder, device, schedule
                 "ignore_eos": True,
                 "return_token_ids": True,
             }
-            answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=120.0)
+            answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=120.0, trust_env=False)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["token_ids"]
 
         with ThreadPoolExecutor(8) as workers:
             got = list(workers.map(ask, prompts))
-        info_of = {owner: httpx.get(f"{url}/server_info").json() for owner, url in launcher.urls().items()}
+        info_of = {
+            owner: httpx.get(f"{url}/server_info", trust_env=False).json() for owner, url in launcher.urls().items()
+        }
     assert got == wanted
     assert verify_folder(short_folder / f"evidence-{device}-{schedule}").ok
     kinds = msgspec.json.encode(info_of)

@@ -102,7 +102,7 @@ def test_every_mode_gives_the_references_tokens(short_folder, reference, schedul
     )
     launcher = Launcher(service, say=print)
     with launcher.started():
-        model = httpx.get(f"{launcher.front_url}/v1/models").json()["data"][0]["id"]
+        model = httpx.get(f"{launcher.front_url}/v1/models", trust_env=False).json()["data"][0]["id"]
 
         def ask(prompt):
             body = {
@@ -112,7 +112,7 @@ def test_every_mode_gives_the_references_tokens(short_folder, reference, schedul
                 "temperature": 0.0,
                 "return_token_ids": True,
             }
-            answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=300.0)
+            answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=300.0, trust_env=False)
             assert answer.status_code == 200, answer.text
             return answer.json()["choices"][0]["token_ids"], answer.json()["usage"]["prompt_tokens_details"][
                 "cached_tokens"

@@ -111,7 +111,9 @@ def test_eight_clients_mixed_streaming_and_not(service, client, model, reference
             "stream_options": {"include_usage": True},
         }  # fmt: skip
         text, reason, usage, events = "", None, None, []
-        with httpx.stream("POST", service.url + "/v1/completions", json=body, timeout=300.0) as response:
+        with httpx.stream(
+            "POST", service.url + "/v1/completions", json=body, timeout=300.0, trust_env=False
+        ) as response:
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/event-stream")
             for line in response.iter_lines():
@@ -154,7 +156,7 @@ def test_eight_clients_mixed_streaming_and_not(service, client, model, reference
 )
 def test_a_wrong_body_gets_400_naming_the_field(service, model, path, body, field):
     """Nothing is dispatched; the message and the `param` name what is wrong."""
-    answer = httpx.post(f"{service.url}/v1/{path}", json={"model": model, **body}, timeout=30.0)
+    answer = httpx.post(f"{service.url}/v1/{path}", json={"model": model, **body}, timeout=30.0, trust_env=False)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert field in (error.get("param") or "") or field in error["message"]
@@ -225,9 +227,10 @@ def test_why_a_request_went_where_it_did_is_shown_for_the_whole_service(service,
         f"{service.url}/v1/completions",
         json={"model": model, "prompt": PROMPTS[1], "max_tokens": 4, "temperature": 0},
         timeout=120.0,
+        trust_env=False,
     )
     request_id = int(answer.headers["x-request-id"], 16)
-    routing = httpx.get(f"{service.url}/debug/routing?limit=256").raise_for_status().json()
+    routing = httpx.get(f"{service.url}/debug/routing?limit=256", trust_env=False).raise_for_status().json()
     assert routing["unknown"] == {}
     legs = [d for d in routing["decisions"] if d["request_id"] == request_id]
     assert {(d["role"], d["owner_id"]) for d in legs} == {("context", "ctx-0"), ("generation", "gen-0")}

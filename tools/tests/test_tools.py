@@ -109,6 +109,24 @@ def test_layering(tmp_path, monkeypatch, name, text, complaint):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import httpx\nhttpx.get('http://x')\n", ["httpx.get"]),
+        ("import httpx as h\nh.AsyncClient(trust_env=True)\n", ["httpx.AsyncClient"]),
+        ("from httpx import post as send\nsend('http://x')\n", ["httpx.post"]),
+        ("import httpx\nhttpx.Client(trust_env=False).get('/')\nhttpx.Limits()\n", []),
+    ],
+)
+def test_every_client_refuses_proxies_of_the_environment(tmp_path, monkeypatch, text, said):
+    """Whatever name httpx goes by; ``trust_env`` must be the literal False."""
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(text)
+    problems = list(check.check_environment_proxies([path]))
+    assert [problem.split(" ")[1] for problem in problems] == said
+
+
+@pytest.mark.parametrize(
     ("name", "text", "check_name"),
     [
         ("a.py", "x = 1 \n", "check_whitespace"),

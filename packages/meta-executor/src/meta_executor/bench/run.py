@@ -44,15 +44,15 @@ def run_trial(service: ServiceConfig, load: LoadConfig, evidence: Path, say: Cal
     launcher = Launcher(service, say=say)
     with launcher.started():
         url = launcher.front_url
-        model = httpx.get(f"{url}/v1/models", timeout=60.0).raise_for_status().json()["data"][0]["id"]
+        model = httpx.get(f"{url}/v1/models", timeout=60.0, trust_env=False).raise_for_status().json()["data"][0]["id"]
         vocab_size = min(
-            int(httpx.get(f"{one}/server_info", timeout=60.0).raise_for_status().json()["vocab_size"])
+            int(httpx.get(f"{one}/server_info", timeout=60.0, trust_env=False).raise_for_status().json()["vocab_size"])
             for one in launcher.urls().values()
         )
         say(f"{load.requests} requests of {load.prompt_tokens} + {load.answer_tokens} tokens to {url}")
         result = run_load(url, model, vocab_size, load)
         counted = {}
         for owner, one in launcher.urls().items():
-            answer = httpx.get(f"{one}/internal/statistics", headers=launcher.key_header, timeout=60.0)
+            answer = httpx.get(f"{one}/internal/statistics", headers=launcher.key_header, timeout=60.0, trust_env=False)
             counted[owner] = msgspec.json.decode(answer.raise_for_status().content, type=InstanceStatistics)
     return Trial(make_report(result, counted, verify_folder(evidence)), result.outcomes)

@@ -468,7 +468,7 @@ class Launcher:
     def _post(self, url: str, path: str) -> str | None:
         """POST with the run's key. Returns what went wrong, or None."""
         try:
-            answer = httpx.post(url + path, headers={_KEY_HEADER: self._key_hex}, timeout=5.0)
+            answer = httpx.post(url + path, headers={_KEY_HEADER: self._key_hex}, timeout=5.0, trust_env=False)
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
         return None if answer.is_success else f"HTTP {answer.status_code}"
