@@ -128,7 +128,7 @@ class TestSharedSettings:
     def test_a_server_bounds_bytes_by_itself(self, service: Any, key: bytes) -> None:
         """Also against a client that does not keep to what it was told."""
         config = RpcConfig(pending_bytes_max=5000)
-        with RpcServer(service, "ipc://", key, config=config) as server, RawPeer(server.address) as peer:
+        with RpcServer(service, "ipc://", key, config=config) as server, RawPeer(server.address, key=key) as peer:
             opened = peer.open_session(key)
             for call_id in range(1, 4):
                 peer.send(
@@ -431,7 +431,7 @@ class TestFarewell:
     ) -> None:
         """No goodbye: what waits is dropped, counted and logged."""
         with RpcServer(service, "ipc://", key) as server:
-            with RawPeer(server.address) as peer:
+            with RawPeer(server.address, key=key) as peer:
                 opened = peer.open_session(key)
                 for call_id in range(1, 5):
                     peer.send(*opened.sealer.seal(wire.ONEWAY, call_id, 0, wire.prepare(b"note_slowly", b"\x91\x01")))
@@ -454,13 +454,15 @@ class TestFarewell:
         assert client.statistics().pending_bytes == 0
         client.close()
 
-    def test_refused_oneway_calls_stay_counted(self, service: Any, key: bytes) -> None:
+    def test_refused_oneway_calls_stay_counted(self, service: Any, key: bytes, tmp_path: Path) -> None:
         """One that is too big for the server is counted, and later successes do not erase it."""
         config = RpcConfig(message_bytes_max=5000)
-        with RpcServer(service, "ipc://", key, config=config) as server:
-            client = RpcClient(server.address, key)
-            client.echo(b"x" * 20_000).remote_oneway()
-            client.echo(b"x").remote_oneway()
+        tmp_path.chmod(0o700)
+        client = RpcClient(f"ipc://{tmp_path}/s", key)
+        # Before the server's bounds can be known.
+        client.echo(b"x" * 20_000).remote_oneway()
+        client.echo(b"x").remote_oneway()
+        with RpcServer(service, f"ipc://{tmp_path}/s", key, config=config):
             eventually(lambda: client.statistics().oneway_done == 2)
             assert client.statistics().oneway_failed == 1
             client.echo(b"x").remote_oneway()
@@ -870,7 +872,7 @@ class TestSlowReaders:
         config = RpcConfig(unread_bytes_max=200_000)
         with (
             RpcServer(service, "ipc://", key) as server,
-            RawPeer(server.address, config) as peer,
+            RawPeer(server.address, config, key=key) as peer,
             RpcClient(server.address, key) as other,
         ):
             opened = peer.open_session(key)
@@ -899,7 +901,7 @@ class TestSlowReaders:
         lost: list[Any] = []
         with (
             RpcServer(service, "ipc://", key, on_peer_lost=lost.append) as server,
-            RawPeer(server.address, config) as peer,
+            RawPeer(server.address, config, key=key) as peer,
         ):
             opened = peer.open_session(key)
             text = b"\x91\xdb\x00\x00\xea\x60" + b"x" * 60_000
@@ -946,7 +948,7 @@ class TestRestart:
 
     def test_two_hellos_over_one_connection(self, server: RpcServer, key: bytes) -> None:
         """The last one counts, until the session is confirmed."""
-        with RawPeer(server.address) as peer:
+        with RawPeer(server.address, key=key) as peer:
             first = peer.open_session(key)
             second = peer.open_session(key)
             peer.send(*second.sealer.seal(wire.PING))

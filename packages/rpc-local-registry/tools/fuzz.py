@@ -434,7 +434,10 @@ class Fuzzer:
         ):
             sent = 0
             while sent < count:
-                with RawPeer(server.address, config) as stranger, RawPeer(server.address, config) as holder:
+                with (
+                    RawPeer(server.address, config, key=key) as stranger,
+                    RawPeer(server.address, config, key=key) as holder,
+                ):
                     opened = holder.open_session(key)
                     good = [bytes(f) for f in opened.sealer.seal(wire.PING)]
                     holder.send(*good)

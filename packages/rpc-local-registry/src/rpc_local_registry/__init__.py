@@ -1,10 +1,10 @@
 """RPC over ZeroMQ with an in-process fast path.
 
-Layout: ``_errors`` and ``_config`` are leaves; ``_mac``, ``_wire`` (frames) and ``_session`` (handshake) are pure protocol;
-``_codec`` and ``_methods`` turn bytes into typed arguments of allow-listed methods; ``_streams`` and ``_registry`` are
-the in-process parts; ``_engine`` (client's I/O thread), ``_core`` (a client's two paths and one state), ``_calls``,
-``_consumers`` (streams), ``_typed``, ``_client``, ``_lanes`` and ``_server`` run them. ``_zmq``, ``_numpy``, ``_cryptography``
-and ``_nvtx`` each import the library they are named after. ``testing`` is public.
+Layout: ``_hooks``, ``_errors`` and ``_config`` are leaves; ``_mac``, ``_wire`` (frames), ``_session`` (handshake) and
+``_tickets`` (who may connect) are pure protocol; ``_codec`` and ``_methods`` turn bytes into typed arguments of allow-listed
+methods; ``_streams`` and ``_registry`` are the in-process parts; ``_engine`` (client's I/O thread), ``_core`` (a client's two
+paths and one state), ``_calls``, ``_consumers`` (streams), ``_typed``, ``_client``, ``_lanes`` and ``_server`` run them.
+``_zmq``, ``_numpy``, ``_cryptography`` and ``_nvtx`` each import the library they are named after. ``testing`` is public.
 """
 
 from rpc_local_registry.__about__ import __version__

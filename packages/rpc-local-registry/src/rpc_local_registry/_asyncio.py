@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from asyncio import AbstractEventLoop as AbstractEventLoop
 from asyncio import CancelledError as CancelledError
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rpc_local_registry._lanes import join_threads
+
+_logger = logging.getLogger("rpc_local_registry")
 
 
 def running_loop() -> AbstractEventLoop | None:
@@ -88,11 +91,15 @@ class LoopThread:
             loop.call_soon_threadsafe(function, loop)
         return True
 
-    @staticmethod
-    def _run(loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
-            loop.run_forever()
+            while not self._stopped:
+                try:
+                    loop.run_forever()
+                except BaseException:
+                    # A task or callback that a handler made, and which exits: the others' calls go on.
+                    _logger.exception("something on the event loop of the coroutines exits")
             tasks = asyncio.all_tasks(loop)
             for task in tasks:
                 task.cancel()

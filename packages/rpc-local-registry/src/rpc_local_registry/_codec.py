@@ -2,7 +2,8 @@
 
 An array is the msgpack extension ``EXT_ARRAY`` whose data is msgpack [index, dtype name, shape]; its bytes are buffer
 number ``index`` of the same message. Decoders are typed by the method's annotations: a wrong shape is a
-``ValidationError`` and no user code has run.
+``ValidationError``. The only user code that runs is a Struct's or dataclass's ``__post_init__``; what it raises is a
+``ValidationError`` too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 
 from rpc_local_registry import _numpy
 from rpc_local_registry._errors import RpcArgumentError, RpcError
+from rpc_local_registry._hooks import text_of, told
 
 EXT_ARRAY: Final = 1
 #: What malformed bytes can raise while decoding; everything else is our bug.
@@ -75,7 +77,7 @@ def encode(value: Any) -> tuple[bytes, Sequence[bytes | memoryview]]:
         raise
     except Exception as error:
         encoding.buffers = []
-        raise RpcArgumentError(f"cannot be encoded: {error}") from error
+        raise RpcArgumentError(f"cannot be encoded: {text_of(error)}") from error
     buffers: Sequence[bytes | memoryview] = ()
     if encoding.buffers:
         buffers, encoding.buffers = encoding.buffers, []
@@ -131,6 +133,11 @@ class TypedDecoder:
             return decoding.decoder.decode(body)
         except NotImplementedError as error:
             raise msgspec.ValidationError("value of another type") from error
+        except DECODE_ERRORS:
+            raise
+        except Exception as error:
+            # A Struct's or dataclass's own ``__post_init__``: it refuses the value, whatever it raises.
+            raise msgspec.ValidationError(told(error)) from error
         finally:
             decoding.buffers = ()
             self._pool.append(decoding)

@@ -12,7 +12,6 @@ to the worker that it found first and is lost when that worker leaves, as a sess
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import weakref
@@ -32,9 +31,9 @@ from rpc_local_registry._errors import (
     describe,
     rebuild,
 )
+from rpc_local_registry._hooks import call_hook
 from rpc_local_registry._methods import MethodSpec
 
-_logger = logging.getLogger("rpc_local_registry")
 #: Why a call that could have gone local did not; each is a counter.
 FALLBACK_REASONS: Final = ("no_local_worker", "blocking_method", "remote_in_flight", "unknown_method", "call_mode")
 _cores: weakref.WeakSet[Core] = weakref.WeakSet()
@@ -126,10 +125,7 @@ class Core:
                 return
             self.failure = error
         if self._on_lost is not None:
-            try:
-                self._on_lost(again(error))
-            except Exception:
-                _logger.exception("on_lost failed")
+            call_hook("on_lost", self._on_lost, again(error))
 
     def reset(self) -> None:
         """Leave a session behind, lost or not."""
@@ -247,7 +243,7 @@ class Core:
         self, spec: MethodSpec, args: tuple[Any, ...], keywords: Mapping[str, Any], error: BaseException
     ) -> RpcError:
         """What the remote path would have raised for a handler's exception."""
-        if isinstance(error, TypeError):
+        if issubclass(type(error), TypeError):
             try:
                 spec.bind(args, keywords)
             except RpcError as mismatch:

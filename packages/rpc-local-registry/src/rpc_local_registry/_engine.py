@@ -7,6 +7,7 @@ outcome: the I/O thread with an answer, or the caller with a timeout or a cancel
 
 from __future__ import annotations
 
+import functools
 import heapq
 import logging
 import os
@@ -34,20 +35,25 @@ from rpc_local_registry._errors import (
     RpcError,
     RpcPeerDead,
     RpcProtocolError,
+    RpcProtocolMismatch,
     RpcServerStopped,
     RpcTimeout,
     RpcUnreachable,
     again,
     rebuild,
 )
+from rpc_local_registry._hooks import call_hook, told
 from rpc_local_registry._mac import offer
 from rpc_local_registry._session import ClientHandshake, ClientTerms, ServerTerms, Session
 from rpc_local_registry._streams import Inbox
-from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, MONITORED, READABLE, Link, clock_id
+from rpc_local_registry._tickets import issue
+from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, FOREIGN, MONITORED, READABLE, TURNED_AWAY, Link, clock_id
 
 _logger = logging.getLogger("rpc_local_registry")
 _T = TypeVar("_T")
 _error_decode: Final = msgspec.msgpack.Decoder(ErrorBody).decode
+#: Why there was never a session.
+_NEVER_OPEN: Final = (RpcUnreachable, RpcAuthenticationError, RpcProtocolMismatch)
 #: Answers collected for one event loop before it is woken, while more are readable.
 _RESOLUTIONS_MAX: Final = 64
 
@@ -107,6 +113,10 @@ class RpcFuture(Future[_T]):
     abandon: Callable[[], bool] | None = None
     #: Keeps the client alive.
     anchor: object = None
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """See ``concurrent.futures``; what the callback raises ends nothing but the callback."""
+        super().add_done_callback(functools.partial(call_hook, "a future's callback", fn))
 
     def cancel(self) -> bool:
         """Cancel the call; False if its outcome is already here."""
@@ -237,7 +247,7 @@ class Engine:
         self._closing = False
         self._resolutions: dict[aio.AbstractEventLoop, list[tuple[aio.Future[Any], Any, Any]]] = {}
         self._opened = threading.Event()
-        self._link = Link.connect(address, config)
+        self._link = Link.connect(address, config, issue(key, secrets.token_bytes(wire.NONCE_BYTES)))
         self._thread = threading.Thread(target=self._run, name=f"rpc-client-{name or address}"[:48], daemon=True)
 
     # ---- any thread
@@ -279,6 +289,12 @@ class Engine:
         size = payload.size_bytes
         with self._lock:
             if self.failure is not None:
+                if pending is None and not self.was_open and isinstance(self.failure, _NEVER_OPEN):
+                    # Found out while the call was being made: the same as a moment later.
+                    self.totals.oneway_sent += 1
+                    self.totals.oneway_lost += 1
+                    _logger.warning("1 one-way call to %s was not confirmed done: %s", self.address, self.failure)
+                    return 0
                 raise again(self.failure)
             if self._closing:
                 raise RpcClosed(f"client of {self.address} was closed")
@@ -435,6 +451,7 @@ class Engine:
         """Connect and agree, or raise the error that says why not."""
         deadline_s = time.monotonic() + self.config.handshake_timeout_s
         connected = self.address.startswith("inproc://")
+        foreign = False
         closing = False
         terms = client_terms(self.config)
 
@@ -456,7 +473,7 @@ class Engine:
                     raise RpcClosed(f"client of {self.address} was closed")
             if left_s <= 0:
                 within = f"within {self.config.handshake_timeout_s} s"
-                if not connected:
+                if not connected and not foreign:
                     raise RpcUnreachable(f"nobody listens at {self.address} ({within})")
                 raise RpcAuthenticationError(
                     f"{self.address} gave no authentic answer {within}: another key, not an rpc_local_registry server, or one "
@@ -466,6 +483,10 @@ class Engine:
             for event in link.events() if ready & MONITORED else ():
                 if event == CONNECTED:
                     connected = True
+                elif event == TURNED_AWAY:
+                    raise RpcAuthenticationError(f"{self.address} turned this client away: another key")
+                elif event == FOREIGN:
+                    foreign = True
                 elif event == DISCONNECTED:
                     connected = False
                     # What was sent into that connection is lost; a fresh attempt waits for the next one.
@@ -575,8 +596,10 @@ class Engine:
                 return
             try:
                 value = pending.decoder.decode(message.body, message.buffers)
-            except DECODE_ERRORS as error:
-                pending.finish(self, None, RpcProtocolError(f"{pending.text}: result does not fit its type: {error}"))
+            except BaseException as error:  # noqa: BLE001 - a value's __post_init__ must not end the session of all
+                pending.finish(
+                    self, None, RpcProtocolError(f"{pending.text}: result does not fit its type: {told(error)}")
+                )
                 return
             pending.finish(self, value, None)
         elif kind == wire.ITEM:
@@ -591,9 +614,10 @@ class Engine:
             stream.next_index += 1
             try:
                 item = stream.decoder.decode(message.body, message.buffers)
-            except DECODE_ERRORS as error:
+            except BaseException as error:  # noqa: BLE001 - likewise
                 if self.abandon(message.call_id):
-                    stream.finish(self, None, RpcProtocolError(f"{stream.text}: item does not fit its type: {error}"))
+                    text = f"{stream.text}: item does not fit its type: {told(error)}"
+                    stream.finish(self, None, RpcProtocolError(text))
                 return
             stream.inbox.put((item, message.size_bytes))
         elif kind == wire.END:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from rpc_local_registry._asyncio import CancelledError
+from rpc_local_registry._hooks import text_of
 
 #: Bounds on what a remote error may carry; longer text is cut in the middle.
 MESSAGE_CHARS_MAX = 4096
@@ -201,19 +202,18 @@ def _cut(text: str, chars_max: int) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 - a broken __str__ must not hide the error that carries it
-        message = "<message unavailable>"
-    return _cut(message, MESSAGE_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
+    return _cut(text_of(error), MESSAGE_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def describe(error: BaseException) -> ErrorBody:
     """Wire form of what a handler raised. Never raises, whatever ``str(error)`` does."""
     message = _text_of(error)
-    if isinstance(error, CancelledError):
+    if issubclass(type(error), CancelledError):
         return ErrorBody("cancelled", type_name_of(type(error)), message or "the handler was cancelled")
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    except BaseException:  # noqa: BLE001 - an exception class may break what is asked of it
+        text = "<traceback unavailable>"
     text = _cut(text, TRACEBACK_CHARS_MAX).encode("utf-8", "backslashreplace").decode("utf-8")
     return ErrorBody("remote", type_name_of(type(error)), message, text)
 
@@ -240,6 +240,6 @@ def rebuild(body: ErrorBody, causes: Mapping[str, type[Exception]]) -> RpcError:
     if cause_kind is not None:
         try:
             cause = cause_kind(body.message)
-        except Exception:  # noqa: BLE001 - a class whose constructor wants more than a message stays unbuilt
+        except BaseException:  # noqa: BLE001 - a class whose constructor wants more than a message stays unbuilt
             cause = None
     return RpcRemoteError(body.type_name, body.message, body.remote_traceback, cause)

@@ -18,6 +18,7 @@ import msgspec
 
 from rpc_local_registry._codec import DECODE_ERRORS, LazyItems, TypedDecoder
 from rpc_local_registry._errors import RpcArgumentError, RpcConfigError
+from rpc_local_registry._hooks import told
 from rpc_local_registry._streams import StreamSource
 from rpc_local_registry._wire import FLAG_KEYWORDS, NAME_BYTES_MAX, Message
 
@@ -132,10 +133,12 @@ class MethodSpec:
                 raws = _RAWS.decode(message.body)
                 return tuple(self._decode_each(raws, message)), {}
             values = msgspec.structs.astuple(self._positional.decode(message.body, message.buffers))
+        except RpcArgumentError:
+            raise
         except DECODE_ERRORS as error:
-            if isinstance(error, RpcArgumentError):
-                raise
             raise RpcArgumentError(f"{self.name}(): {error}") from None
+        except BaseException as error:  # noqa: BLE001 - a value's __post_init__ may even exit; it must not end the server's thread
+            raise RpcArgumentError(f"{self.name}(): {told(error)}") from None
         while values and values[-1] is _MISSING:
             values = values[:-1]
         return values, {}

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from rpc_local_registry._errors import RpcArgumentError
+from rpc_local_registry._hooks import call_hook
 
 try:
     import numpy
 except ImportError:  # pragma: no cover - exercised by a subprocess test that blocks the import
     numpy = None  # type: ignore[assignment]
 
-_logger = logging.getLogger("rpc_local_registry")
 _BASE: Any = object if numpy is None else numpy.ndarray
 DIMENSIONS_MAX = 32
 #: Element types that may travel, by their wire name (little endian, fixed size): no objects, no structures.
@@ -52,6 +51,8 @@ def export(value: Any) -> tuple[str, tuple[int, ...], bytes | memoryview]:
     name = _NAMES.get(array.dtype)
     if name is None:
         raise RpcArgumentError(f"arrays of dtype {array.dtype} cannot travel")
+    if isinstance(array, numpy.ma.MaskedArray):
+        raise RpcArgumentError("masked arrays cannot travel: their mask would be lost; send data and mask")
     if type(array) is not LentArray or not _is_lent(array):
         return name, array.shape, array.tobytes()
     flat: Any = array.view(numpy.ndarray).reshape(-1).view(numpy.uint8)
@@ -135,10 +136,7 @@ class Loan:
                 return
             self._changed.notify_all()
         if self._on_free is not None:
-            try:
-                self._on_free()
-            except Exception:
-                _logger.exception("on_free failed")
+            call_hook("on_free", self._on_free)
 
 
 def rebuild(name: str, shape: tuple[int, ...], buffer: memoryview) -> Any:

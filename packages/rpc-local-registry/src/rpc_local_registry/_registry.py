@@ -67,8 +67,13 @@ class Entry:
 
 
 def _end(entry: Entry, attached: list[Attached]) -> None:
-    for each in attached:
-        each.end_with(RpcServerStopped(f"{entry.address} stopped"))
+    for position, each in enumerate(attached):
+        try:
+            each.end_with(RpcServerStopped(f"{entry.address} stopped"))
+        except BaseException:
+            # An interrupt: the others hear of it all the same.
+            _end(entry, attached[position + 1 :])
+            raise
 
 
 _lock = threading.RLock()

@@ -45,11 +45,13 @@ from rpc_local_registry._errors import (
     describe,
     describe_own,
 )
+from rpc_local_registry._hooks import call_hook, told
 from rpc_local_registry._lanes import Lane, Lanes
 from rpc_local_registry._mac import offer
 from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, SYNC, MethodSpec, methods_of
 from rpc_local_registry._session import ClientTerms, ServerHandshake, ServerTerms, Session
 from rpc_local_registry._streams import _EMPTY, StreamSource, close_generator, take_source
+from rpc_local_registry._tickets import TicketCheck
 from rpc_local_registry._zmq import DISCONNECTED, MONITORED, READABLE, Link, check_address, clock_id
 
 _logger = logging.getLogger("rpc_local_registry")
@@ -228,6 +230,7 @@ class RpcServer:
         self._lane_of: dict[str, Lane] = {}
         self._loop = aio.LoopThread("rpc-loop")
         self._handshake: ServerHandshake | None = None
+        self._tickets = TicketCheck(self._key)
         self._refused = dict.fromkeys((*wire.REFUSALS, "half_open"), 0)
         self._sessions_total = 0
         self._calls = 0
@@ -268,7 +271,7 @@ class RpcServer:
                 raise RpcServerStopped("this server was shut down; make a new one")
             if self._link is not None:
                 return self
-            link = Link.bind(self._address, self._config)
+            link = Link.bind(self._address, self._config, self._tickets.admits)
             try:
                 self._handshake = ServerHandshake(self._key, self._name, server_terms(self._config))
                 _registry.register_local_worker(link.address, self._worker, self._key)
@@ -314,7 +317,7 @@ class RpcServer:
             cancelled=self._cancelled,
             expired=self._expired,
             failed=self._failed,
-            refused=dict(self._refused),
+            refused={**self._refused, "no_ticket": self._tickets.refused},
             sent_bytes=self._bytes_sent,
             received_bytes=self._bytes_received,
             lane_threads=self._lanes.thread_count,
@@ -535,10 +538,8 @@ class RpcServer:
         if not peer.leaving or self._stopped:
             self._drop_strand(peer, reason)
         if self._on_peer_lost is not None and peer.confirmed:
-            try:
-                self._on_peer_lost(PeerInfo(peer.session.peer_name, peer.session.session_id.hex(), reason))
-            except Exception:
-                _logger.exception("on_peer_lost failed")
+            info = PeerInfo(peer.session.peer_name, peer.session.session_id.hex(), reason)
+            call_hook("on_peer_lost", self._on_peer_lost, info)
 
     def _drop_strand(self, peer: _Peer, reason: str) -> None:
         dropped = len(peer.strand)
@@ -688,6 +689,8 @@ class RpcServer:
             body, buffers = encode(value)
         except RpcArgumentError as error:
             return wire.ERROR, _own_error(RpcEncodeError(f"result of {spec.name}: {error}"))
+        except BaseException as error:  # noqa: BLE001 - a value's __array__ may even exit
+            return wire.ERROR, _own_error(RpcEncodeError(f"result of {spec.name}: {told(error)}"))
         payload = wire.prepare(b"", body, buffers, self._config.inline_bytes_max)
         if payload.size_bytes > peer.message_bytes_max or payload.buffer_count > peer.buffers_max:
             return wire.ERROR, _own_error(
@@ -972,7 +975,7 @@ class RpcServer:
         if generator is not None:
             try:
                 await generator.aclose()
-            except Exception:
+            except BaseException:
                 _logger.exception("closing %s failed", call.spec.name)
         self._post(functools.partial(self._settle, call, kind, payload))
 

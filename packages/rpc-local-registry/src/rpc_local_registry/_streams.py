@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from rpc_local_registry import _asyncio as aio
 from rpc_local_registry._errors import RpcBackpressure, RpcStreamingError, RpcTimeout
+from rpc_local_registry._hooks import call_hook
 
 _logger = logging.getLogger("rpc_local_registry")
 _T = TypeVar("_T")
@@ -207,7 +208,7 @@ class StreamSource(Generic[_T]):
         if self._inbox.close(discard=discard):
             self.cancelled = True
             if self._on_cancel is not None:
-                self._on_cancel()
+                call_hook("on_cancel", self._on_cancel)
 
 
 def take_source(name: str, made: object) -> Inbox[Any]:
@@ -229,6 +230,8 @@ def close_generator(generator: Any) -> bool:
         if "already executing" in str(error):
             return False
         _logger.exception("closing a stream's generator failed")
-    except Exception:
+    except BaseException:
         _logger.exception("closing a stream's generator failed")
+        if threading.current_thread() is threading.main_thread():
+            raise
     return True

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -47,8 +47,14 @@ CONNECTED: Final = "connected"
 DISCONNECTED: Final = "disconnected"
 CLOSED: Final = "closed"
 LISTENING: Final = "listening"
+#: The server does not accept this client's ticket; libzmq will not try again.
+TURNED_AWAY: Final = "turned away"
+#: The other side speaks another protocol, or another handshake of this one.
+FOREIGN: Final = "foreign"
 #: Longest single wait in the poller, which counts milliseconds in 32 bits: an hour.
 _POLL_MS_MAX: Final = 3_600_000
+#: Longest time for the transport's own handshake.
+_HANDSHAKE_S_MAX: Final = 30.0
 #: Longest wait for libzmq to let go of a port.
 _RELEASE_S: Final = 0.2
 _EVENTS: Final = {
@@ -57,7 +63,13 @@ _EVENTS: Final = {
     int(zmq.Event.DISCONNECTED): DISCONNECTED,
     int(zmq.Event.CLOSED): CLOSED,
     int(zmq.Event.LISTENING): LISTENING,
+    int(zmq.Event.HANDSHAKE_FAILED_AUTH): TURNED_AWAY,
+    int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): FOREIGN,
 }
+#: Where libzmq asks whether a connection may speak (ZeroMQ RFC 27), and what it is told.
+_GATE_ADDRESS: Final = "inproc://zeromq.zap.01"
+_GATE_VERSION: Final = b"1.0"
+_GATE_DOMAIN: Final = b"rpc-local-registry"
 
 
 def check_address(address: object, *, bind: bool) -> str:
@@ -133,10 +145,14 @@ def _is_live(path: str) -> bool:
         probe.close()
 
 
+#: (ticket's name, its password, now on the monotonic clock) to whether the connection may speak.
+Admit = Callable[[bytes, bytes, float], bool]
+
+
 class Link:
     """One socket with its wake-up descriptor and monitor."""
 
-    def __init__(self, kind: int, config: RpcConfig, *, monitored: bool) -> None:
+    def __init__(self, kind: int, config: RpcConfig, *, monitored: bool, admit: Admit | None = None) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_pending = False
         self._wake_lock = threading.Lock()
@@ -150,7 +166,13 @@ class Link:
         self.listener_fd = -1
         self.address = ""
         _links.add(self)
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+        # One that asks who may connect has a context of its own: the question goes to the one that answers for the context,
+        # and the process's shared context may have another.
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None if admit is None else zmq.Context()
+        self._admit = admit
+        self._gate: zmq.Socket[bytes] | None = None
+        self._gate_fd = -1
+        self._socket: zmq.Socket[bytes] = (self._context or zmq.Context.instance()).socket(kind)
         socket: zmq.Socket[bytes] = self._socket
         socket.setsockopt(zmq.LINGER, 0)
         # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the
@@ -160,6 +182,8 @@ class Link:
         socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
+        # A connection that does not get through the transport's own handshake is closed.
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(min(config.handshake_timeout_s, _HANDSHAKE_S_MAX) * 1000)))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.copy_threshold = _COPY_BYTES_MAX
@@ -169,6 +193,8 @@ class Link:
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        if self._context is not None:
+            self._open_gate(self._context)
         if monitored:
             self._monitor = socket.get_monitor_socket(
                 zmq.Event.CONNECTED
@@ -176,16 +202,48 @@ class Link:
                 | zmq.Event.DISCONNECTED
                 | zmq.Event.CLOSED
                 | zmq.Event.LISTENING
+                | zmq.Event.HANDSHAKE_FAILED_AUTH
+                | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
             )
             # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
             self._poller.register(int(self._monitor.getsockopt(zmq.FD)), zmq.POLLIN)
             self.events()
 
+    def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._gate = gate = context.socket(zmq.REP)
+        gate.setsockopt(zmq.LINGER, 0)
+        gate.bind(_GATE_ADDRESS)
+        self._gate_fd = int(gate.getsockopt(zmq.FD))
+        # The descriptor, as with the monitor: it costs the poll of every message less than the socket would.
+        self._poller.register(self._gate_fd, zmq.POLLIN)
+        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, _GATE_DOMAIN)
+        self._answer_gate()
+
+    def _answer_gate(self) -> None:
+        """Say who may connect, and re-arm the gate's descriptor."""
+        gate, admit = self._gate, self._admit
+        if gate is None or admit is None:
+            return
+        while int(gate.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            # version, request, domain, address, identity, mechanism, then PLAIN's name and password.
+            asked = gate.recv_multipart()
+            good = len(asked) == 8 and asked[5] == b"PLAIN" and admit(asked[6], asked[7], time.monotonic())
+            status, text = (b"200", b"") if good else (b"400", b"no ticket of this server's key")
+            gate.send_multipart([_GATE_VERSION, asked[1], status, text, b"", b""])
+
     @classmethod
-    def connect(cls, address: str, config: RpcConfig) -> Link:
-        """The client's end. Succeeds whether or not somebody listens."""
+    def connect(cls, address: str, config: RpcConfig, ticket: tuple[str, str] | None = None) -> Link:
+        """The client's end. Succeeds whether or not somebody listens.
+
+        Args:
+            ticket: Name and password that a server behind a gate wants to see; unused in-process.
+        """
         link = cls(zmq.DEALER, config, monitored=not address.startswith("inproc://"))
         try:
+            if ticket is not None and not address.startswith("inproc://"):
+                link._socket.setsockopt_string(zmq.PLAIN_USERNAME, ticket[0])
+                link._socket.setsockopt_string(zmq.PLAIN_PASSWORD, ticket[1])
             if "[" in address:
                 link._socket.setsockopt(zmq.IPV6, 1)
             link._socket.connect(address)
@@ -196,14 +254,19 @@ class Link:
         return link
 
     @classmethod
-    def bind(cls, address: str, config: RpcConfig) -> Link:
+    def bind(cls, address: str, config: RpcConfig, admit: Admit | None = None) -> Link:
         """The server's end.
+
+        Args:
+            admit: Asked, inside ``poll``, whether a connection with this ticket may speak; None lets everybody in. Nobody is
+                asked in-process.
 
         Raises:
             RpcAddressInUse: Somebody alive serves the address.
             RpcAddressError: The address cannot be bound.
         """
-        link = cls(zmq.ROUTER, config, monitored=not address.startswith("inproc://"))
+        outside = not address.startswith("inproc://")
+        link = cls(zmq.ROUTER, config, monitored=outside, admit=admit if outside else None)
         try:
             if address.startswith("ipc://"):
                 link._bind_ipc(address)
@@ -297,6 +360,8 @@ class Link:
                 # Before the caller drains its queue: whoever appends from here on wakes us again.
                 self._wake_pending = False
                 ready |= WOKEN
+            elif source == self._gate_fd:
+                self._answer_gate()
             else:
                 ready |= MONITORED
         return ready
@@ -375,6 +440,10 @@ class Link:
             self._monitor.close(linger=0)
             self._monitor = None
         self._socket.close(linger=0)
+        if self._gate is not None and self._context is not None:
+            self._gate.close(linger=0)
+            self._gate = None
+            self._context.term()
         if self._ipc_path is not None:
             try:
                 status = os.lstat(self._ipc_path)

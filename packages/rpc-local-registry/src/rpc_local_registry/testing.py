@@ -39,6 +39,7 @@ from rpc_local_registry._methods import rpc_method
 from rpc_local_registry._server import RpcServer
 from rpc_local_registry._session import ClientHandshake, ServerTerms, Session
 from rpc_local_registry._streams import StreamSource
+from rpc_local_registry._tickets import issue
 from rpc_local_registry._zmq import READABLE, Link
 
 #: No check waits longer for something that must happen.
@@ -132,11 +133,16 @@ def resources() -> Resources:
 
 
 class RawPeer:
-    """A bare DEALER: sends any frames and sees what comes back. For attacks and fuzzing."""
+    """A bare DEALER: sends any frames and sees what comes back. For attacks and fuzzing.
 
-    def __init__(self, address: str, config: RpcConfig | None = None) -> None:
+    Args:
+        key: Key of the ticket with which it gets through the server's gate; None for a stranger, who does not.
+    """
+
+    def __init__(self, address: str, config: RpcConfig | None = None, *, key: bytes | None = None) -> None:
         self.config = config or RpcConfig()
-        self._link = Link.connect(address, self.config)
+        ticket = None if key is None else issue(key, os.urandom(wire.NONCE_BYTES))
+        self._link = Link.connect(address, self.config, ticket)
 
     def send(self, *frames: bytes | memoryview) -> None:
         """Send one message."""
