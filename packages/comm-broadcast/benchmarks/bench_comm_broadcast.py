@@ -1,15 +1,12 @@
-"""Broadcast of token batches on two ranks: total time, root CPU, longest stall, against mpi4py, pkl5, re-read, root-original.
+"""Broadcast of token batches on two ranks: total time, the root's processor time, the longest stall of its other threads.
 
-Started alone it starts itself under ``mpiexec -n 2``. In each round every variant runs once, in an order that is drawn anew:
-none profits from what its neighbour left in the caches. Medians; quartiles of the figures that have a goal.
+Started alone it starts itself under ``mpiexec -n 2``. Both ranks measure the same subjects in the same order, in turn.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import random
-import statistics
 import subprocess
 import sys
 import threading
@@ -22,13 +19,15 @@ import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from measure import Figure, in_turn, ratio, run_benchmark
 from worlds import launcher
 
-BATCHES = [(count, size) for size in (1024, 8192, 32768) for count in (0, 1, 64, 512)]
+#: The batch that has goals, and those that are shown (requests, tokens each).
+GOAL = (64, 8192)
+BATCHES = ((0, 0), (1, 1024), (1, 8192), (64, 1024), GOAL, (512, 1024), (512, 8192))
 #: Tokens above which a batch is measured a few times only, so that the whole stays within its time.
 LARGE = 1 << 20
-#: The batch that has goals: more rounds.
-GOAL = (64, 8192)
+ROUNDS_OF_GOAL, ROUNDS, ROUNDS_LARGE = 41, 15, 3
 
 
 class Request(msgspec.Struct):
@@ -38,33 +37,28 @@ class Request(msgspec.Struct):
     tokens: np.ndarray
 
 
-def measured(comm: Any, variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[list[float]]]:
-    """(total ms, root CPU ms) of each variant, sorted: until the last rank has it; the root's own thread."""
-    from mpi4py import MPI
+class Collective:
+    """A sample of one collective on all ranks: seconds until the last one has it; keeps the root's processor time beside it."""
 
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    order, names = random.Random(1), list(variants)
-    for turn in range(rounds + 1):
-        order.shuffle(names)
-        for name in names:
-            body = variants[name]
-            comm.Barrier()
-            start, busy = time.perf_counter(), time.thread_time()
-            body()
-            busy = time.thread_time() - busy
-            took = comm.allreduce(time.perf_counter() - start, op=MPI.MAX)
-            if turn:
-                times[name].append((took * 1e3, comm.bcast(busy, 0) * 1e3))
-    return {name: [sorted(column) for column in zip(*rows, strict=True)] for name, rows in times.items()}
+    def __init__(self, comm: Any, body: Callable[[], object]) -> None:
+        self._comm = comm
+        self._body = body
+        self.busy_s: list[float] = []
 
+    def __call__(self) -> float:
+        from mpi4py import MPI
 
-def spread(values: list[float]) -> str:
-    """Quartiles of sorted values (ms)."""
-    return f"{values[len(values) // 4]:.2f}..{values[3 * len(values) // 4]:.2f}"
+        self._comm.Barrier()
+        began_s, busy_s = time.perf_counter(), time.thread_time()
+        self._body()
+        busy_s = time.thread_time() - busy_s
+        took_s: float = self._comm.allreduce(time.perf_counter() - began_s, op=MPI.MAX)
+        self.busy_s.append(self._comm.bcast(busy_s, 0))
+        return took_s
 
 
-def longest_stall_ms(body: Callable[[], object]) -> float:
-    """Longest time that another thread of the root did not run (ms)."""
+def longest_stall_s(body: Callable[[], object]) -> float:
+    """Longest time that another thread of this process did not run (s)."""
     worst, stop = 0.0, False
 
     def watch() -> None:
@@ -82,125 +76,122 @@ def longest_stall_ms(body: Callable[[], object]) -> float:
     stop = True
     thread.join()
     sys.setswitchinterval(before)
-    return worst * 1e3
+    return worst
+
+
+class Rank:
+    """One rank's part of the measurements."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+        from mpi4py.util import pkl5
+
+        from comm_broadcast import BroadcastConfig, Broadcaster, MpiComm, TokenBatchCodec
+
+        self.comm = MPI.COMM_WORLD
+        self.is_root = self.comm.rank == 0
+        self._byte = MPI.BYTE
+        self._five = pkl5.Intracomm(self.comm)
+        self.codec = TokenBatchCodec(Request)
+        self.plain = Broadcaster(MpiComm(self.comm), codec=self.codec)
+        self.window = Broadcaster(
+            MpiComm(self.comm), codec=self.codec, config=BroadcastConfig(shared_slot_bytes=72 << 20)
+        )
+        self.figures: list[Figure] = []
+
+    def _reread(self, value: Any) -> Any:
+        """A pickle in chunks, which the root loads, too."""
+        data = pickle.dumps(value, 5) if self.is_root else b""
+        size = self.comm.bcast(len(data), 0)
+        buffer = bytearray(data) if self.is_root else bytearray(size)
+        for start in range(0, size, 4 << 20):
+            self.comm.Bcast([memoryview(buffer)[start : start + (4 << 20)], self._byte], 0)
+        return pickle.loads(buffer)
+
+    def batch(self, count: int, size: int, kind: str) -> None:
+        """All variants of one batch."""
+        rng = np.random.default_rng(1)
+        arrays = [rng.integers(0, 150_000, size).astype(np.int32) for _ in range(count)] if self.is_root else []
+        payload: Any = [a.tolist() for a in arrays] if kind == "list" else arrays
+        batch = [Request(i, tokens) for i, tokens in enumerate(payload)] if self.is_root else None
+        value = payload if self.is_root else None
+        joined = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+        flat = np.empty(count * size, np.int32)
+
+        def raw() -> None:
+            if self.is_root:
+                flat[:] = joined
+            self.comm.Bcast(flat, 0)
+
+        bodies: dict[str, Callable[[], object]] = {
+            "default": lambda: self.plain.broadcast(batch), "with a window": lambda: self.window.broadcast(batch),
+            "comm.bcast": lambda: self.comm.bcast(value, 0), "pkl5": lambda: self._five.bcast(value, 0),
+            "a root that reads its bytes again": lambda: self._reread(value), "a copy and a raw Bcast": raw,
+        }  # fmt: skip
+        subjects = {name: Collective(self.comm, body) for name, body in bodies.items()}
+        has_goal = (count, size) == GOAL
+        rounds = ROUNDS_OF_GOAL if has_goal else ROUNDS_LARGE if count * size > LARGE else ROUNDS
+        samples = in_turn(subjects, rounds)
+        other, goal = ("comm.bcast", "<= 0.25") if kind == "list" else ("a copy and a raw Bcast", "<= 1.3")
+        for way in ("default", "with a window"):
+            self.figures.append(
+                ratio(
+                    f"{count} x {size} {kind}, {way}, total", samples[way], samples[other], unit="ms", scale=1e3,
+                    goal=goal if has_goal else None, against=other,
+                )
+            )  # fmt: skip
+            if has_goal and kind == "list":
+                again = "a root that reads its bytes again"
+                self.figures.append(
+                    ratio(
+                        f"{count} x {size} {kind}, {way}, root's CPU", subjects[way].busy_s[1:], subjects[again].busy_s[1:],
+                        unit="ms", scale=1e3, goal="<= 0.25", against=again,
+                    )
+                )  # fmt: skip
+        if kind == "list" and size == GOAL[1] and count >= GOAL[0]:
+            self.stall(count, size, batch, value)
+
+    def stall(self, count: int, size: int, batch: Any, value: Any) -> None:
+        """On the root: how long an encoding keeps its other threads from running. The other rank sleeps meanwhile."""
+        if self.is_root:
+            # Memory that is there already, as the pool's is.
+            targets = [memoryview(bytearray(segment.nbytes)) for segment in self.codec.encode(batch)]
+
+            def encode() -> None:
+                for segment, target in zip(self.codec.encode(batch), targets, strict=True):
+                    segment.write_into(target)
+
+            found = in_turn(
+                {
+                    "ours": lambda: longest_stall_s(encode),
+                    "dumps": lambda: longest_stall_s(lambda: pickle.dumps(value, 5)),
+                },
+                11,
+            )
+            self.figures.append(
+                ratio(
+                    f"longest stall, {count} x {size} list", found["ours"], found["dumps"], unit="ms", scale=1e3,
+                    goal="<= 0.5", against="pickle.dumps",
+                )
+            )  # fmt: skip
+        level = self.comm.Ibarrier()
+        while not level.Test():
+            time.sleep(0.002)
 
 
 def rank_main() -> None:
-    """One rank."""
-    from mpi4py import MPI
-    from mpi4py.util import pkl5
-
-    from comm_broadcast import BroadcastConfig, Broadcaster, MpiComm, TokenBatchCodec
-
-    comm = MPI.COMM_WORLD
-    root = comm.rank == 0
-    codec = TokenBatchCodec(Request)
-    plain = Broadcaster(MpiComm(comm), codec=codec)
-    window = Broadcaster(MpiComm(comm), codec=codec, config=BroadcastConfig(shared_slot_bytes=72 << 20))
-    five = pkl5.Intracomm(comm)
-
-    def chunked(value: Any, reread: bool) -> Any:
-        data = pickle.dumps(value, 5) if root else b""
-        size = comm.bcast(len(data), 0)
-        buffer = bytearray(data) if root else bytearray(size)
-        for start in range(0, size, 4 << 20):
-            comm.Bcast([memoryview(buffer)[start : start + (4 << 20)], MPI.BYTE], 0)
-        return value if root and not reread else pickle.loads(buffer)
-
-    found: list[dict[str, Any]] = []
-
-    def note(
-        name: str, value: float, unit: str, baseline: str, ratio: float | None, goal: str, met: bool | None
-    ) -> None:
-        found.append(
-            {
-                "name": f"comm-broadcast: {name}", "value": round(value, 4), "unit": unit, "baseline": baseline,
-                "ratio": None if ratio is None else round(ratio, 2), "goal": goal, "met": met,
-            }
-        )  # fmt: skip
-
-    begun = time.perf_counter()
+    """One rank; the root prints what was found."""
+    rank = Rank()
     for count, size in BATCHES:
         for kind in ("list", "int32"):
-            total = count * size
-            if comm.bcast(time.perf_counter() - begun, 0) > 110 and (count, size) != GOAL:
-                continue
-            rng = np.random.default_rng(1)
-            arrays = [rng.integers(0, 150_000, size).astype(np.int32) for _ in range(count)] if root else []
-            payload: Any = [a.tolist() for a in arrays] if kind == "list" else arrays
-            batch = [Request(i, t) for i, t in enumerate(payload)] if root else None
-            value = payload if root else None
-            joined = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
-            flat = np.empty(total, np.int32)
-
-            def raw(joined: Any = joined, flat: Any = flat) -> None:
-                if root:
-                    flat[:] = joined
-                comm.Bcast(flat, 0)
-
-            samples = measured(
-                comm,
-                {
-                    "ours": lambda batch=batch: plain.broadcast(batch), "window": lambda batch=batch: window.broadcast(batch),
-                    "mpi4py": lambda value=value: comm.bcast(value, 0), "pkl5": lambda value=value: five.bcast(value, 0),
-                    "re-read": lambda value=value: chunked(value, True),
-                    "original": lambda value=value: chunked(value, False), "raw": raw,
-                },
-                3 if total > LARGE else 41 if (count, size) == GOAL else 15,
-            )  # fmt: skip
-            result = {name: [statistics.median(column) for column in columns] for name, columns in samples.items()}
-            key = (count, size)
-            for way in ("ours", "window"):
-                took, busy = result[way]
-                base = result["raw" if kind == "int32" else "mpi4py"][0]
-                texts = ", ".join(f"{n} {result[n][0]:.3f}" for n in ("mpi4py", "pkl5", "re-read", "original", "raw"))
-                goal, met = "", None
-                ratio = took / base if kind == "int32" else base / took
-                if key == GOAL:
-                    goal = "<= 1.3 x raw" if kind == "int32" else ">= 4 x mpi4py"
-                    met = ratio <= 1.3 if kind == "int32" else ratio >= 4
-                    other = "raw" if kind == "int32" else "mpi4py"
-                    texts += f"; quartiles {spread(samples[way][0])}, {other} {spread(samples[other][0])}"
-                note(f"{count} x {size} {kind}, {way}, total", took, "ms", texts, ratio, goal, met)
-                if key == GOAL and kind == "list":
-                    ratio = result["re-read"][1] / busy
-                    note(
-                        f"{count} x {size} {kind}, {way}, root CPU",
-                        busy,
-                        "ms",
-                        f"re-read {result['re-read'][1]:.2f}; quartiles {spread(samples[way][1])}, "
-                        f"re-read {spread(samples['re-read'][1])}",
-                        ratio,
-                        ">= 4 x less",
-                        ratio >= 4,
-                    )
-            stalls = kind == "list" and size == 8192 and count >= 64
-            if root and stalls:
-                dumps = longest_stall_ms(lambda value=value: pickle.dumps(value, 5))
-
-                # Memory that is there already, as the pool's is.
-                targets = [memoryview(bytearray(segment.nbytes)) for segment in codec.encode(batch)]
-
-                def encode(batch: Any = batch, targets: Any = targets) -> None:
-                    for segment, target in zip(codec.encode(batch), targets, strict=True):
-                        segment.write_into(target)
-
-                stall = statistics.median(longest_stall_ms(encode) for _ in range(5))
-                note(
-                    f"longest stall, {count} x {size} list", stall, "ms", f"dumps {dumps:.2f}", dumps / stall, "", None
-                )
-            if stalls:
-                # Nobody spins for the root meanwhile: its two threads would share a processor, and wait for its time slices.
-                level = comm.Ibarrier()
-                while not level.Test():
-                    time.sleep(0.002)
-    if root:
-        print("\n".join(json.dumps(one) for one in found), flush=True)
-    plain.close()
-    window.close()
+            rank.batch(count, size, kind)
+    if rank.is_root:
+        print("\n".join(json.dumps(figure) for figure in rank.figures), flush=True)
+    rank.plain.close()
+    rank.window.close()
 
 
-def main() -> list[dict[str, Any]]:
+def on_two_ranks() -> list[Figure]:
     """All figures, measured by two ranks."""
     command = launcher.find_launcher().command(2, [sys.executable, "-m", "mpi4py", __file__, "rank"])
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=170, check=True)
@@ -211,11 +202,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["rank"]:
         rank_main()
     else:
-        figures = main()
-        for one in figures:
-            mark = {True: "met", False: "MISSED", None: ""}[one["met"]]
-            print(
-                f"{one['name']:<58} {one['value']:>9} {one['unit']} x{one['ratio']} {one['goal']} {mark} [{one['baseline']}]"
-            )
-        for one in figures:
-            print(json.dumps(one))
+        run_benchmark(on_two_ranks)

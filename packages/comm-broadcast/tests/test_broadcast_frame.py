@@ -3,13 +3,14 @@
 import random
 import subprocess
 import sys
+import zlib
 
 import pytest
 
 from comm_broadcast import BroadcastConfig, RemoteProtocolError
 from comm_broadcast import _block as block
 from comm_broadcast._codec import BufferSegment
-from comm_broadcast._frame import Frame, Kind, Status, pack_text, unpack_text
+from comm_broadcast._frame import Call, Frame, Kind, Operation, Status, pack_text, unpack_text
 
 
 def packed(frame, size=256):
@@ -20,27 +21,28 @@ def packed(frame, size=256):
 
 def test_golden_bytes():
     """The header's layout is fixed: a change is a new version."""
-    frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1, 9)
+    frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1, Call(Operation.GATHER, 3, 0x0A0B0C0D, 9))
     wanted = (
-        "4342584d 02 00 01 00 0500000000000000 7011010000000000 0010000000000000"
-        "02000000 01000000 00000000 01000000 0900000000000000 ea05f841 00000000"
+        "4342584d 03 00 01 01 0500000000000000 7011010000000000 0010000000000000"
+        "02000000 01000000 00000000 01000000 03000000 0d0c0b0a 09000000"
     )
-    assert packed(frame)[:64] == bytes.fromhex(wanted)
-    assert Frame.unpack(memoryview(packed(frame)), 5, 0) == frame
+    assert packed(frame)[:60] == bytes.fromhex(wanted)
+    assert packed(frame)[60:64] == zlib.crc32(bytes.fromhex(wanted)).to_bytes(4, "little")
+    assert Frame.unpack(memoryview(packed(frame)), 5, 1) == frame
 
 
 def test_every_damaged_byte_of_a_header_is_refused():
     """The checksum covers the header, itself included."""
     good = packed(Frame(5, Status.GOOD, Kind.INLINE, 10))
-    for position in range(60):
+    for position in range(64):
         bad = bytearray(good)
         bad[position] ^= 0x40
         with pytest.raises(RemoteProtocolError):
-            Frame.unpack(memoryview(bad), 5, 3)
+            Frame.unpack(memoryview(bad), 5, 0)
 
 
 def test_another_exchange_is_not_taken_for_this_one():
-    """Calls that do not match are noticed, naming the rank and both numbers."""
+    """Ranks that are not level are noticed, naming the rank and both numbers."""
     with pytest.raises(RemoteProtocolError, match="rank 3: exchange 5, this rank is at 6"):
         Frame.unpack(memoryview(packed(Frame(5))), 6, 3)
 
@@ -100,14 +102,16 @@ def test_damaged_blocks_are_refused():
 
 
 def test_the_package_imports_without_mpi_and_torch():
-    """Adapters are imported on first use; their names are public all the same."""
+    """Their libraries are imported when an adapter is made; what is missing, and what brings it, is said then."""
     code = (
         "import sys\nsys.modules['mpi4py'] = None\nsys.modules['torch'] = None\nimport comm_broadcast\n"
-        "assert 'MpiComm' in comm_broadcast.__all__\n"
-        "try:\n    comm_broadcast.MpiComm\nexcept ImportError:\n    print('ok')\n"
+        "for adapter in (comm_broadcast.MpiComm, comm_broadcast.TorchComm):\n"
+        "    try:\n        adapter()\n    except comm_broadcast.MissingLibraryError as error:\n        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "ok", done.stderr
+    mpi, torch = done.stdout.splitlines()
+    assert "pip install 'comm-broadcast[mpi]' mpich" in mpi
+    assert "pip install 'comm-broadcast[torch]'" in torch
 
 
 def test_a_frame_without_chunks_is_refused():

@@ -64,27 +64,23 @@ def check_all(comm):
 
     # a, b: the root cannot encode, whatever it raises
     for error in (ValueError("no"), KeyboardInterrupt(), SystemExit(1)):
-        with pytest.raises(BroadcastError) as caught:
+        with pytest.raises((BroadcastError, type(error))) as caught:
             broadcaster.broadcast(Raises(error) if rank == 0 else None)
-        assert caught.value.rank == 0
+        if rank == 0 and not isinstance(error, Exception):
+            assert caught.value is error
+        else:
+            assert caught.value.rank == 0
         works("after encode")
-    # c: one rank cannot decode; without agreement the others learn of it from the root's next frames
+    # c: one rank cannot decode; without agreement the others learn of it in the next exchange
     last = size - 1
     if rank == last:
         with pytest.raises(BroadcastError, match=f"rank {last}"):
             broadcaster.broadcast()
     else:
         broadcaster.broadcast(FailsOn(last) if rank == 0 else None)
-    told = -1
-    for _ in range(200):
-        handle = broadcaster.start_broadcast("probe" if rank == 0 else None)
-        try:
-            handle.wait()
-        except BroadcastError as error:
-            told = error.rank
-            break
-        time.sleep(0.001)
-    assert told == last
+    with pytest.raises(BroadcastError) as caught:
+        broadcaster.broadcast("lost" if rank == 0 else None)
+    assert (caught.value.rank, caught.value.earlier) == (last, True)
     works("after decode")
     broadcaster.close()
     # c, at once
@@ -229,18 +225,14 @@ def check_interruptions(comm):
             call(rank)
         assert (caught.value.rank, caught.value.earlier) == (last, True)
         assert call(rank) == (list(range(size)) if call == broadcaster.allgather or rank == 0 else None)
-    # The reports that the root finds now were told already.
-    time.sleep(0.05)
-    for n in range(3):
-        assert broadcaster.broadcast(n if rank == 0 else None) == n
     broadcaster.close()
     # Interrupted while pieces are under way.
     config = BroadcastConfig(gather_bytes_max=8 << 20)
     halting = Broadcaster(MpiComm(comm), config=config, codec=HaltingCodec())
     for at in (0, 5, 7):
-        with pytest.raises(BroadcastError, match="KeyboardInterrupt: while copying") as caught:
+        with pytest.raises((BroadcastError, KeyboardInterrupt), match="while copying") as caught:
             halting.broadcast(at if rank == 0 else None)
-        assert caught.value.rank == 0
+        assert type(caught.value) is KeyboardInterrupt if rank == 0 else caught.value.rank == 0
         got = halting.broadcast(99 if rank == 0 else None)
         assert rank == 0 or got == b"".join(bytes([step]) * (1 << 19) for step in range(8))
     halting.close()

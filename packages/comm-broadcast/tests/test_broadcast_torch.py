@@ -43,7 +43,7 @@ def _rank(rank, path):
         "gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
     )
     done = []
-    config = BroadcastConfig(chunk_bytes=8192, gather_bytes_max=50_000)
+    config = BroadcastConfig(chunk_bytes=8192, gather_bytes_max=50_000, agree=True)
     broadcaster = Broadcaster(TorchComm(), config=config)
     for value in (None, "small", list(range(20_000)), {"big": np.arange(40_000)}):
         got = broadcaster.broadcast(value if rank == 0 else None)

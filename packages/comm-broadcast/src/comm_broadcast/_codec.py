@@ -12,8 +12,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from comm_broadcast._errors import BroadcastConfigError
-
 
 class Segment(Protocol):
     """A part of a value's bytes, written in two steps: what may fail; then copies, while the first bytes are under way."""
@@ -62,7 +60,11 @@ class BufferSegment(Segment):
 
 
 class Codec(Protocol):
-    """Encodes and decodes values. A decoded value may look into the segments for as long as it likes."""
+    """Encodes and decodes values. A decoded value may look into the segments for as long as it likes.
+
+    A codec may have a method ``problem()``: why it cannot be used, or None. Its constructor checks nothing by itself: a rank
+    that raised there would leave the others in the constructor of ``Broadcaster``, which asks, and raises on every rank.
+    """
 
     #: Says everything that ranks must agree on: kind, version, types.
     name: str
@@ -94,11 +96,18 @@ class PickleCodec:
     head_only = False
 
     def __init__(self, *, out_of_band_bytes_min: int = 4096, per_item: bool = False) -> None:
-        if out_of_band_bytes_min < 0:
-            raise BroadcastConfigError(f"out_of_band_bytes_min must be at least 0, got {out_of_band_bytes_min!r}")
         self._minimum = out_of_band_bytes_min
         self._per_item = per_item
         self.name = f"pickle5/{out_of_band_bytes_min}/{per_item}"
+
+    def problem(self) -> str | None:
+        """See :class:`Codec`."""
+        if type(self._minimum) is not int or self._minimum < 0:
+            return f"out_of_band_bytes_min must be an integer of at least 0, got {self._minimum!r}"
+        per_item: object = self._per_item
+        if type(per_item) is not bool:
+            return f"per_item must be True or False, got {per_item!r}"
+        return None
 
     def encode(self, value: Any) -> list[Segment]:
         """See :class:`Codec`."""
@@ -145,6 +154,11 @@ class BytesCodec:
     def __init__(self, *, copy: bool = True) -> None:
         self._copy = copy
         self.head_only = not copy
+
+    def problem(self) -> str | None:
+        """See :class:`Codec`."""
+        copy: object = self._copy
+        return None if type(copy) is bool else f"copy must be True or False, got {copy!r}"
 
     def encode(self, value: Any) -> list[Segment]:
         """See :class:`Codec`.

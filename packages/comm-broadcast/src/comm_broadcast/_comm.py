@@ -1,49 +1,84 @@
-"""What an adapter offers: a private communicator with non-blocking collectives over raw bytes."""
+"""What an adapter offers: a private communicator with non-blocking collectives over raw bytes.
+
+An exception can come between any two bytecodes: an interrupt, a signal handler's. So that none leaves an operation under way
+that nobody knows of, an adapter *lists* each operation in the very act that starts it (one call into C, or one that can be
+repeated without effect), and whoever uses it looks at the list before it starts an operation: what is listed was started.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Sized
 from typing import Any, Protocol
+
+from comm_broadcast._errors import TransportError
 
 #: A writable or readable contiguous buffer of bytes.
 Buffer = Any
 
 
-class Request(Protocol):
-    """An operation under way. It keeps its buffers alive until it has completed, whoever forgets it."""
-
-    def test(self) -> bool:
-        """Whether it has completed; makes progress, never blocks.
-
-        Raises:
-            TransportError: The communicator failed.
-        """
-
-
 class Comm(Protocol):
-    """A communicator of this package's own: nothing else may use it. Every method may raise ``TransportError``."""
+    """A communicator of this package's own: nothing else may use it. Every method may raise ``TransportError``.
+
+    The adapter keeps the buffers of an operation alive until it has completed, whoever forgets it.
+    """
 
     rank: int
     size: int
-    #: Whether :meth:`report` exists; otherwise every exchange compares results.
-    reports: bool
 
-    def ibcast(self, buffer: Buffer, root: int) -> Request:
-        """Broadcast a buffer of equal size on all ranks."""
+    @property
+    def posted(self) -> Sized:
+        """One item per operation started since :meth:`forget`, in order."""
 
-    def iallgather(self, send: Buffer, receive: Buffer) -> Request:
-        """Gather equal-sized buffers everywhere; ``receive`` has ``size`` times the bytes of ``send``."""
+    def ibcast(self, buffer: Buffer, root: int) -> None:
+        """Start to broadcast a buffer of equal size on all ranks."""
 
-    def isend(self, buffer: Buffer, target: int) -> Request:
-        """Send to one rank."""
+    def iallgather(self, send: Buffer, receive: Buffer) -> None:
+        """Start to gather equal-sized buffers everywhere; ``receive`` has ``size`` times the bytes of ``send``."""
 
-    def irecv(self, buffer: Buffer, source: int) -> Request:
-        """Receive from one rank."""
+    def isend(self, buffer: Buffer, target: int) -> None:
+        """Start to send to one rank."""
 
-    def report(self, buffer: Buffer, target: int) -> Request:
-        """Send a failure report outside of any exchange."""
+    def irecv(self, buffer: Buffer, source: int) -> None:
+        """Start to receive from one rank."""
 
-    def poll_report(self, size: int) -> bytes | None:
-        """A failure report that has arrived (``size`` bytes), or None."""
+    def test(self, index: int) -> bool:
+        """Whether the listed operation has completed; makes progress, never blocks, may be asked again."""
+
+    def forget(self) -> None:
+        """All listed operations have completed: the list begins anew."""
 
     def free(self) -> None:
-        """Release the communicator (collective)."""
+        """Release the communicator (collective); a second call does nothing."""
+
+
+class Run:
+    """One pass over a script of operations. What an earlier, interrupted pass has started is not started again."""
+
+    __slots__ = ("comm", "count")
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        #: Operations of this pass so far.
+        self.count = 0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the next operation was started by an earlier pass already."""
+        return len(self.comm.posted) > self.count
+
+    def start(self, call: Callable[[Buffer, Any], None], buffer: Buffer, other: Any) -> int:
+        """Start the next operation; its index."""
+        index = self.count
+        if len(self.comm.posted) <= index:
+            call(buffer, other)
+            if len(self.comm.posted) <= index:
+                raise TransportError(
+                    getattr(call, "__name__", "operation"), self.comm.rank, "the adapter does not list what it starts"
+                )
+        self.count = index + 1
+        return index
+
+    def wait(self, index: int) -> Generator[None, None, None]:
+        """Yield until the operation has completed."""
+        while not self.comm.test(index):
+            yield

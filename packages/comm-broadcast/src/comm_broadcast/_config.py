@@ -17,13 +17,13 @@ class BroadcastConfig:
 
     Attributes:
         frame_bytes: Size of the first frame, which carries payloads up to ``frame_bytes - 64`` (bytes, 256 to 1 MiB;
-            equal on all ranks). 1 to 4 KiB is where one message costs no more than an empty one.
+            equal on all ranks). Every rank contributes one to every exchange, so each receives ``size`` of them.
         chunk_bytes: Largest single transfer of a payload (bytes, 4 KiB to 2 GiB - 1; the sender's counts). Also what a
             rank that has no memory for a payload needs to stay in step. 16 MiB cost nothing; 64 KiB five times as much.
         gather_bytes_max: Buffers up to this size are copied into one block; larger ones travel from where they are
             (bytes, >= 0).
         agree: Compare everybody's result after each exchange: a rank that cannot decode is known at once, for one more
-            small collective (equal on all ranks). Without it the others learn of it in a later exchange.
+            small collective (equal on all ranks). Without it the others learn of it in the next exchange.
         shared_slot_bytes: Size of each of the two slots of a memory window that the ranks share, who must be on one node
             (bytes; 0: none; equal on all ranks).
         pool_bytes_max: Received and packed blocks are reused; free ones beyond this are given back (bytes, >= 0).
@@ -56,7 +56,10 @@ class BroadcastConfig:
                 return f"{name} must be an integer, got {value!r}"
             if value < low or (high is not None and value > high):
                 return f"{name} must be {f'in {low}..{high}' if high is not None else f'at least {low}'}, got {value}"
-        if not isinstance(self.spin_s, (int, float)) or not 0.0 <= self.spin_s <= 1.0:
+        for name in ("agree", "check_round_trip"):
+            if type(getattr(self, name)) is not bool:
+                return f"{name} must be True or False, got {getattr(self, name)!r}"
+        if isinstance(self.spin_s, bool) or not isinstance(self.spin_s, (int, float)) or not 0.0 <= self.spin_s <= 1.0:
             return f"spin_s must be in 0..1, got {self.spin_s!r}"
         return None
 

@@ -1,666 +1,676 @@
-"""The exchanges: broadcast, gather, allgather, each as steps that wait for requests and never block.
+"""One exchange on one rank, as a script that can be begun again.
 
-The same steps serve the blocking calls, the handles and every adapter. What keeps ranks together:
+An exception can come between any two bytecodes. A script that it ends is begun again at the next call, from its first line, and
+comes by the same way to where it was, because
 
-- Every rank joins the first frame of every exchange, whatever happened to it: a rank that could not encode sends its error
-  there, so nobody waits for bytes that will not come, and the next exchange starts level.
-- Sizes, chunks and kinds come from the sender's frame, never from a rank's own settings.
-- What a value could make fail is done before the first frame. A root that is interrupted while it copies a block of which
-  pieces are under way sends the rest of it all the same, and its trailer says so.
-- A rank that cannot decode or allocate has still taken part in every transfer of the exchange. With ``agree`` the results are
-  compared at once. Otherwise it keeps its failure for the next frame that it contributes itself (gathers), and reports it to
-  the root outside of any exchange, for the root's next frame; whichever comes first tells everybody, once.
-- An exchange that its caller gave up is finished before the next one begins.
+- an operation that was started is listed by the adapter (:class:`Comm`) and not started a second time;
+- whatever foreign code did (a codec, an allocation) is noted in this object by one assignment, its failure as well as its
+  result, before anything depends on it, and is not done a second time;
+- everything else is computed from these two and changes nothing else, or the same thing in the same way;
+- the script's end is one value, :class:`Ended`, with all that the next exchange needs to know of this one.
+
+What keeps ranks together: every rank contributes a first frame to every exchange, whatever happened to it, in one and the same
+operation for all calls. All ranks see the same frames and come to the same verdict. A rank that cannot allocate or decode takes
+part in every transfer all the same, and says so in the results (``agree``) or in its next frame.
 """
 
 from __future__ import annotations
 
-import traceback
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from comm_broadcast import _block
-from comm_broadcast._codec import Codec, PickleCodec, Segment
-from comm_broadcast._comm import Comm, Request
+from comm_broadcast._codec import Codec, Segment
+from comm_broadcast._comm import Buffer, Comm, Run
 from comm_broadcast._config import HEADER_BYTES, BroadcastConfig
-from comm_broadcast._errors import BroadcastError, LocalProtocolError
-from comm_broadcast._frame import VERSION, Frame, Kind, Status, pack_text, unpack_text
-from comm_broadcast._handle import Handle, Steps, Wait, after
-from comm_broadcast._pool import BufferPool
-from comm_broadcast._settings import compare
-from comm_broadcast._window import SharedWindow, open_window
+from comm_broadcast._errors import (
+    BroadcastError,
+    CallMismatchError,
+    ClosedError,
+    CommBroadcastError,
+    LocalProtocolError,
+    RankFailure,
+    RemoteProtocolError,
+    TransportError,
+)
+from comm_broadcast._failure import Failure
+from comm_broadcast._frame import (
+    Call,
+    Frame,
+    Kind,
+    Operation,
+    Status,
+    failure_in,
+    pack_failure,
+    pack_text,
+    unpack_text,
+    verdict,
+)
+from comm_broadcast._pool import BufferPool, ByteArray
+from comm_broadcast._window import SharedWindow
 
-T = TypeVar("T")
-
-_REPORT_BYTES = 512
-_REPORT_HEADER_BYTES = 12
+#: What a rank contributes to the comparison of results (bytes).
+RESULT_BYTES = 512
 #: Pieces of a block under way at once (count): all of them, unless chunks are tiny.
 _PIECES_MAX = 32
-_DEFAULTS = BroadcastConfig()
+
+Steps = Generator[None, None, Any]
+#: An adapter's operation on one buffer, and its other rank.
+Move = tuple[Callable[[Buffer, int], None], int]
 
 
 @dataclass(frozen=True)
-class BroadcastStatistics:
-    """Counts since construction.
+class Totals:
+    """Counts over all exchanges that have ended."""
+
+    inline: int = 0
+    shared: int = 0
+    large_buffers: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    failures: int = 0
+    abandoned: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """An exchange's end on this rank: its result, and what the next one begins with.
 
     Attributes:
-        exchanges: Begun on this rank.
-        inline, shared: Broadcasts of this rank whose payload fitted in the first frame, or went through the window.
-        large_buffers: Buffers sent from where they lay.
-        bytes_sent, bytes_received: Payload (bytes).
-        failures: Exchanges that raised ``BroadcastError`` here.
-        abandoned: Exchanges that the caller gave up and a later one finished.
-        allocations: Blocks that were not found in the pool.
+        sequence: Its number: exchanges ended so far (count).
+        value, error: Its result.
+        untold: A failure of this rank that the others do not know of.
+        broken: Why the object cannot be used any more.
+        closed: Who closed it.
+        totals: Counts up to here.
     """
 
-    exchanges: int
-    inline: int
-    shared: int
-    large_buffers: int
-    bytes_sent: int
-    bytes_received: int
-    failures: int
-    abandoned: int
-    allocations: int
+    sequence: int = 0
+    value: Any = None
+    error: BaseException | None = None
+    untold: Failure | None = None
+    broken: CommBroadcastError | None = None
+    closed: ClosedError | None = None
+    totals: Totals = field(default=Totals())
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What went wrong on a rank, in which exchange."""
+class Owner(Protocol):
+    """What an exchange uses of its broadcaster."""
 
-    rank: int
-    sequence: int
-    cause: str
-    details: str
-
-    @staticmethod
-    def of(rank: int, sequence: int, error: BaseException) -> _Failure:
-        text = str(error)
-        cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        return _Failure(rank, sequence, cause, "".join(traceback.format_exception(error)))
-
-    def error(self, *, earlier: bool = False) -> BroadcastError:
-        return BroadcastError(self.rank, self.cause, self.details, earlier=earlier)
+    comm: Comm
+    config: BroadcastConfig
+    pool: BufferPool
+    window: SharedWindow | None
+    #: How the exchange before this one ended.
+    last: Ended
 
 
-class Broadcaster:
-    """Moves objects between the ranks of a communicator; all of them succeed, or all of them raise.
+@dataclass
+class _Outgoing:
+    """This rank's first frame, complete, and what follows it."""
 
-    Construction is collective, and so is :meth:`close`: at start-up one small exchange compares root, settings and codec (two
-    more set up the shared window, where one is asked for), after the adapter's own (``MpiComm`` duplicates its communicator).
-    Nothing else is collective but the exchanges themselves. One exchange at a time; not for several threads.
+    frame: bytearray
+    kind: Kind = Kind.NONE
+    size: int = 0
+    block: memoryview = field(default_factory=lambda: memoryview(b""))
+    segments: list[Segment] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    large: list[int] = field(default_factory=list)
+    head: int = 0
+    slot: int | None = None
+    failure: Failure | None = None
+
+    @property
+    def bytes(self) -> int:
+        """All that this rank sends beside its frame's header."""
+        return self.size + sum(self.segments[i].nbytes for i in self.large)
+
+
+@dataclass
+class _Incoming:
+    """What a rank's block and buffers are received into, and what became of them."""
+
+    failure: Failure | None = None
+    #: The block's memory, with its trailer where it is streamed; of the window where it is shared.
+    memory: ByteArray | None = None
+    block: memoryview | None = None
+    large: dict[int, memoryview] = field(default_factory=dict)
+    sink: memoryview | None = None
+    result: tuple[Any] | None = None
+
+
+class Exchange:
+    """See the module.
 
     Args:
-        comm: An adapter (``MpiComm``, ``TorchComm``, ``testing.FakeComm``) of which this object becomes the only user.
-        root: The rank that broadcasts.
-        config: See :class:`BroadcastConfig`.
-        codec: How values become bytes; default: pickle.
-
-    Raises:
-        BroadcastConfigError: A rank's settings cannot be used, or ranks disagree: on every rank, naming what and who.
-        TransportError: The communicator failed.
+        owner: The broadcaster.
+        call: What all ranks must have called.
+        value: What this rank gives.
+        codec: How values become bytes.
     """
 
-    def __init__(
-        self, comm: Comm, root: int = 0, *, config: BroadcastConfig | None = None, codec: Codec | None = None
-    ) -> None:
-        self.config = config or BroadcastConfig()
-        self._comm = comm
-        self._root = root
-        self._codec: Codec = codec or PickleCodec()
-        self._sequence = 0
-        self._current: Handle[Any] | None = None
-        self._closed = False
-        self._broken: BaseException | None = None
-        self._window: SharedWindow | None = None
-        #: A failure of this rank that the others do not know of; the root's knowledge of others' failures; what was told.
-        self._untold: _Failure | None = None
-        self._reported: dict[int, _Failure] = {}
-        self._told: dict[int, int] = {}
-        self._report: tuple[Request, int] | None = None
+    def __init__(self, owner: Owner, call: Call, value: Any, codec: Codec) -> None:
+        self._owner = owner
+        self.call = call
+        self._value = value
+        self._codec = codec
+        #: Set once, by one assignment.
+        self.ended: Ended | None = None
+        #: Nobody wants its value: it only takes part.
+        self.given_up = False
+        #: It was given up when its value came: there is none.
+        self.skipped = False
+        #: Who holds it: a handle, or a blocking call while it runs.
+        self.handle: weakref.ref[Any] | None = None
+        self.blocking: Generator[Any, None, None] | None = None
+        #: Bytes of the transfer at hand, and operations completed, for whoever waits.
         self.moving_bytes = 0
-        self.spin_s = _DEFAULTS.spin_s
-        self._counts = dict.fromkeys(
-            (
-                "exchanges", "inline", "shared", "large_buffers", "bytes_sent", "bytes_received", "failures", "abandoned",
-            ),
-            0,
-        )  # fmt: skip
-        Handle(self, self._agree_on_settings()).wait()
-        self.spin_s = self.config.spin_s
-        self._agree = self.config.agree or not comm.reports
-        self._frame = bytearray(self.config.frame_bytes)
-        self._pool = BufferPool(self.config.pool_bytes_max)
-        if self.config.shared_slot_bytes and comm.size > 1:
-            self._window = Handle(self, open_window(comm, self.config.shared_slot_bytes, root)).wait()
+        self.completed = 0
+        self._steps: Steps | None = None
+        self._out: _Outgoing | None = None
+        self._received: bytearray | None = None
+        self._copying: Iterator[int] | None = None
+        self._ready = 0
+        self._copy_failure: Failure | None = None
+        self._in: dict[int, _Incoming] = {}
+        self._results: tuple[bytearray, bytearray] | None = None
+        self._raised = False
 
-    # -- public --------------------------------------------------------------------------------------------------------
+    # -- driven by the broadcaster -------------------------------------------------------------------------------------
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._comm.rank
+    def is_open(self) -> bool:
+        """Whether somebody still waits for its result."""
+        if self.ended is not None or self.given_up:
+            return False
+        if self.handle is not None:
+            return self.handle() is not None
+        return is_running(self.blocking)
 
     @property
-    def size(self) -> int:
-        """Ranks (count)."""
-        return self._comm.size
+    def is_running(self) -> bool:
+        """Whether a step of it is being made, further up on somebody's stack."""
+        return is_running(self._steps)
 
-    @property
-    def root(self) -> int:
-        """The rank that broadcasts."""
-        return self._root
+    def step(self) -> bool:
+        """Make progress; False: something has to be waited for. An exception leaves the exchange where it was."""
+        if self._steps is None:
+            self._steps = self._script()
+        elif is_running(self._steps):
+            raise LocalProtocolError("called from within the exchange itself")
+        try:
+            next(self._steps)
+        except StopIteration as stop:
+            if stop.value is None:
+                # An exception ended it: from the beginning, over what has been done.
+                self._steps = self._script()
+            else:
+                self.ended = stop.value
+            return True
+        return False
 
-    def start_broadcast(self, value: Any = None) -> Handle[Any]:
-        """Begin a broadcast of the root's ``value`` (others' is ignored). The root's result is the very object it gave.
+    def release(self) -> None:
+        """Forget all memory but the result; it has ended."""
+        self._value = self._out = self._received = self._copying = self._results = self._steps = self.blocking = None
+        self._in = {}
 
-        The root must not change the value before its handle is done: large buffers are sent from where they are.
+    # -- the script ----------------------------------------------------------------------------------------------------
 
-        Raises:
-            LocalProtocolError: Another exchange has not ended, or the object is closed or broken. Nothing was sent.
-        """
-        return self._start(lambda sequence: self._broadcast(sequence, value))
+    def _script(self) -> Steps:
+        before = self._owner.last
+        if before.closed is not None:
+            if self.call.operation is Operation.CLOSE:
+                return replace(before, value=None, error=None)
+            error: CommBroadcastError = LocalProtocolError(f"the broadcaster is closed: {before.closed}")
+            return replace(before, value=None, error=error)
+        if before.broken is not None:
+            error = LocalProtocolError(f"the broadcaster is broken: {before.broken}")
+            return replace(before, value=None, error=error)
+        try:
+            return (yield from self._exchange(Run(self._owner.comm), before))
+        except (TransportError, RemoteProtocolError) as error:
+            return self._end(before, error=error, broken=error)
 
-    def broadcast(self, value: Any = None, *, wait: Wait | None = None) -> Any:
-        """Broadcast and wait.
+    def _end(
+        self,
+        before: Ended,
+        *,
+        value: Any = None,
+        error: BaseException | None = None,
+        untold: Failure | None = None,
+        broken: CommBroadcastError | None = None,
+        closed: ClosedError | None = None,
+        moved: bool = False,
+    ) -> Ended:
+        """The one value that the script comes to; ``moved``: the payload was transferred."""
+        totals, out = before.totals, self._out
+        if moved and out is not None:
+            is_sender = out.kind is not Kind.NONE
+            is_root = is_sender and self.call.operation is Operation.BROADCAST
+            totals = replace(
+                totals,
+                inline=totals.inline + (is_root and out.kind is Kind.INLINE),
+                shared=totals.shared + (is_root and out.kind is Kind.SHARED),
+                large_buffers=totals.large_buffers + (len(out.large) if is_root else 0),
+                bytes_sent=totals.bytes_sent + (out.bytes if is_sender else 0),
+                bytes_received=totals.bytes_received + self._bytes_received,
+            )
+        totals = replace(
+            totals,
+            failures=totals.failures + isinstance(error, BroadcastError),
+            abandoned=totals.abandoned + self.given_up,
+        )
+        return Ended(before.sequence + 1, value, error, untold, broken, closed, totals)
 
-        Raises:
-            BroadcastError: On every rank, when one failed. The next exchange works.
-            RemoteProtocolError: The ranks' calls do not match.
-            TransportError: The communicator failed.
-        """
-        return self.start_broadcast(value).wait(wait)
+    def _exchange(self, run: Run, before: Ended) -> Steps:
+        """Frames of all ranks, their verdict, and the payload."""
+        comm, sequence = run.comm, before.sequence + 1
+        out = self._out
+        if out is None:
+            out = self._out = self._outgoing(sequence, before.untold)
+        received = self._received
+        if received is None:
+            received = self._received = bytearray(len(out.frame) * comm.size)
+        self.moving_bytes = 0
+        first = run.start(comm.iallgather, out.frame, received)
+        self._interrupt(out.failure)
+        ends = (
+            _block.piece_ends(out.head, out.size, self._owner.config.chunk_bytes) if out.kind is Kind.STREAMED else []
+        )
+        if ends:
+            self._copy_until(out, ends[0])
+        yield from self._wait(run, first)
+        size = len(out.frame)
+        views = [memoryview(received)[r * size : (r + 1) * size] for r in range(comm.size)]
+        frames = [Frame.unpack(view, sequence, r) for r, view in enumerate(views)]
+        error = verdict(frames, views)
+        if error is not None:
+            return self._stopped(error, before, out)
+        if self.call.operation is Operation.BROADCAST:
+            return (yield from self._broadcast(run, before, out, frames, views, ends))
+        return (yield from self._gather(run, before, out, frames, views))
 
-    def start_gather(self, value: Any) -> Handle[list[Any] | None]:
-        """Begin to gather one value per rank at the root: a list in rank order there, None elsewhere."""
-        return self._start(lambda sequence: self._gather(sequence, value, everywhere=False))
+    def _stopped(self, error: CommBroadcastError, before: Ended, out: _Outgoing) -> Ended:
+        """The verdict ends the exchange for everybody; nothing moves."""
+        if out.slot is not None and self._owner.window is not None:
+            self._owner.window.withdraw(out.slot, before.sequence + 1)
+        if isinstance(error, ClosedError):
+            own = self.call.operation is Operation.CLOSE
+            return self._end(before, error=None if own else error, closed=error)
+        if isinstance(error, CallMismatchError):
+            return self._end(before, error=error, untold=before.untold)
+        return self._end(before, error=self._own(error, out.failure))
 
-    def gather(self, value: Any, *, wait: Wait | None = None) -> list[Any] | None:
-        """Gather and wait; errors as :meth:`broadcast`."""
-        return self.start_gather(value).wait(wait)
+    def _own(self, error: CommBroadcastError, failure: Failure | None) -> BaseException:
+        """What this rank raises of an error that all ranks raise: its own failure's exception is the cause, or stays itself."""
+        if failure is None:
+            return error
+        if failure.is_interrupt:
+            return failure.error
+        error.__cause__ = failure.error
+        return error
 
-    def start_allgather(self, value: Any) -> Handle[list[Any]]:
-        """Begin to gather one value per rank everywhere; this rank's own is the very object it gave."""
-        return self._start(lambda sequence: self._gather(sequence, value, everywhere=True))  # type: ignore[arg-type,return-value]
+    def _interrupt(self, failure: Failure | None) -> None:
+        """Raise an interrupt in the call that it hit, once the others are being told."""
+        if failure is not None and failure.is_interrupt and not self._raised:
+            self._raised = True
+            raise failure.error
 
-    def allgather(self, value: Any, *, wait: Wait | None = None) -> list[Any]:
-        """Gather everywhere and wait; errors as :meth:`broadcast`."""
-        return self.start_allgather(value).wait(wait)
+    def _wait(self, run: Run, index: int) -> Steps:
+        yield from run.wait(index)
+        self.completed = max(self.completed, index + 1)
 
-    def statistics(self) -> BroadcastStatistics:
-        """A frozen snapshot."""
-        return BroadcastStatistics(**self._counts, allocations=self._pool.allocations)
+    # -- what this rank gives ------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Release the communicator (collective). Values and views stay valid. A second call does nothing.
+    def _outgoing(self, sequence: int, untold: Failure | None) -> _Outgoing:
+        """This rank's frame: everything that a value could make fail is done here, before anybody is told of it."""
+        owner, comm = self._owner, self._owner.comm
+        out = _Outgoing(bytearray(owner.config.frame_bytes))
+        view = memoryview(out.frame)
+        mine = Frame(sequence, kind=Kind.NONE, rank=comm.rank, call=self.call)
+        if untold is not None:
+            pack_failure(view, replace(mine, status=Status.FAILED_EARLIER), untold.cause, untold.details)
+            return out
+        operation = self.call.operation
+        if operation is Operation.CLOSE or (operation is Operation.BROADCAST and comm.rank != self.call.root):
+            mine.pack_into(view)
+            return out
+        try:
+            self._fill(out, view, sequence)
+        except BaseException as error:  # noqa: BLE001 - the other ranks wait for this frame whatever happened
+            failure = Failure.of(error)
+            failed = _Outgoing(bytearray(owner.config.frame_bytes), failure=failure)
+            if owner.window is not None:
+                owner.window.withdraw_all(sequence)
+            told = replace(mine, status=Status.FAILED)
+            pack_failure(memoryview(failed.frame), told, failure.cause, failure.details)
+            return failed
+        return out
 
-        An abandoned exchange is finished first. A broken object only forgets its communicator: the ranks are not level.
+    def _fill(self, out: _Outgoing, view: memoryview, sequence: int) -> None:
+        """Encode the value, into the frame if it fits, and write the frame."""
+        owner = self._owner
+        config, broadcast = owner.config, self.call.operation is Operation.BROADCAST
+        out.segments = self._codec.encode(self._value)
+        size, out.entries, out.large = _block.plan(out.segments, config)
+        out.size = size
+        if size <= config.inline_bytes_max and not out.large:
+            out.kind, block = Kind.INLINE, view[HEADER_BYTES : HEADER_BYTES + size]
+        elif not broadcast:
+            out.kind, block = Kind.FOLLOWS, owner.pool.take(size).data
+        else:
+            if owner.window is not None and size <= config.shared_slot_bytes:
+                out.slot = owner.window.free_slot(sequence)
+            if out.slot is not None and owner.window is not None:
+                out.kind, block = Kind.SHARED, owner.window.write(out.slot, size, sequence).data
+            else:
+                out.kind, block = Kind.STREAMED, owner.pool.take(size + _block.TRAILER_BYTES).data
+                out.head = _block.head_bytes(out.segments, config.inline_bytes_max - 8 * len(out.large))
+        out.block = block
+        _block.prepare(block, out.segments, out.entries)
+        copying = _block.copy(block, out.segments, out.entries)
+        early = out.kind is Kind.STREAMED and not config.check_round_trip
+        ready = 0
+        while ready < (out.head if early else size):
+            ready = next(copying, size)
+        if config.check_round_trip:
+            self._check_round_trip(block[:size], out.segments, out.large)
+        self._copying, self._ready = copying, ready
+        Frame(
+            sequence, Status.GOOD, out.kind, size, config.chunk_bytes, len(out.large), owner.comm.rank, out.head,
+            out.slot or 0, self.call,
+        ).pack_into(view)  # fmt: skip
+        if out.large:
+            _block.write_sizes(view[HEADER_BYTES:], [out.segments[i].nbytes for i in out.large])
+        if out.head:
+            start = HEADER_BYTES + 8 * len(out.large)
+            view[start : start + out.head] = block[: out.head]
 
-        Raises:
-            LocalProtocolError: An exchange has not ended.
-        """
-        if self._closed:
-            return
-        if self._current is not None:
-            if not self._current.abandoned:
-                raise LocalProtocolError("close: an exchange has not ended")
+    def _check_round_trip(self, block: memoryview, segments: list[Segment], large: list[int]) -> None:
+        copies = [memoryview(bytearray(segments[i].source() or b"")) for i in large]
+        again = self._codec.decode(_block.split(memoryview(bytearray(block)), copies))
+        if not _equal(self._value, again):
+            raise ValueError(f"the value does not survive its codec: {type(self._value).__name__} came back different")
+
+    def _copy_until(self, out: _Outgoing, end: int) -> None:
+        """Copy more of a streamed block, whose frame is under way: what fails now is told in the trailer."""
+        while self._ready < end and self._copy_failure is None:
             try:
-                self._current.wait()
-            except BroadcastError:
-                # Raised everywhere by the exchange; its caller gave it up.
-                pass
-        self._closed = True
-        self._window = None
-        if self._broken is None:
-            self._comm.free()
-
-    # -- one exchange at a time ----------------------------------------------------------------------------------------
-
-    def _start(self, begin: Callable[[int], Steps[T]]) -> Handle[T]:
-        if self._closed:
-            raise LocalProtocolError("the broadcaster is closed")
-        if self._broken is not None:
-            raise LocalProtocolError(f"the broadcaster is broken: {self._broken}") from self._broken
-        before = self._current
-        if before is not None and not before.abandoned:
-            raise LocalProtocolError("an exchange has not ended: one at a time per broadcaster")
-        self._sequence += 1
-        self._counts["exchanges"] += 1
-        steps = begin(self._sequence)
-        if before is not None:
-            self._counts["abandoned"] += 1
-            steps = after(before, steps)
-        handle = Handle(self, steps)
-        self._current = handle
-        handle.test()
-        return handle
-
-    def ended(self, handle: Handle[Any], error: BaseException | None) -> None:
-        """A handle's exchange has ended. Only a ``BroadcastError`` leaves the ranks level."""
-        if isinstance(error, BroadcastError):
-            self._counts["failures"] += 1
-        elif error is not None:
-            self._broken = error
-        if self._current is handle:
-            self._current = None
-
-    def _agree_on_settings(self) -> Steps[None]:
-        c = self.config
-        problem = c.problem() if isinstance(c, BroadcastConfig) else f"config must be a BroadcastConfig, got {c!r}"
-        if problem is None and not (type(self._root) is int and 0 <= self._root < self.size):
-            problem = f"root must be a rank of 0..{self.size - 1}, got {self._root!r}"
-        settings: dict[str, object] = {"version": VERSION, "size": self.size}
-        if problem is None:
-            settings |= {
-                "root": self._root, "frame_bytes": c.frame_bytes, "agree": c.agree,
-                "shared_slot_bytes": c.shared_slot_bytes, "codec": self._codec.name,
-            }  # fmt: skip
-        yield from compare(self._comm, settings, problem)
-
-    # -- what others must learn ----------------------------------------------------------------------------------------
-
-    def _fail(self, failure: _Failure, error: BaseException) -> BroadcastError:
-        """This rank could not take in what came: tell the others when there is an occasion, raise here."""
-        self._untold = failure
-        self._send_report()
-        raised = failure.error()
-        raised.__cause__ = error
-        return raised
-
-    def _send_report(self) -> None:
-        """Tell the root, outside of any exchange; one report is under way at a time."""
-        failure = self._untold
-        if failure is None or self.rank == self._root or not self._comm.reports:
-            return
-        if self._report is not None and (self._report[1] == failure.sequence or not self._report[0].test()):
-            return
-        buffer = bytearray(_REPORT_BYTES)
-        buffer[:4] = failure.rank.to_bytes(4, "little")
-        buffer[4:_REPORT_HEADER_BYTES] = failure.sequence.to_bytes(8, "little")
-        pack_text(memoryview(buffer)[_REPORT_HEADER_BYTES:], failure.cause, failure.details)
-        self._report = (self._comm.report(buffer, self._root), failure.sequence)
-
-    def _news(self) -> _Failure | None:
-        """The failure of an earlier exchange that this rank's next frame has to tell."""
-        self._send_report()
-        if self.rank == self._root and self._comm.reports:
-            while (report := self._comm.poll_report(_REPORT_BYTES)) is not None:
-                rank = int.from_bytes(report[:4], "little")
-                sequence = int.from_bytes(report[4:_REPORT_HEADER_BYTES], "little")
-                if sequence > self._told.get(rank, 0):
-                    text = memoryview(report[_REPORT_HEADER_BYTES:].rstrip(b"\0"))
-                    self._reported[rank] = _Failure(rank, sequence, *unpack_text(text))
-        if self._untold is not None:
-            return self._untold
-        return self._reported[min(self._reported)] if self._reported else None
-
-    def _was_told(self, rank: int, sequence: int) -> None:
-        """Everybody knows now; a report that is still on its way adds nothing."""
-        self._told[rank] = max(sequence, self._told.get(rank, 0))
-        if rank in self._reported and self._reported[rank].sequence <= sequence:
-            del self._reported[rank]
-        if self._untold is not None and rank == self.rank and self._untold.sequence <= sequence:
-            self._untold = None
-
-    def _failure_frame(self, view: memoryview, sequence: int, status: Status, failure: _Failure) -> Frame:
-        length = pack_text(view[HEADER_BYTES:], failure.cause, failure.details)
-        frame = Frame(sequence, status, rank=failure.rank, payload_bytes=length, about=failure.sequence)
-        frame.pack_into(view)
-        return frame
-
-    def _raise_told(self, view: memoryview, frame: Frame) -> BroadcastError:
-        cause, details = unpack_text(view[HEADER_BYTES : HEADER_BYTES + frame.payload_bytes])
-        earlier = frame.status is Status.FAILED_EARLIER
-        if earlier:
-            self._was_told(frame.rank, frame.about)
-        return BroadcastError(frame.rank, cause, details, earlier=earlier)
+                # A copy that an exception ends is begun anew: one that is dead would look as if it were complete.
+                copying, self._copying = self._copying or _block.copy(out.block, out.segments, out.entries), None
+                ready = next(copying, out.size)
+                self._copying, self._ready = copying, ready
+            except BaseException as error:  # noqa: BLE001 - the transfers are announced and go on
+                self._copy_failure = Failure.of(error)
 
     # -- broadcast -----------------------------------------------------------------------------------------------------
 
-    def _broadcast(self, sequence: int, value: Any) -> Steps[Any]:
-        if self.rank != self._root:
-            return (yield from self._receive(sequence))
-        yield from self._send(sequence, value)
-        return value
+    def _broadcast(
+        self,
+        run: Run,
+        before: Ended,
+        out: _Outgoing,
+        frames: list[Frame],
+        views: list[memoryview],
+        ends: list[int],
+    ) -> Steps:
+        root, comm = self.call.root, run.comm
+        move: Move = (comm.ibcast, root)
+        if comm.rank != root:
+            part = self._in.setdefault(root, _Incoming())
+            told = yield from self._take(run, part, views[root], frames[root], move)
+            if told is not None:
+                return self._end(before, error=told, moved=True)
+            value = None if part.result is None else part.result[0]
+            return (yield from self._finish(run, before, value, part.failure))
+        if out.kind is Kind.STREAMED:
+            yield from self._stream(run, before, out, ends)
+            if self._copy_failure is not None:
+                failure = self._copy_failure
+                return self._end(before, error=failure.raised(comm.rank), moved=True)
+        yield from self._give_large(run, out, move)
+        return (yield from self._finish(run, before, self._value, None))
 
-    def _send(self, sequence: int, value: Any) -> Steps[None]:
-        """The root's part: everything that can fail is done before the first frame says that it has not."""
-        view = memoryview(self._frame)
-        news = self._news()
-        if news is not None:
-            frame = self._failure_frame(view, sequence, Status.FAILED_EARLIER, news)
-            yield self._post_frame(view, self._root)
-            raise self._raise_told(view, frame)
-        slot: int | None = None
-        head = 0
-        try:
-            segments = self._codec.encode(value)
-            size, entries, large = _block.plan(segments, self.config)
-            if size <= self.config.inline_bytes_max and not large:
-                kind, block = Kind.INLINE, view[HEADER_BYTES : HEADER_BYTES + size]
-            else:
-                if self._window is not None and size <= self.config.shared_slot_bytes:
-                    slot = self._window.free_slot()
-                if slot is not None and self._window is not None:
-                    kind, block = Kind.SHARED, self._window.write(slot, size, sequence).data
-                else:
-                    kind, block = Kind.STREAMED, self._pool.take(size + _block.TRAILER_BYTES).data
-                    head = _block.head_bytes(segments, self.config.inline_bytes_max - 8 * len(large))
-            _block.prepare(block, segments, entries)
-            copying = _block.copy(block, segments, entries)
-            early = kind is Kind.STREAMED and not self.config.check_round_trip
-            ready = 0
-            while ready < (head if early else size):
-                ready = next(copying, size)
-            if self.config.check_round_trip:
-                self._check_round_trip(value, block[:size], segments, large)
-        except BaseException as error:
-            # The other ranks wait for this frame whatever happened.
-            if slot is not None and self._window is not None:
-                self._window.withdraw(slot)
-            failure = _Failure.of(self.rank, sequence, error)
-            self._failure_frame(view, sequence, Status.FAILED, failure)
-            yield self._post_frame(view, self._root)
-            raise failure.error() from error
-        Frame(
-            sequence, Status.GOOD, kind, size, self.config.chunk_bytes, len(large), self.rank, head, slot or 0
-        ).pack_into(view)
-        if large:
-            _block.write_sizes(view[HEADER_BYTES:], [segments[i].nbytes for i in large])
-        if head:
-            start = HEADER_BYTES + 8 * len(large)
-            view[start : start + head] = block[:head]
-        if kind is Kind.STREAMED:
-            yield from self._stream(sequence, self._post_frame(view, self._root), block, head, ready, copying)
-        else:
-            yield self._post_frame(view, self._root)
-        for index in large:
-            source = segments[index].source()
-            yield from self._chunks(source, segments[index].nbytes, self.config.chunk_bytes, self._to_all(self._root))
-        self._counts["inline"] += kind is Kind.INLINE
-        self._counts["shared"] += kind is Kind.SHARED
-        self._counts["large_buffers"] += len(large)
-        self._counts["bytes_sent"] += size + sum(segments[i].nbytes for i in large)
-        if self._agree:
-            yield from self._compare_results(sequence, None)
-
-    def _stream(
-        self, sequence: int, frame: Request, block: memoryview, head: int, ready: int, copying: Iterator[int]
-    ) -> Steps[None]:
-        """Send a block's pieces after its frame, each as soon as it is copied: the others take it in meanwhile."""
-        size = len(block) - _block.TRAILER_BYTES
-        trailer = block[size:]
-        posted: deque[Request] = deque([frame])
-        interrupt: BaseException | None = None
-        start = head
-        for end in _block.piece_ends(head, size, self.config.chunk_bytes):
-            try:
-                while ready < end:
-                    ready = next(copying, size)
-            except BaseException as error:  # noqa: BLE001 - the transfers are announced and go on
-                interrupt, ready = error, size
-            if end == size:
-                if interrupt is None:
-                    Frame(sequence).pack_into(trailer)
-                else:
-                    self._failure_frame(trailer, sequence, Status.FAILED, _Failure.of(self.rank, sequence, interrupt))
-                end = len(block)
-            self.moving_bytes = end - start
-            posted.append(self._comm.ibcast(block[start:end], self._root))
+    def _stream(self, run: Run, before: Ended, out: _Outgoing, ends: list[int]) -> Steps:
+        """Send a block's pieces, each as soon as it is copied: the others take it in meanwhile."""
+        comm = run.comm
+        under_way: deque[int] = deque()
+        start = out.head
+        for end in ends:
+            stop = len(out.block) if end == out.size else end
+            if not run.is_ahead:
+                self._copy_until(out, end)
+                if end == out.size:
+                    self._write_trailer(before.sequence + 1, out)
+            self.moving_bytes = stop - start
+            under_way.append(run.start(comm.ibcast, out.block[start:stop], self.call.root))
             start = end
-            if posted[0].test():
-                posted.popleft()
-            elif len(posted) > _PIECES_MAX:
-                yield posted.popleft()
-        yield from posted
+            if comm.test(under_way[0]):
+                under_way.popleft()
+            elif len(under_way) > _PIECES_MAX:
+                yield from self._wait(run, under_way.popleft())
+        self._interrupt(self._copy_failure)
+        for index in under_way:
+            yield from self._wait(run, index)
         self.moving_bytes = 0
-        if interrupt is not None:
-            raise _Failure.of(self.rank, sequence, interrupt).error() from interrupt
 
-    def _receive(self, sequence: int) -> Steps[Any]:
-        view = memoryview(self._frame)
-        self._send_report()
-        yield self._post_frame(view, self._root)
-        frame = Frame.unpack(view, sequence, self._root)
-        if frame.status is not Status.GOOD:
-            raise self._raise_told(view, frame)
-        value, failure, error = None, None, None
-        try:
-            value = yield from self._take_in(view, frame, sequence, self._to_all(self._root))
-        except _NotTaken as refused:
-            error = refused.error
-            failure = _Failure.of(self.rank, sequence, error)
-        if self._agree:
-            yield from self._compare_results(sequence, failure, error)
-        elif failure is not None and error is not None:
-            raise self._fail(failure, error)
-        return value
+    def _write_trailer(self, sequence: int, out: _Outgoing) -> None:
+        trailer, failure = out.block[out.size :], self._copy_failure
+        mine = Frame(sequence, kind=Kind.NONE, rank=self._owner.comm.rank, call=self.call)
+        if failure is None:
+            mine.pack_into(trailer)
+        else:
+            pack_failure(trailer, replace(mine, status=Status.FAILED), failure.cause, failure.details)
 
-    def _take_in(
-        self, view: memoryview, frame: Frame, sequence: int, move: Callable[[memoryview], Request]
-    ) -> Steps[Any]:
-        """A sender's block and large buffers, decoded. Takes part in every transfer, whatever fails.
-
-        Raises:
-            _NotTaken: This rank could not allocate or decode.
-        """
-        sizes = _block.read_sizes(view[HEADER_BYTES:], frame.large_count)
-        error: BaseException | None = None
-        block: memoryview | None = None
-        value: Any = None
-        decoded = False
-        try:
-            if frame.kind is Kind.INLINE:
-                # The frame is overwritten by the next exchange.
-                block = memoryview(bytearray(view[HEADER_BYTES : HEADER_BYTES + frame.block_bytes]))
-            elif frame.kind is Kind.SHARED:
-                block = self._read_shared(frame, sequence)
-            elif frame.kind is Kind.STREAMED:
-                whole = self._pool.take(frame.block_bytes + _block.TRAILER_BYTES).data
-                block = whole[: frame.block_bytes]
-                head = view[HEADER_BYTES + 8 * len(sizes) :][: frame.payload_bytes]
-                block[: frame.payload_bytes] = head
-                if frame.payload_bytes and not sizes and self._codec.head_only:
-                    # While the first piece is on its way.
-                    value, decoded = self._codec.decode(_block.split(block, [])), True
-        except BaseException as raised:  # noqa: BLE001 - the transfers that follow are joined all the same
-            error = raised
-        if frame.kind is Kind.FOLLOWS:
-            block, error = yield from self._fetch(frame.block_bytes, frame.chunk_bytes, move, error)
-        elif frame.kind is Kind.STREAMED:
-            yield from self._take_stream(None if block is None else whole, frame, sequence, move)
-        large: list[memoryview] = []
-        for size in sizes:
-            buffer, error = yield from self._fetch(size, frame.chunk_bytes, move, error)
-            if buffer is not None:
-                large.append(buffer)
-        self._counts["bytes_received"] += frame.block_bytes + sum(sizes)
-        if error is None and block is not None:
-            if decoded:
-                return value
-            try:
-                return self._codec.decode(_block.split(block, large))
-            except BaseException as raised:  # noqa: BLE001 - the others must learn of it whatever it is
-                error = raised
-        raise _NotTaken(error or MemoryError("no block"))
-
-    def _take_stream(
-        self, block: memoryview | None, frame: Frame, sequence: int, move: Callable[[memoryview], Request]
-    ) -> Steps[None]:
-        """Receive a streamed block's pieces, into a sink without a block, and look at its trailer.
-
-        Raises:
-            BroadcastError: The sender says that it did not write all of it: every rank raises this.
-        """
-        ends = _block.piece_ends(frame.payload_bytes, frame.block_bytes, frame.chunk_bytes)
-        if not ends:
-            return
-        starts = [frame.payload_bytes, *ends[:-1]]
-        ends[-1] += _block.TRAILER_BYTES
-        longest = max(end - start for start, end in zip(starts, ends, strict=True))
-        sink = None if block is not None else np.empty(longest, np.uint8).data
-        for start, end in zip(starts, ends, strict=True):
-            part = block[start:end] if block is not None else sink[: end - start]  # type: ignore[index]
-            self.moving_bytes = end - start
-            yield move(part)
-        self.moving_bytes = 0
-        trailer = part[-_block.TRAILER_BYTES :]
-        last = Frame.unpack(trailer, sequence, self._root)
-        if last.status is not Status.GOOD:
-            raise self._raise_told(trailer, last)
-
-    def _read_shared(self, frame: Frame, sequence: int) -> memoryview:
-        if self._window is None:
-            raise LocalProtocolError("the root used a shared window that this rank has not")
-        array = self._window.read(frame.slot, frame.block_bytes, sequence)
-        if self._codec.views:
-            return array.data.toreadonly()
-        # What is decoded may be written to by its owner: not in memory that other ranks read.
-        copy = self._pool.take(frame.block_bytes)
-        copy[:] = array
-        return copy.data
-
-    def _fetch(
-        self, size: int, chunk_bytes: int, move: Callable[[memoryview], Request], error: BaseException | None
-    ) -> Steps[tuple[memoryview | None, BaseException | None]]:
-        buffer: memoryview | None = None
-        if error is None:
-            try:
-                buffer = self._pool.take(size).data
-            except BaseException as raised:  # noqa: BLE001 - the transfer is joined all the same
-                error = raised
-        yield from self._chunks(buffer, size, chunk_bytes, move)
-        return buffer, error
+    def _give_large(self, run: Run, out: _Outgoing, move: Move) -> Steps:
+        for index in out.large:
+            source = out.segments[index].source()
+            yield from self._chunks(run, source, None, out.segments[index].nbytes, self._owner.config.chunk_bytes, move)
 
     def _chunks(
-        self, buffer: memoryview | None, size: int, chunk_bytes: int, move: Callable[[memoryview], Request]
-    ) -> Steps[None]:
-        """Move a buffer chunk by chunk; without a buffer one chunk's memory takes it all, so that the ranks stay in step."""
-        sink = None if buffer is not None else np.empty(min(size, chunk_bytes), np.uint8).data
+        self, run: Run, buffer: memoryview | None, sink: memoryview | None, size: int, chunk_bytes: int, move: Move
+    ) -> Steps:
+        """Move a buffer chunk by chunk; without one the sink's memory takes it all, so that the ranks stay in step."""
         for start in range(0, size, chunk_bytes):
             count = min(chunk_bytes, size - start)
             part = buffer[start : start + count] if buffer is not None else sink[:count]  # type: ignore[index]
             self.moving_bytes = count
-            yield move(part)
+            yield from self._wait(run, run.start(move[0], part, move[1]))
         self.moving_bytes = 0
 
-    def _post_frame(self, view: memoryview, source: int) -> Request:
+    # -- what others give ----------------------------------------------------------------------------------------------
+
+    def _take(
+        self, run: Run, part: _Incoming, view: memoryview, frame: Frame, move: Move
+    ) -> Generator[None, None, BroadcastError | None]:
+        """A sender's block and large buffers, decoded. Takes part in every transfer, whatever fails.
+
+        Returns:
+            What the trailer of a streamed block says that failed: every rank raises this, and nothing follows.
+        """
+        sizes = _block.read_sizes(view[HEADER_BYTES:], frame.large_count)
+        if frame.kind is Kind.INLINE:
+            if part.block is None:
+                # The frames of all ranks lie in one buffer, which a view would keep.
+                part.block = memoryview(bytearray(view[HEADER_BYTES : HEADER_BYTES + frame.block_bytes]))
+        elif frame.kind is Kind.SHARED:
+            self._look(part, frame)
+        elif frame.kind is Kind.STREAMED:
+            told = yield from self._take_stream(run, part, view, frame, len(sizes), move)
+            if told is not None:
+                return told
+        else:
+            if self._allocate(part, frame.block_bytes):
+                part.block = part.memory.data  # type: ignore[union-attr]
+            yield from self._fetch(run, part, part.block, frame.block_bytes, frame.chunk_bytes, move)
+        for index, size in enumerate(sizes):
+            if index not in part.large and part.failure is None:
+                try:
+                    part.large[index] = self._owner.pool.take(size).data
+                except Exception as error:  # noqa: BLE001 - the transfer is joined all the same
+                    part.failure = Failure.of(error)
+            yield from self._fetch(run, part, part.large.get(index), size, frame.chunk_bytes, move)
+        if part.block is not None:
+            self._decode(part, part.block, [part.large[i] for i in sorted(part.large)])
+        return None
+
+    def _allocate(self, part: _Incoming, size: int) -> bool:
+        if part.memory is None and part.failure is None:
+            try:
+                part.memory = self._owner.pool.take(size)
+            except Exception as error:  # noqa: BLE001 - the transfers that follow are joined all the same
+                part.failure = Failure.of(error)
+        return part.memory is not None
+
+    def _fetch(
+        self, run: Run, part: _Incoming, buffer: memoryview | None, size: int, chunk_bytes: int, move: Move
+    ) -> Steps:
+        if buffer is None and (part.sink is None or len(part.sink) < min(size, chunk_bytes)):
+            part.sink = np.empty(min(size, chunk_bytes), np.uint8).data
+        yield from self._chunks(run, buffer, part.sink, size, chunk_bytes, move)
+
+    def _take_stream(
+        self, run: Run, part: _Incoming, view: memoryview, frame: Frame, large: int, move: Move
+    ) -> Generator[None, None, BroadcastError | None]:
+        """Receive a streamed block's pieces, into a sink without a block, and look at its trailer."""
+        head = frame.payload_bytes
+        if self._allocate(part, frame.block_bytes + _block.TRAILER_BYTES) and part.block is None:
+            block = part.memory.data[: frame.block_bytes]  # type: ignore[union-attr]
+            block[:head] = view[HEADER_BYTES + 8 * large :][:head]
+            part.block = block
+        ends = _block.piece_ends(head, frame.block_bytes, frame.chunk_bytes)
+        if not ends:
+            return None
+        starts = [head, *ends[:-1]]
+        ends[-1] += _block.TRAILER_BYTES
+        whole = None if part.memory is None else part.memory.data
+        if whole is None and part.sink is None:
+            part.sink = np.empty(max(end - start for start, end in zip(starts, ends, strict=True)), np.uint8).data
+        piece = memoryview(b"")
+        for start, end in zip(starts, ends, strict=True):
+            piece = whole[start:end] if whole is not None else part.sink[: end - start]  # type: ignore[index]
+            self.moving_bytes = end - start
+            index = run.start(move[0], piece, move[1])
+            if start == head and head and not large and self._codec.head_only and part.block is not None:
+                # While the first piece is on its way.
+                self._decode(part, part.block, [])
+            yield from self._wait(run, index)
         self.moving_bytes = 0
-        return self._comm.ibcast(view, source)
+        trailer = piece[-_block.TRAILER_BYTES :]
+        last = Frame.unpack(trailer, frame.sequence, frame.rank)
+        return None if last.status is Status.GOOD else BroadcastError.of((failure_in(trailer, last),))
 
-    def _to_all(self, source: int) -> Callable[[memoryview], Request]:
-        return lambda part: self._comm.ibcast(part, source)
+    def _look(self, part: _Incoming, frame: Frame) -> None:
+        """A block in the window: it must be looked at, and let go, in any case."""
+        window = self._owner.window
+        if window is None:
+            raise RemoteProtocolError("the root used a shared window that this rank does not have")
+        if part.block is not None or part.failure is not None:
+            return
+        if part.memory is None:
+            part.memory = window.slot(frame.slot, frame.block_bytes)
+        window.watch(frame.slot, part.memory, frame.sequence)
+        if self._codec.views:
+            part.block = part.memory.data.toreadonly()
+            return
+        # What is decoded may be written to by its owner: not in memory that other ranks read.
+        try:
+            copy = self._owner.pool.take(frame.block_bytes)
+            copy[:] = part.memory
+        except Exception as error:  # noqa: BLE001 - told, like any memory that is not there
+            part.failure = Failure.of(error)
+            return
+        part.block = copy.data
+        part.memory = None
 
-    def _compare_results(
-        self, sequence: int, failure: _Failure | None, error: BaseException | None = None
-    ) -> Steps[None]:
-        """Everybody's result, everywhere: the lowest rank that failed is raised by all."""
-        send = bytearray(_REPORT_BYTES)
-        if failure is not None:
-            send[0] = 1
-            pack_text(memoryview(send)[1:], failure.cause, failure.details)
-        receive = bytearray(_REPORT_BYTES * self.size)
-        yield self._comm.iallgather(send, receive)
-        for rank in range(self.size):
-            part = memoryview(receive)[rank * _REPORT_BYTES : (rank + 1) * _REPORT_BYTES]
-            if part[0]:
-                cause, details = unpack_text(memoryview(bytes(part[1:]).rstrip(b"\0")))
-                raise BroadcastError(rank, cause, details) from (error if rank == self.rank else None)
-
-    def _check_round_trip(self, value: Any, block: memoryview, segments: list[Segment], large: list[int]) -> None:
-        copies = [memoryview(bytearray(segments[i].source() or b"")) for i in large]
-        again = self._codec.decode(_block.split(memoryview(bytearray(block)), copies))
-        if not _equal(value, again):
-            raise ValueError(f"the value does not survive its codec: {type(value).__name__} came back different")
+    def _decode(self, part: _Incoming, block: memoryview, large: list[memoryview]) -> None:
+        """Make the value, unless nobody wants it or something failed before."""
+        if part.result is not None or part.failure is not None:
+            return
+        if self.given_up:
+            self.skipped = True
+            return
+        try:
+            value = self._codec.decode(_block.split(block, large))
+        except BaseException as error:  # noqa: BLE001 - the others must learn of it whatever it is
+            part.failure = Failure.of(error)
+        else:
+            part.result = (value,)
 
     # -- gather --------------------------------------------------------------------------------------------------------
 
-    def _gather(self, sequence: int, value: Any, *, everywhere: bool) -> Steps[list[Any] | None]:
-        """One first frame from each rank to all; what did not fit in it follows, rank by rank."""
-        size_frame = self.config.frame_bytes
-        send = bytearray(size_frame)
-        view = memoryview(send)
-        segments: list[Segment] = []
-        large: list[int] = []
-        block = memoryview(b"")
-        own_error: BaseException | None = None
-        news = self._news()
-        if news is not None:
-            self._failure_frame(view, sequence, Status.FAILED_EARLIER, news)
-        else:
-            try:
-                segments = self._codec.encode(value)
-                size, entries, large = _block.plan(segments, self.config)
-                inline = size <= self.config.inline_bytes_max and not large
-                block = view[HEADER_BYTES : HEADER_BYTES + size] if inline else self._pool.take(size).data
-                _block.write(block, segments, entries)
-                if self.config.check_round_trip:
-                    self._check_round_trip(value, block, segments, large)
-                kind = Kind.INLINE if inline else Kind.FOLLOWS
-                Frame(sequence, Status.GOOD, kind, size, self.config.chunk_bytes, len(large), self.rank).pack_into(view)
-                if large:
-                    _block.write_sizes(view[HEADER_BYTES:], [segments[i].nbytes for i in large])
-            except BaseException as error:  # noqa: BLE001 - the other ranks wait for this frame whatever happened
-                own_error = error
-                self._failure_frame(view, sequence, Status.FAILED, _Failure.of(self.rank, sequence, error))
-        receive = bytearray(size_frame * self.size)
-        self.moving_bytes = 0
-        yield self._comm.iallgather(send, receive)
-        views = [memoryview(receive)[r * size_frame : (r + 1) * size_frame] for r in range(self.size)]
-        frames = [Frame.unpack(v, sequence, r) for r, v in enumerate(views)]
-        told = {r: self._raise_told(views[r], f) for r, f in enumerate(frames) if f.status is not Status.GOOD}
-        if told:
-            first = min(told)
-            raise told[first] from (own_error if first == self.rank else None)
-        found: list[Any] = []
-        failure: BaseException | None = None
+    def _gather(self, run: Run, before: Ended, out: _Outgoing, frames: list[Frame], views: list[memoryview]) -> Steps:
+        """What did not fit in the frames, rank by rank: to all, or between that rank and the root."""
+        comm, root = run.comm, self.call.root
+        everywhere = self.call.operation is Operation.ALLGATHER
+        at_root = comm.rank == root
+        values: list[Any] = []
+        failure: Failure | None = None
         for r, frame in enumerate(frames):
-            mine = r == self.rank
-            if not everywhere and self.rank != self._root and not mine:
-                # Between that rank and the root.
-                continue
-            if mine:
-                move = None if not everywhere and mine and self.rank == self._root else self._away(everywhere)
-                if move is not None and frame.kind is Kind.FOLLOWS:
-                    yield from self._chunks(block, frame.block_bytes, frame.chunk_bytes, move)
-                    for i in large:
-                        yield from self._chunks(segments[i].source(), segments[i].nbytes, frame.chunk_bytes, move)
-                found.append(value)
-                continue
-            try:
-                found.append((yield from self._take_in(views[r], frame, sequence, self._from(r, everywhere))))
-            except _NotTaken as refused:
-                failure = failure or refused.error
-        self._counts["bytes_sent"] += frames[self.rank].block_bytes + sum(segments[i].nbytes for i in large)
-        mishap = None if failure is None else _Failure.of(self.rank, sequence, failure)
-        if self._agree:
-            yield from self._compare_results(sequence, mishap, failure)
-        elif mishap is not None and failure is not None:
-            raise self._fail(mishap, failure)
-        return found if everywhere or self.rank == self._root else None
+            if r == comm.rank:
+                if everywhere or not at_root:
+                    move: Move = (comm.ibcast, r) if everywhere else (comm.isend, root)
+                    if out.kind is Kind.FOLLOWS:
+                        config = self._owner.config
+                        yield from self._chunks(run, out.block, None, out.size, config.chunk_bytes, move)
+                    yield from self._give_large(run, out, move)
+                values.append(self._value)
+            elif everywhere or at_root:
+                part = self._in.setdefault(r, _Incoming())
+                move = (comm.ibcast, r) if everywhere else (comm.irecv, r)
+                yield from self._take(run, part, views[r], frame, move)
+                failure = failure or part.failure
+                values.append(None if part.result is None else part.result[0])
+        wanted = everywhere or at_root
+        return (yield from self._finish(run, before, values if wanted else None, failure))
 
-    def _away(self, everywhere: bool) -> Callable[[memoryview], Request]:
-        if everywhere:
-            return self._to_all(self.rank)
-        return lambda part: self._comm.isend(part, self._root)
+    # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _from(self, source: int, everywhere: bool) -> Callable[[memoryview], Request]:
-        if everywhere:
-            return self._to_all(source)
-        return lambda part: self._comm.irecv(part, source)
+    def _finish(self, run: Run, before: Ended, value: Any, failure: Failure | None) -> Steps:
+        """The payload has moved: compare results, or keep this rank's failure for its next frame."""
+        comm = run.comm
+        if not self._owner.config.agree:
+            if failure is None:
+                return self._end(before, value=value, moved=True)
+            return self._end(before, error=failure.raised(comm.rank), untold=failure, moved=True)
+        if self._results is None:
+            send = bytearray(RESULT_BYTES)
+            if failure is not None:
+                send[0] = 1
+                pack_text(memoryview(send)[1:], failure.cause, failure.details)
+            self._results = send, bytearray(RESULT_BYTES * comm.size)
+        send, receive = self._results
+        index = run.start(comm.iallgather, send, receive)
+        self._interrupt(failure)
+        yield from self._wait(run, index)
+        failures = []
+        for rank in range(comm.size):
+            part = memoryview(receive)[rank * RESULT_BYTES : (rank + 1) * RESULT_BYTES]
+            if part[0]:
+                failures.append(RankFailure(rank, *unpack_text(memoryview(bytes(part[1:]).rstrip(b"\0")))))
+        if failures:
+            error = self._own(BroadcastError.of(tuple(failures)), failure)
+            return self._end(before, error=error, moved=True)
+        return self._end(before, value=value, moved=True)
+
+    @property
+    def _bytes_received(self) -> int:
+        parts = self._in.values()
+        return sum(
+            (0 if part.block is None else part.block.nbytes) + sum(b.nbytes for b in part.large.values())
+            for part in parts
+        )
 
 
-class _NotTaken(Exception):
-    """This rank could not take in what came; the exchange itself went on."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
+def is_running(generator: Any) -> bool:
+    """Whether a generator's frame is on somebody's stack now. An exception that ends it cannot leave this wrong."""
+    return generator is not None and bool(generator.gi_running)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -1,8 +1,8 @@
-"""The first frame: one fixed size, decoded from the sender's word alone.
+"""The first frame: one fixed size, contributed by every rank to every exchange, decoded from its sender's word alone.
 
-0  magic u32 | 4  version u8 | 5 status u8 | 6 kind u8 | 7 flags u8 | 8 sequence u64 | 16 block_bytes u64
-24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 payload_bytes u32 | 44 slot u32 | 48 about u64
-56 crc32 of the bytes before | 60..63 zero
+0  magic u32 | 4  version u8 | 5 status u8 | 6 kind u8 | 7 operation u8 | 8 sequence u64 | 16 block_bytes u64
+24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 payload_bytes u32 | 44 slot u32 | 48 root u32 | 52 codec u32
+56 settings u32 | 60 crc32 of the bytes before
 64 payload: the whole block when it fits, else the sizes of large buffers and a streamed block's head; an error's text
 
 A frame's header and an error's text are also the trailer of a streamed block.
@@ -13,15 +13,32 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from comm_broadcast._config import HEADER_BYTES
-from comm_broadcast._errors import RemoteProtocolError
+from comm_broadcast._errors import (
+    BroadcastError,
+    CallMismatchError,
+    ClosedError,
+    CommBroadcastError,
+    RankFailure,
+    RemoteProtocolError,
+)
 
-_HEADER = struct.Struct("<IBBBBQQQIIIIQ")
+_HEADER = struct.Struct("<IBBBBQQQIIIIIII")
 _CRC = struct.Struct("<I")
 MAGIC = 0x4D584243
-VERSION = 2
+VERSION = 3
+
+
+class Operation(enum.IntEnum):
+    """What the sender called."""
+
+    BROADCAST = 0
+    GATHER = 1
+    ALLGATHER = 2
+    CLOSE = 3
 
 
 class Status(enum.IntEnum):
@@ -30,7 +47,7 @@ class Status(enum.IntEnum):
     GOOD = 0
     #: The sender could not encode; its text follows.
     FAILED = 1
-    #: A rank failed in an earlier exchange; its text follows.
+    #: The sender failed in an earlier exchange; its text follows.
     FAILED_EARLIER = 2
 
 
@@ -42,6 +59,39 @@ class Kind(enum.IntEnum):
     SHARED = 2
     #: Follows in pieces that begin to travel before the last is written; a trailer says whether all were.
     STREAMED = 3
+    #: The sender has none to give in this exchange.
+    NONE = 4
+
+
+_OPERATIONS = dict(enumerate(Operation))
+_STATUSES = dict(enumerate(Status))
+_KINDS = dict(enumerate(Kind))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What must be the same on all ranks of an exchange.
+
+    Attributes:
+        codec, settings: What stands for the codec's name and the settings (32 bits each).
+    """
+
+    operation: Operation = Operation.BROADCAST
+    root: int = 0
+    codec: int = 0
+    settings: int = 0
+
+    def text(self, first: Call) -> str:
+        """For people; says what differs from another rank's."""
+        different = [
+            part
+            for part, mine, theirs in (
+                ("another codec", self.codec, first.codec),
+                ("other settings", self.settings, first.settings),
+            )
+            if mine != theirs
+        ]
+        return f"{self.operation.name.lower()}({', '.join([f'root={self.root}', *different])})"
 
 
 @dataclass(frozen=True)
@@ -51,10 +101,9 @@ class Frame:
     Attributes:
         block_bytes: Size of the coalesced block (bytes).
         large_count: Buffers that travel after the block, each from where it is (count).
-        rank: The rank that a failure is about.
+        rank: The sender.
         payload_bytes: Length of an error's text, or of a streamed block's head, in the frame (bytes).
         slot: Slot of the shared window.
-        about: The exchange in which ``rank`` failed, of a failure that was not this exchange's.
     """
 
     sequence: int
@@ -66,13 +115,15 @@ class Frame:
     rank: int = 0
     payload_bytes: int = 0
     slot: int = 0
-    about: int = 0
+    call: Call = Call()
 
     def pack_into(self, target: memoryview) -> None:
         """Write the header."""
+        call = self.call
         _HEADER.pack_into(
-            target, 0, MAGIC, VERSION, self.status, self.kind, 0, self.sequence, self.block_bytes, self.chunk_bytes,
-            self.large_count, self.rank, self.payload_bytes, self.slot, self.about,
+            target, 0, MAGIC, VERSION, self.status, self.kind, call.operation, self.sequence, self.block_bytes,
+            self.chunk_bytes, self.large_count, self.rank, self.payload_bytes, self.slot, call.root, call.codec,
+            call.settings,
         )  # fmt: skip
         _CRC.pack_into(target, _HEADER.size, zlib.crc32(target[: _HEADER.size]))
 
@@ -84,8 +135,8 @@ class Frame:
             RemoteProtocolError: It is damaged, of another version, or belongs to another exchange; names the sender.
         """
         (crc,) = _CRC.unpack_from(source, _HEADER.size)
-        magic, version, status, kind, _, got, block, chunk, large, rank, text, slot, about = _HEADER.unpack_from(
-            source, 0
+        magic, version, status, kind, operation, got, block, chunk, large, rank, text, slot, root, codec, settings = (
+            _HEADER.unpack_from(source, 0)
         )
         if magic != MAGIC or crc != zlib.crc32(source[: _HEADER.size]):
             raise RemoteProtocolError(f"rank {sender}: damaged first frame (magic {magic:#x})")
@@ -93,12 +144,14 @@ class Frame:
             raise RemoteProtocolError(f"rank {sender}: frame version {version}, this is {VERSION}")
         if got != sequence:
             raise RemoteProtocolError(
-                f"rank {sender}: exchange {got}, this rank is at {sequence}: the calls do not match"
+                f"rank {sender}: exchange {got}, this rank is at {sequence}: the ranks are not level"
             )
-        try:
-            frame = Frame(got, Status(status), Kind(kind), block, chunk, large, rank, text, slot, about)
-        except ValueError as error:
-            raise RemoteProtocolError(f"rank {sender}: {error}") from error
+        if status not in _STATUSES or kind not in _KINDS or operation not in _OPERATIONS or rank != sender:
+            raise RemoteProtocolError(
+                f"rank {sender}: status {status}, kind {kind}, operation {operation} of rank {rank} are not a frame of its"
+            )
+        call = Call(_OPERATIONS[operation], root, codec, settings)
+        frame = Frame(got, _STATUSES[status], _KINDS[kind], block, chunk, large, rank, text, slot, call)
         follows = frame.kind in (Kind.FOLLOWS, Kind.STREAMED) or frame.large_count
         if frame.status is Status.GOOD and follows and frame.chunk_bytes <= 0:
             raise RemoteProtocolError(f"rank {sender}: chunks of {frame.chunk_bytes} bytes")
@@ -113,6 +166,38 @@ class Frame:
         return frame
 
 
+def pack_failure(target: memoryview, frame: Frame, cause: str, details: str) -> None:
+    """Write a frame that says what failed."""
+    length = pack_text(target[HEADER_BYTES:], cause, details)
+    Frame(frame.sequence, frame.status, Kind.NONE, rank=frame.rank, payload_bytes=length, call=frame.call).pack_into(
+        target
+    )
+
+
+def failure_in(view: memoryview, frame: Frame) -> RankFailure:
+    """What a frame says that failed."""
+    cause, details = unpack_text(view[HEADER_BYTES : HEADER_BYTES + frame.payload_bytes])
+    return RankFailure(frame.rank, cause, details, frame.status is Status.FAILED_EARLIER)
+
+
+def verdict(frames: Sequence[Frame], views: Sequence[memoryview]) -> CommBroadcastError | None:
+    """What all ranks make of the frames of an exchange: the error that ends it for everybody, or None: the payload moves.
+
+    Pure, and every rank has the same frames: so all come to the same verdict. A rank that closes ends the object, whatever the
+    others called; calls that differ move nothing; then all failures are told at once.
+    """
+    closing = [frame.rank for frame in frames if frame.call.operation is Operation.CLOSE]
+    if closing:
+        return ClosedError(closing[0])
+    first = frames[0].call
+    if any(frame.call != first for frame in frames):
+        return CallMismatchError(tuple(frame.call.text(first) for frame in frames))
+    failures = tuple(
+        failure_in(view, frame) for frame, view in zip(frames, views, strict=True) if frame.status is not Status.GOOD
+    )
+    return BroadcastError.of(failures) if failures else None
+
+
 #: Separates an error's cause from its traceback in a frame.
 _SPLIT = "\0"
 
@@ -120,8 +205,8 @@ _SPLIT = "\0"
 def pack_text(target: memoryview, cause: str, details: str) -> int:
     """Write an error's text, the traceback's end first to go; returns its length (bytes)."""
     room = len(target)
-    head = cause.encode("utf-8", "replace")[: room // 2]
-    tail = details.encode("utf-8", "replace")
+    head = cause.replace(_SPLIT, "?").encode("utf-8", "replace")[: room // 2]
+    tail = details.replace(_SPLIT, "?").encode("utf-8", "replace")
     left = room - len(head) - 1
     data = head + _SPLIT.encode() + (tail if len(tail) <= left else tail[len(tail) - left :])
     target[: len(data)] = data

@@ -1,16 +1,16 @@
-"""An exchange under way on one rank: steps that yield the request they wait for, and whoever drives them."""
+"""Who waits for an exchange: a handle that a loop polls, or a blocking call."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
-from comm_broadcast._comm import Request
-from comm_broadcast._errors import BroadcastError, CommBroadcastError, LocalProtocolError
+from comm_broadcast._errors import BroadcastConfigError, BroadcastTimeoutError, LocalProtocolError
+from comm_broadcast._exchange import Exchange
 
 T = TypeVar("T")
-Steps = Generator[Request, None, T]
 #: Called between polls with the longest time to wait (s); may return early.
 Wait = Callable[[float], object]
 
@@ -23,128 +23,139 @@ _POLLS_PER_LOOK = 16
 
 
 class Owner(Protocol):
-    """What a handle tells its broadcaster."""
+    """What a handle uses of its broadcaster."""
 
-    #: Bytes of the transfer at hand.
-    moving_bytes: int
     #: How long a blocking call polls without pause (s).
     spin_s: float
 
-    def ended(self, handle: Handle[Any], error: BaseException | None) -> None:
-        """The exchange has ended on this rank."""
+    def advance(self, exchange: Exchange) -> bool:
+        """Make progress until the exchange has ended or something has to be waited for; whether it has ended."""
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse what is not a time.
+
+    Raises:
+        BroadcastConfigError: Names the value.
+    """
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= math.inf:
+        raise BroadcastConfigError(f"timeout_s must be a number of seconds of at least 0, or None, got {timeout_s!r}")
+
+
+def poll(
+    test: Callable[[], bool], wait: Wait | None, timeout_s: float | None, spin_s: float, exchange: Exchange | None
+) -> None:
+    """Test until it is true; between two tests call ``wait(timeout_s)`` (default: spin shortly, then sleep).
+
+    Raises:
+        BroadcastTimeoutError: It did not come true in time.
+    """
+    begun_s = time.perf_counter()
+    end_s = math.inf if timeout_s is None else begun_s + timeout_s
+    pause_s, polls, seen, spin_end_s = _PAUSE_S_MIN, 0, -1, begun_s + spin_s
+    while not test():
+        completed = 0 if exchange is None else exchange.completed
+        if wait is None and seen != completed:
+            # A step was made: the other ranks are there, and the next step may be a matter of microseconds.
+            moving = 0 if exchange is None else exchange.moving_bytes
+            seen, polls, pause_s = completed, 0, _PAUSE_S_MIN
+            spin_end_s = time.perf_counter() + spin_s + moving * _S_PER_BYTE
+            continue
+        polls += 1
+        if wait is None and polls % _POLLS_PER_LOOK:
+            continue
+        now_s = time.perf_counter()
+        if now_s >= end_s:
+            raise BroadcastTimeoutError(f"not every rank joined the exchange within {timeout_s} s")
+        if wait is not None:
+            wait(min(pause_s, end_s - now_s))
+        elif now_s < spin_end_s:
+            continue
+        else:
+            polls = _POLLS_PER_LOOK - 1
+            time.sleep(min(pause_s, end_s - now_s))
+        pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+
+
+def result_of(exchange: Exchange) -> Any:
+    """What an exchange that has ended came to: its value, or its error raised."""
+    ended = exchange.ended
+    if ended is None:
+        raise LocalProtocolError("result: the exchange has not ended; poll test() or wait()")
+    if ended.error is not None:
+        raise ended.error
+    if exchange.skipped:
+        raise LocalProtocolError("result: the exchange had been given up when its value came")
+    return ended.value
+
+
+def blocking(
+    owner: Owner, exchange: Exchange, wait: Wait | None, timeout_s: float | None
+) -> Generator[Any, None, None]:
+    """A blocking call: yields the result. A generator, since its frame says whether the call is still running."""
+    poll(lambda: owner.advance(exchange), wait, timeout_s, owner.spin_s, exchange)
+    yield result_of(exchange)
 
 
 class Handle(Generic[T]):
     """An exchange under way on this rank.
 
-    Poll it with :meth:`test`, or give :meth:`wait` a way to wait. Its buffers live until it has ended, whoever forgets it.
+    Poll it with :meth:`test`, or give :meth:`wait` a way to wait. A handle that is dropped or abandoned gives its exchange up:
+    the broadcaster's next call finishes it first, without making its value. Until then the others may wait for this rank.
     """
 
-    def __init__(self, owner: Owner, steps: Steps[T]) -> None:
+    def __init__(self, owner: Owner, exchange: Exchange) -> None:
         self._owner = owner
-        self._steps = steps
-        self._request: Request | None = None
-        self._completed = 0
-        self._done = False
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self.abandoned = False
+        self._exchange = exchange
 
     def test(self) -> bool:
-        """Make progress; whether the exchange has ended on this rank. Never blocks, never raises the exchange's error."""
-        while not self._done:
-            if self._request is not None:
-                try:
-                    if not self._request.test():
-                        return False
-                except CommBroadcastError as error:
-                    self._steps.close()
-                    self._finish(None, error)
-                    return True
-            self._completed += 1
-            try:
-                self._request = next(self._steps)
-            except StopIteration as stop:
-                self._finish(stop.value, None)
-            except BaseException as error:  # noqa: BLE001 - kept for result(), where it is raised
-                self._finish(None, error)
-        return True
+        """Make progress; whether the exchange has ended on this rank. Never blocks, never raises the exchange's error.
 
-    def _finish(self, value: T | None, error: BaseException | None) -> None:
-        self._done, self._value, self._error = True, value, error
-        self._request = None
-        self._owner.ended(self, error)
+        An exception that comes from outside meanwhile (an interrupt) leaves it where it was: test again.
+        """
+        return self._owner.advance(self._exchange)
 
     def result(self) -> T:
         """The exchange's value.
 
         Raises:
-            BroadcastError: A rank failed; see there.
-            LocalProtocolError: It has not ended.
+            BroadcastError: Ranks failed; see there.
+            LocalProtocolError: It has not ended, or was given up.
         """
-        if not self._done:
-            raise LocalProtocolError("result: the exchange has not ended; poll test() or wait()")
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
+        value: T = result_of(self._exchange)
+        return value
 
-    def wait(self, wait: Wait | None = None) -> T:
+    def wait(self, wait: Wait | None = None, *, timeout_s: float | None = None) -> T:
         """Poll until the exchange ends; between polls ``wait(timeout_s)`` is called (default: spin shortly, then sleep).
 
-        An error of ``wait``, a KeyboardInterrupt for one, leaves the exchange abandoned: the next one finishes it first.
+        An error of ``wait``, or an interrupt, leaves the exchange given up; another :meth:`wait` takes it up again, if it comes
+        before the value does.
+
+        Args:
+            wait: How to wait; is given the longest time to do so (s).
+            timeout_s: How long (s, at least 0); None: as long as a rank is missing.
+
+        Raises:
+            BroadcastTimeoutError: Not every rank joined in time. The exchange is still this handle's: wait or test again.
         """
+        check_timeout(timeout_s)
+        exchange = self._exchange
+        exchange.given_up = False
         try:
-            pause_s = _PAUSE_S_MIN
-            seen, polls, spin_end_s = -1, 0, 0.0
-            while not self.test():
-                if wait is not None:
-                    wait(pause_s)
-                elif seen != self._completed:
-                    # A step was made: the other ranks are there, and the next step may be a matter of microseconds.
-                    seen, polls, pause_s = self._completed, 0, _PAUSE_S_MIN
-                    spin_end_s = time.perf_counter() + self._owner.spin_s + self._owner.moving_bytes * _S_PER_BYTE
-                    continue
-                else:
-                    polls += 1
-                    if polls % _POLLS_PER_LOOK or time.perf_counter() < spin_end_s:
-                        continue
-                    polls = _POLLS_PER_LOOK - 1
-                    time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+            poll(self.test, wait, timeout_s, self._owner.spin_s, exchange)
+        except BroadcastTimeoutError:
+            raise
         except BaseException:
             self.abandon()
             raise
         return self.result()
 
     def abandon(self) -> None:
-        """Its result is not wanted any more; what it still has to do, the next exchange (or close) does first.
+        """Its result is not wanted any more; what it still has to do, the next call (or close) does first.
 
-        The other ranks wait until then at most, and no buffer is given back before its request has completed.
+        The other ranks wait until then at most, and no buffer is given back before its operation has completed.
         """
-        if not self._done:
-            self.abandoned = True
-
-
-class FinishFirst:
-    """A request that is complete when another exchange has ended."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._handle = handle
-
-    def test(self) -> bool:
-        """See :class:`Request`."""
-        return self._handle.test()
-
-
-def after(handle: Handle[Any], steps: Steps[T]) -> Steps[T]:
-    """The steps of an exchange that is to follow an abandoned one.
-
-    Raises:
-        CommBroadcastError: The abandoned one broke the object; a ``BroadcastError`` of it was raised elsewhere and is past.
-    """
-    yield FinishFirst(handle)
-    try:
-        handle.result()
-    except BroadcastError:
-        pass
-    return (yield from steps)
+        if self._exchange.ended is None:
+            self._exchange.given_up = True

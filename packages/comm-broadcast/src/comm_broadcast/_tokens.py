@@ -149,26 +149,22 @@ class TokenBatchCodec:
         struct_type: The requests' type; its other fields are what msgspec can encode.
         token_fields: Names of its token fields; without: those annotated as ``np.ndarray`` (or None).
 
-    Raises:
-        BroadcastConfigError: The type is no struct, or has no such field.
+    A type that is not a struct, or does not have such a field, is refused by ``Broadcaster``, on every rank.
     """
 
     views = True
     head_only = True
 
     def __init__(self, struct_type: type[msgspec.Struct], token_fields: Sequence[str] | None = None) -> None:
-        if not (isinstance(struct_type, type) and issubclass(struct_type, msgspec.Struct)):
-            raise BroadcastConfigError(f"struct_type must be a msgspec.Struct type, got {struct_type!r}")
+        self._problem = _struct_problem(struct_type, token_fields)
+        self.name = f"tokens{_VERSION}"
+        if self._problem is not None:
+            return
         fields = msgspec.structs.fields(struct_type)
         names = [f.name for f in fields]
         wanted = (
             tuple(f.name for f in fields if "ndarray" in str(f.type)) if token_fields is None else tuple(token_fields)
         )
-        for name in wanted:
-            if name not in names:
-                raise BroadcastConfigError(
-                    f"token_fields: {struct_type.__name__} has no field {name!r}; it has {names}"
-                )
         rest = [f for f in fields if f.name not in wanted]
         self._type = struct_type
         self._tokens = wanted
@@ -189,13 +185,23 @@ class TokenBatchCodec:
         types = ",".join(f"{f.name}:{'tokens' if f.name in wanted else f.type}" for f in fields)
         self.name = f"tokens{_VERSION}/{struct_type.__name__}({types})"
 
+    def problem(self) -> str | None:
+        """See :class:`Codec`."""
+        return self._problem
+
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise BroadcastConfigError(self._problem)
+
     def encode(self, value: Any) -> list[Segment]:
         """See :class:`Codec`.
 
         Raises:
             TypeError: The value is no sequence of the struct; names the item.
             ValueError: A token is not an integer of 32 bits.
+            BroadcastConfigError: The codec has a problem.
         """
+        self._check()
         if value is None:
             return [BufferSegment(struct.pack("=I", _NO_VALUE))]
         if isinstance(value, (str, bytes, bytearray, memoryview)):
@@ -231,6 +237,7 @@ class TokenBatchCodec:
         Raises:
             RemoteProtocolError: The description does not fit the bytes.
         """
+        self._check()
         head = segments[0]
         (count,) = struct.unpack_from("=I", head, 0)
         if count == _NO_VALUE:
@@ -265,6 +272,25 @@ class TokenBatchCodec:
         if len(self._tokens) == 1:
             return [make((*row, view)) for row, view in zip(rows, views, strict=True)]
         return [make((*row, *views[index::count])) for index, row in enumerate(rows)]
+
+
+def _struct_problem(struct_type: Any, token_fields: Any) -> str | None:
+    if not (isinstance(struct_type, type) and issubclass(struct_type, msgspec.Struct)):
+        return f"struct_type must be a msgspec.Struct type, got {struct_type!r:.200}"
+    try:
+        names = [f.name for f in msgspec.structs.fields(struct_type)]
+    except (TypeError, NameError) as error:
+        return f"struct_type: the fields of {struct_type.__name__} cannot be told: {error}"
+    if token_fields is None:
+        return None
+    if isinstance(token_fields, str) or not isinstance(token_fields, Sequence):
+        return f"token_fields must be a sequence of names, got {token_fields!r:.200}"
+    for name in token_fields:
+        if name not in names:
+            return f"token_fields: {struct_type.__name__} has no field {name!r:.200}; it has {names}"
+    if len(set(token_fields)) != len(token_fields):
+        return f"token_fields must be different names, got {list(token_fields)}"
+    return None
 
 
 def _row(getter: Callable[..., Any], keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -1,125 +1,114 @@
-"""torch.distributed: the same exchanges over a process group of CPU tensors (gloo)."""
+"""torch.distributed: the same exchanges over a process group of CPU tensors (gloo); torch is imported when one is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from comm_broadcast._comm import Buffer
+from comm_broadcast._errors import MissingLibraryError, TransportError
 
-from comm_broadcast._comm import Buffer, Request
-from comm_broadcast._errors import LocalProtocolError, TransportError
+#: Lists of works whose buffers torch may still read or write: they outlive whoever started them.
+_IN_FLIGHT: list[list[Any]] = []
+_TAG = 1
 
 
-class _Work:
-    """A group's work; it and its buffers stay until it has completed."""
+class _Nothing:
+    """The work of an operation over no bytes."""
 
-    def __init__(self, work: Any, operation: str, rank: int, *buffers: object) -> None:
-        self._work = work
-        self._operation = operation
-        self._rank = rank
-        self._buffers = buffers
-        _IN_FLIGHT.add(self)
-
-    def test(self) -> bool:
-        """See :class:`Request`."""
-        try:
-            # gloo's point-to-point work is complete only to those who wait for it: these transfers, which follow a frame
-            # that both ends have, block here for the time they take.
-            if self._operation not in _POINT_TO_POINT and not self._work.is_completed():
-                return False
-            self._work.wait()
-        except RuntimeError as error:
-            _IN_FLIGHT.discard(self)
-            raise TransportError(self._operation, self._rank, error) from error
-        _IN_FLIGHT.discard(self)
+    def is_completed(self) -> bool:
+        """It has."""
         return True
 
-
-_IN_FLIGHT: set[_Work] = set()
-_POINT_TO_POINT = ("isend", "irecv")
-
-
-class _Done:
-    def test(self) -> bool:
-        """Nothing to wait for."""
-        return True
-
-
-def _tensor(buffer: Buffer) -> torch.Tensor:
-    view = memoryview(buffer)
-    if view.readonly:
-        view = memoryview(bytearray(view))
-    return torch.frombuffer(view, dtype=torch.uint8)
+    def wait(self) -> None:
+        """It need not."""
 
 
 class TorchComm:
-    """A process group. It has no channel for failure reports, so every exchange compares results (``agree``).
+    """A process group.
+
+    gloo completes a transfer between two ranks only for whoever waits for it, so what follows the first frames of a gather
+    blocks for the time it takes, at most the time-out that the group was made with.
 
     Args:
         group: A group of its own for this object; None: a new group over the world (collective).
+
+    Raises:
+        MissingLibraryError: torch is missing.
     """
 
-    reports = False
-
     def __init__(self, group: Any = None) -> None:
-        self._own = group is None
-        self._group = dist.new_group(backend="gloo") if group is None else group
-        self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
-        self._global = [dist.get_global_rank(self._group, r) for r in range(self.size)]
-
-    def _post(self, operation: str, start: Callable[[], Any], *buffers: object) -> Request:
         try:
-            return _Work(start(), operation, self.rank, *buffers)
+            self._torch: Any = importlib.import_module("torch")
+            self._dist: Any = importlib.import_module("torch.distributed")
+        except ImportError as error:
+            raise MissingLibraryError(f"TorchComm needs torch: pip install 'comm-broadcast[torch]': {error}") from error
+        self._own = group is None
+        self._group: Any = self._dist.new_group(backend="gloo") if group is None else group
+        self.rank: int = self._dist.get_rank(self._group)
+        self.size: int = self._dist.get_world_size(self._group)
+        self.posted: list[Any] = []
+        self._blocking: set[int] = set()
+        _IN_FLIGHT.append(self.posted)
+
+    def _tensor(self, buffer: Buffer) -> Any:
+        view = memoryview(buffer)
+        return self._torch.frombuffer(memoryview(bytearray(view)) if view.readonly else view, dtype=self._torch.uint8)
+
+    def _post(self, operation: str, start: Callable[..., Any], *arguments: Iterable[Any]) -> None:
+        try:
+            # torch's call and the listing of its work are one call into C: no interrupt comes between them.
+            self.posted.extend(map(start, *arguments))
         except RuntimeError as error:
             raise TransportError(operation, self.rank, error) from error
 
-    def ibcast(self, buffer: Buffer, root: int) -> Request:
-        """See :class:`Comm`. Ranks are the group's; torch wants the world's."""
+    def ibcast(self, buffer: Buffer, root: int) -> None:
+        """See :class:`Comm`. Ranks are the group's."""
         if memoryview(buffer).nbytes == 0:
-            return _Done()
-        tensor = _tensor(buffer)
-        source = self._global[root]
-        return self._post(
-            "broadcast", lambda: dist.broadcast(tensor, src=source, group=self._group, async_op=True), tensor, buffer
-        )
+            self.posted.append(_Nothing())
+            return
+        options = self._dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        self._post("broadcast", self._group.broadcast, ([self._tensor(buffer)],), (options,))
 
-    def iallgather(self, send: Buffer, receive: Buffer) -> Request:
+    def iallgather(self, send: Buffer, receive: Buffer) -> None:
         """See :class:`Comm`."""
-        whole = _tensor(receive)
-        parts = list(whole.chunk(self.size))
-        source = _tensor(send)
-        return self._post(
-            "all_gather",
-            lambda: dist.all_gather(parts, source, group=self._group, async_op=True),
-            source,
-            whole,
-            receive,
-        )
+        parts = list(self._tensor(receive).chunk(self.size))
+        self._post("all_gather", self._group.allgather, ([parts],), ([self._tensor(send)],))
 
-    def isend(self, buffer: Buffer, target: int) -> Request:
+    def isend(self, buffer: Buffer, target: int) -> None:
         """See :class:`Comm`."""
-        tensor = _tensor(buffer)
-        return self._post("isend", lambda: dist.isend(tensor, dst=self._global[target], group=self._group), tensor)
+        self._blocking.add(len(self.posted))
+        self._post("send", self._group.send, ([self._tensor(buffer)],), (target,), (_TAG,))
 
-    def irecv(self, buffer: Buffer, source: int) -> Request:
+    def irecv(self, buffer: Buffer, source: int) -> None:
         """See :class:`Comm`."""
-        tensor = _tensor(buffer)
-        return self._post(
-            "irecv", lambda: dist.irecv(tensor, src=self._global[source], group=self._group), tensor, buffer
-        )
+        self._blocking.add(len(self.posted))
+        self._post("recv", self._group.recv, ([self._tensor(buffer)],), (source,), (_TAG,))
 
-    def report(self, buffer: Buffer, target: int) -> Request:
-        """There is no such channel."""
-        raise LocalProtocolError("TorchComm has no reports")
+    def test(self, index: int) -> bool:
+        """See :class:`Comm`."""
+        work = self.posted[index]
+        try:
+            if index not in self._blocking and not work.is_completed():
+                return False
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError("wait", self.rank, error) from error
+        # It is asked again after an interrupt, and gloo's transfers can be waited for once.
+        self.posted[index] = _Nothing()
+        return True
 
-    def poll_report(self, size: int) -> bytes | None:
-        """There is no such channel."""
-        return None
+    def forget(self) -> None:
+        """See :class:`Comm`."""
+        self._blocking.clear()
+        self.posted.clear()
 
     def free(self) -> None:
         """Destroy the group if it was made here."""
         if self._own:
-            dist.destroy_process_group(self._group)
+            self._own = False
+            self._dist.destroy_process_group(self._group)
+        _IN_FLIGHT[:] = [listed for listed in _IN_FLIGHT if listed is not self.posted]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from comm_broadcast._comm import Comm, Request
+from comm_broadcast._comm import Comm, Run
 from comm_broadcast._errors import BroadcastConfigError
 from comm_broadcast._pool import ByteArray
 
@@ -29,13 +29,14 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the name is random, the file private
 
 
 def _fence() -> None:
-    """Loads and stores before stay before, on every processor: two lock hand-overs order both ways."""
+    """Loads and stores before stay before, on every processor: two lock hand-overs order both ways.
+
+    The lock is nobody else's: an exception between the two halves leaves nobody waiting for it.
+    """
+    lock = threading.Lock()
     for _ in range(2):
-        with _LOCK:
-            pass
-
-
-_LOCK = threading.Lock()
+        lock.acquire()
+        lock.release()
 
 
 class SharedWindow:
@@ -53,11 +54,13 @@ class SharedWindow:
         self._written = [0, 0]
         self._looking: list[weakref.ref[ByteArray] | None] = [None, None]
 
-    def _slot(self, index: int, size: int) -> ByteArray:
+    def slot(self, index: int, size: int) -> ByteArray:
+        """A slot's first bytes."""
         return np.frombuffer(self._memory, np.uint8, size, self._start + index * self._slot_bytes)
 
-    def free_slot(self) -> int | None:
-        """Root: a slot that no rank looks at, or None."""
+    def free_slot(self, sequence: int) -> int | None:
+        """Root: a slot that no rank looks at, or None; one that was written for this exchange itself was not announced yet."""
+        self.withdraw_all(sequence)
         _fence()
         for index in (0, 1):
             if all(self._acknowledged[r, index] >= self._written[index] for r in self._others):
@@ -67,16 +70,24 @@ class SharedWindow:
     def write(self, index: int, size: int, sequence: int) -> ByteArray:
         """Root: a free slot's first bytes, to be filled."""
         self._written[index] = sequence
-        return self._slot(index, size)
+        return self.slot(index, size)
 
-    def withdraw(self, index: int) -> None:
-        """Root: what was written will not be announced; nobody will look at it."""
-        self._written[index] = 0
+    def withdraw(self, index: int, sequence: int) -> None:
+        """Root: what was written for this exchange will not be looked at by anybody."""
+        if self._written[index] == sequence:
+            self._written[index] = 0
 
-    def read(self, index: int, size: int, sequence: int) -> ByteArray:
-        """A slot's bytes; acknowledged when this array and every view of it are gone."""
+    def withdraw_all(self, sequence: int) -> None:
+        """Root: the same for whichever slot was written for this exchange."""
+        for index in (0, 1):
+            self.withdraw(index, sequence)
+
+    def watch(self, index: int, array: ByteArray, sequence: int) -> None:
+        """Acknowledge a slot's bytes when this array and every view of it are gone. The caller holds the array meanwhile."""
+        looking = self._looking[index]
+        if looking is not None and looking() is array:
+            return
         _fence()
-        array = self._slot(index, size)
         line = self._acknowledged[self._rank]
 
         def dropped(_: object) -> None:
@@ -84,7 +95,6 @@ class SharedWindow:
             line[index] = sequence
 
         self._looking[index] = weakref.ref(array, dropped)
-        return array
 
 
 def header_bytes(size: int) -> int:
@@ -92,7 +102,7 @@ def header_bytes(size: int) -> int:
     return _PAGE + -(-size * _LINE // _PAGE) * _PAGE
 
 
-def open_window(comm: Comm, slot_bytes: int, root: int) -> Generator[Request, None, SharedWindow]:
+def open_window(comm: Comm, slot_bytes: int, root: int) -> Generator[None, None, SharedWindow]:
     """Make and map the memory, together (two small collectives).
 
     Raises:
@@ -144,9 +154,11 @@ def open_window(comm: Comm, slot_bytes: int, root: int) -> Generator[Request, No
     return SharedWindow(memory, slot, comm.rank, comm.size, root)
 
 
-def _exchange(comm: Comm, text: str) -> Generator[Request, None, list[str]]:
+def _exchange(comm: Comm, text: str) -> Generator[None, None, list[str]]:
     send = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))
     receive = bytearray(_TEXT * comm.size)
-    yield comm.iallgather(send, receive)
+    run = Run(comm)
+    yield from run.wait(run.start(comm.iallgather, send, receive))
+    comm.forget()
     parts: list[Any] = [bytes(receive[r * _TEXT : (r + 1) * _TEXT]) for r in range(comm.size)]
     return [part.rstrip(b"\0").decode("utf-8", "replace") for part in parts]

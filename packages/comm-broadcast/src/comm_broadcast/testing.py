@@ -8,29 +8,14 @@ assert world.operations(1) == world.operations(2)
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from comm_broadcast._comm import Buffer, Request
+from comm_broadcast._comm import Buffer
+from comm_broadcast._errors import TransportError
 
 T = TypeVar("T")
-
-
-class _Ready:
-    def test(self) -> bool:
-        return True
-
-
-class _When:
-    def __init__(self, attempt: Callable[[], bool]) -> None:
-        self._attempt = attempt
-        self._done = False
-
-    def test(self) -> bool:
-        """See :class:`Request`."""
-        self._done = self._done or self._attempt()
-        return self._done
 
 
 class FakeWorld:
@@ -42,10 +27,16 @@ class FakeWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._lock = threading.Lock()
-        self._board: dict[int, dict[int, bytes]] = defaultdict(dict)
-        self._mail: dict[tuple[str, int, int], deque[bytes]] = defaultdict(deque)
-        self._log: list[list[tuple[str, int]]] = [[] for _ in range(size)]
+        # No lock: an exception between its acquisition and its release would keep it for ever. Each access is one operation
+        # of a dictionary, which threads do not interrupt.
+        #: number of a collective -> rank -> (operation, bytes, what it gives)
+        self._board: dict[int, dict[int, tuple[str, int, bytes]]] = {}
+        #: (source, target) -> ordinal -> bytes
+        self._mail: dict[tuple[int, int], dict[int, bytes]] = {}
+        self._log: list[dict[int, tuple[str, int]]] = [{} for _ in range(size)]
+        #: Per rank: collectives that it has done with.
+        self._past = [0] * size
+        self._cleared = 0
 
     def comm(self, rank: int) -> FakeComm:
         """One rank's communicator."""
@@ -53,7 +44,7 @@ class FakeWorld:
 
     def operations(self, rank: int) -> list[tuple[str, int]]:
         """(operation, bytes) of every collective that a rank joined, in order."""
-        return list(self._log[rank])
+        return [entry for _, entry in sorted(self._log[rank].items())]
 
     def run(self, body: Callable[[FakeComm], T], timeout_s: float = 20.0) -> list[T | BaseException]:
         """Run ``body`` on every rank, a thread each; results or the errors raised, in rank order.
@@ -76,103 +67,142 @@ class FakeWorld:
             thread.join(timeout_s)
         stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if stuck:
-            raise TimeoutError(f"ranks {stuck} hang; last operations: {[self._log[r][-1:] for r in stuck]}")
+            raise TimeoutError(f"ranks {stuck} hang; last operations: {[self.operations(r)[-1:] for r in stuck]}")
         return results
+
+    def join(self, number: int, rank: int, operation: str, size: int, gives: bytes) -> None:
+        """Put down what a rank brings to a collective; a second time changes nothing."""
+        self._log[rank][number] = (operation, size)
+        self._board.setdefault(number, {})[rank] = (operation, size, gives)
+
+    def joined(self, number: int, rank: int) -> dict[int, tuple[str, int, bytes]]:
+        """Who has joined a collective, and with what.
+
+        Raises:
+            TransportError: They joined different ones.
+        """
+        board = self._board[number].copy()
+        mine = board[rank][:2]
+        for other, (operation, size, _) in board.items():
+            if (operation, size) != mine:
+                raise TransportError(
+                    mine[0], rank, f"of {mine[1]} bytes met {operation} of {size} bytes on rank {other}"
+                )
+        return board
+
+    def past(self, number: int, rank: int) -> None:
+        """A rank is done with all collectives before this one: what all are done with is dropped."""
+        self._past[rank] = max(self._past[rank], number)
+        while (first := self._cleared) < min(self._past):
+            self._board.pop(first, None)
+            self._cleared = first + 1
+
+    def mail(self, source: int, target: int) -> dict[int, bytes]:
+        """What was sent from one rank to another."""
+        return self._mail.setdefault((source, target), {})
+
+
+class _Posted:
+    """An operation that was started: its number among the collectives, or its ordinal between two ranks."""
+
+    def __init__(self, operation: str, number: int, peer: int, attempt: Callable[[], bool]) -> None:
+        self.operation = operation
+        self.number = number
+        self.peer = peer
+        self.attempt = attempt
+        self.done = False
 
 
 class FakeComm:
-    """One rank of a :class:`FakeWorld`."""
-
-    reports = True
+    """One rank of a :class:`FakeWorld`. Everything that it does may be done again: an exception may end it anywhere."""
 
     def __init__(self, world: FakeWorld, rank: int) -> None:
         self._world = world
         self.rank = rank
         self.size = world.size
-        self._count = 0
+        self.posted: list[_Posted] = []
+        #: Numbers of the first operations that are not listed any more: collectives under (), the others by kind and rank.
+        self._next: dict[tuple[str, int], int] = defaultdict(int)
 
-    def _join(self, name: str, size: int) -> dict[int, bytes]:
-        """What the ranks put down for their next collective."""
-        self._count += 1
-        self._world._log[self.rank].append((name, size))
-        # Without the lock two ranks can each make one.
-        with self._world._lock:
-            return self._world._board[self._count]
+    def _number(self, operation: str, peer: int) -> int:
+        """The next operation's number among those that it is matched with."""
+        key = _key(operation, peer)
+        for earlier in reversed(self.posted):
+            if _key(earlier.operation, earlier.peer) == key:
+                return earlier.number + 1
+        return self._next[key]
 
-    def ibcast(self, buffer: Buffer, root: int) -> Request:
+    def ibcast(self, buffer: Buffer, root: int) -> None:
         """See :class:`Comm`."""
         view = memoryview(buffer).cast("B")
-        board = self._join("bcast", view.nbytes)
-        if self.rank == root:
-            with self._world._lock:
-                board[root] = bytes(view)
-            return _Ready()
+        number = self._number("bcast", root)
+        self._world.join(number, self.rank, "bcast", view.nbytes, bytes(view) if self.rank == root else b"")
 
         def attempt() -> bool:
-            with self._world._lock:
-                data = board.get(root)
+            board = self._world.joined(number, self.rank)
+            if root not in board:
+                return False
+            if self.rank != root:
+                view[:] = board[root][2]
+            return True
+
+        self.posted.append(_Posted("bcast", number, root, attempt))
+
+    def iallgather(self, send: Buffer, receive: Buffer) -> None:
+        """See :class:`Comm`."""
+        source, target = memoryview(send).cast("B"), memoryview(receive).cast("B")
+        number = self._number("allgather", 0)
+        self._world.join(number, self.rank, "allgather", source.nbytes, bytes(source))
+
+        def attempt() -> bool:
+            board = self._world.joined(number, self.rank)
+            if len(board) < self.size:
+                return False
+            target[:] = b"".join(board[r][2] for r in range(self.size))
+            return True
+
+        self.posted.append(_Posted("allgather", number, 0, attempt))
+
+    def isend(self, buffer: Buffer, target: int) -> None:
+        """See :class:`Comm`."""
+        number = self._number("send", target)
+        self._world.mail(self.rank, target)[number] = bytes(buffer)
+        self.posted.append(_Posted("send", number, target, lambda: True))
+
+    def irecv(self, buffer: Buffer, source: int) -> None:
+        """See :class:`Comm`."""
+        view = memoryview(buffer).cast("B")
+        number = self._number("receive", source)
+        box = self._world.mail(source, self.rank)
+
+        def attempt() -> bool:
+            data = box.get(number)
             if data is None:
                 return False
-            if len(data) != view.nbytes:
-                raise ValueError(f"bcast of {len(data)} bytes met a buffer of {view.nbytes}")
             view[:] = data
             return True
 
-        return _When(attempt)
+        self.posted.append(_Posted("receive", number, source, attempt))
 
-    def iallgather(self, send: Buffer, receive: Buffer) -> Request:
+    def test(self, index: int) -> bool:
         """See :class:`Comm`."""
-        source = memoryview(send).cast("B")
-        target = memoryview(receive).cast("B")
-        board = self._join("allgather", source.nbytes)
-        with self._world._lock:
-            board[self.rank] = bytes(source)
+        posted = self.posted[index]
+        posted.done = posted.done or posted.attempt()
+        return posted.done
 
-        def attempt() -> bool:
-            with self._world._lock:
-                if len(board) < self.size:
-                    return False
-                target[:] = b"".join(board[r] for r in range(self.size))
-            return True
-
-        return _When(attempt)
-
-    def _send(self, name: str, buffer: Buffer, target: int) -> Request:
-        with self._world._lock:
-            self._world._mail[name, self.rank, target].append(bytes(buffer))
-        return _Ready()
-
-    def isend(self, buffer: Buffer, target: int) -> Request:
+    def forget(self) -> None:
         """See :class:`Comm`."""
-        return self._send("data", buffer, target)
-
-    def irecv(self, buffer: Buffer, source: int) -> Request:
-        """See :class:`Comm`."""
-        view = memoryview(buffer).cast("B")
-        with self._world._lock:
-            box = self._world._mail["data", source, self.rank]
-
-        def attempt() -> bool:
-            with self._world._lock:
-                if not box:
-                    return False
-                view[:] = box.popleft()
-            return True
-
-        return _When(attempt)
-
-    def report(self, buffer: Buffer, target: int) -> Request:
-        """See :class:`Comm`."""
-        return self._send("report", buffer, target)
-
-    def poll_report(self, size: int) -> bytes | None:
-        """See :class:`Comm`."""
-        with self._world._lock:
-            for source in range(self.size):
-                box = self._world._mail["report", source, self.rank]
-                if box:
-                    return box.popleft()
-        return None
+        for posted in self.posted:
+            self._next[_key(posted.operation, posted.peer)] = posted.number + 1
+            if posted.operation == "receive":
+                self._world.mail(posted.peer, self.rank).pop(posted.number, None)
+        self._world.past(self._next[_key("bcast", 0)], self.rank)
+        self.posted.clear()
 
     def free(self) -> None:
         """See :class:`Comm`."""
+
+
+def _key(operation: str, peer: int) -> tuple[str, int]:
+    """Which operations an operation is matched by order with: all collectives, or the same ones with one rank."""
+    return (operation, peer) if operation in ("send", "receive") else ("collective", 0)

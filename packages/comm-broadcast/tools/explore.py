@@ -1,0 +1,91 @@
+"""Exceptions before every bytecode of every call, and small programs of calls against an oracle, exhaustively.
+
+    python tools/explore.py                     # fakes: every bytecode; programs; then MPI on 2 and 4 ranks
+    python tools/explore.py --fakes | --programs | --mpi 2 4 [--count 2000]
+
+Prints a line per part; exit 1 when a rank would wait for ever, differ from the others, or not work afterwards.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import broadcast_injection as injection  # noqa: E402
+import broadcast_programs as programs  # noqa: E402
+
+
+def fakes(stride: int) -> None:
+    """Every bytecode of each call, both ways to wait, 2 and 4 ranks, small and large payloads."""
+    for size in (2, 4):
+        for verb in injection.VERBS:
+            count = 0
+            for victim in (0, 1):
+                for payload in injection.PAYLOADS:
+                    for way in ("block", "handle"):
+                        # A payload's steps repeat: its bytecodes are sampled, a small value's all taken.
+                        step = stride if payload == "small" else 7 * stride
+                        count += injection.sweep(size, victim, verb, payload, way, stride=step)
+            print(f"fakes, {size} ranks, {verb}: {count} injections, 0 hangs, 0 silent breaks", flush=True)
+
+
+def over_mpi(size: int, count: int) -> None:
+    """One world of ranks for all calls; its first rank prints."""
+    command = [
+        str(Path(sys.executable).with_name("mpiexec")), "-n", str(size), sys.executable, "-m", "mpi4py", __file__, "--rank",
+        "--count", str(count),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, timeout=3600)
+
+
+def rank_main(count: int) -> None:
+    """One rank of :func:`over_mpi`."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    for verb in injection.VERBS:
+        hits = 0
+        parts = [(victim, payload) for victim in (0, 1) for payload in injection.PAYLOADS]
+        for victim, payload in parts:
+            turns = -(-count // len(parts))
+            # A call has about so many bytecodes, polls apart; what lies beyond them does not hit.
+            length = {"small": 1600, "pieces": 2400, "large": 3200}[payload]
+            stride = max(1, length // turns)
+            rounds = -(-turns * stride // length) if stride == 1 else 1
+            for _ in range(max(1, rounds)):
+                part = min(turns, length // stride)
+                hits += comm.bcast(injection.on_ranks(comm, verb, payload, victim, 1, part, stride), root=victim)
+        if comm.rank == 0:
+            print(f"MPI, {comm.size} ranks, {verb}: {hits} injections, 0 hangs, 0 silent breaks", flush=True)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--fakes", action="store_true")
+    parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--mpi", type=int, nargs="+", default=[])
+    parser.add_argument("--count", type=int, default=2000, help="injections per call over MPI (count)")
+    parser.add_argument("--stride", type=int, default=1, help="fakes: every so many bytecodes")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank_main(options.count)
+        return
+    everything = not (options.fakes or options.programs or options.mpi)
+    if options.programs or everything:
+        print(f"programs of two calls on two ranks: {programs.explore()} runs as the oracle says", flush=True)
+    if options.fakes or everything:
+        fakes(options.stride)
+    for size in options.mpi or ((2, 4) if everything else ()):
+        over_mpi(size, options.count)
+
+
+if __name__ == "__main__":
+    main()
