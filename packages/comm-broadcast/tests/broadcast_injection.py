@@ -33,7 +33,13 @@ class Fault(Exception):
     """An exception of somebody else's, raised by a signal handler for instance."""
 
 
-KINDS = (KeyboardInterrupt, Fault, Stop)
+#: The last is what a generator cannot raise: one that it passes through raises a ``RuntimeError`` with it as the cause.
+KINDS = (KeyboardInterrupt, Fault, Stop, StopIteration)
+
+
+def is_injected(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether an exception is the one that was injected."""
+    return isinstance(error, kind) or (isinstance(error, RuntimeError) and isinstance(error.__cause__, kind))
 
 
 class Injector:
@@ -164,7 +170,9 @@ class Fakes:
             got = outcome(lambda: injector.call(by_handle if way == "handle" else block))
             if injector.has_raised and got[0] == "value":
                 raise Broken(f"{story}: the exception was swallowed")
-        except kind as error:
+        except (kind, RuntimeError) as error:
+            if not is_injected(error, kind):
+                raise
             story += f" ({error})"
             if broadcaster.begun == before:
                 # It never began: the others wait for the call, so it is made again.
@@ -253,7 +261,9 @@ def on_ranks(comm: Any, verb: str, payload: str, victim: int, first: int, count:
         try:
             try:
                 got = outcome(lambda injector=injector: injector.call(call) if rank == victim else call())
-            except kind as error:
+            except (kind, RuntimeError) as error:
+                if not is_injected(error, kind):
+                    raise
                 story += f" ({error})"
                 got = outcome(call) if broadcaster.begun == before else ("value", expected(verb, rank, size, make))
             judge(story, verb, make, {rank: got}, size)

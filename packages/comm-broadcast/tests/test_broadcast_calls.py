@@ -465,3 +465,22 @@ def test_calls_on_two_ranks(world_comm):
 def test_calls_on_four_ranks(world_comm):
     """Mismatches found by all, standing receives ended, a rank left alone."""
     check_calls(world_comm)
+
+
+def test_a_rank_that_polls_gives_the_processor_away(monkeypatch):
+    """Between any two polls: the rank that it waits for may share its core."""
+    from comm_broadcast import _handle
+
+    polls, given = [0], [0]
+
+    def give_way():
+        given[0] += 1
+
+    def test():
+        polls[0] += 1
+        return polls[0] > 1000
+
+    monkeypatch.setattr(_handle, "_give_way", give_way)
+    _handle.poll(test, None, None, 10.0, None)
+    # The first poll finds that nothing was counted before, and asks again.
+    assert given[0] == polls[0] - 2

@@ -1,6 +1,10 @@
 """Real ranks: every failure case, each followed by a working exchange; windows, gathers, a late rank."""
 
+import resource
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +17,7 @@ from comm_broadcast import (
     BroadcastError,
     BytesCodec,
     TokenBatchCodec,
+    TransportError,
 )
 from comm_broadcast._codec import BufferSegment, Segment
 
@@ -255,6 +260,81 @@ def test_interruptions_on_two_ranks(world_comm):
 def test_interruptions_on_four_ranks(world_comm):
     """Abandoned exchanges, failures told by gathers, windows with gathers."""
     check_interruptions(world_comm)
+
+
+def check_memory(comm):
+    """The last rank has no address to spare, for a value that is sent from where it is, in pieces, and chunk by chunk."""
+    from comm_broadcast import MpiComm
+
+    rank, last = comm.rank, comm.size - 1
+    broadcaster = Broadcaster(MpiComm(comm))
+    value = [np.full(900_000, n % 251, np.uint8) for n in range(40)]
+    large = np.ones(100 << 20, np.uint8)
+    for _ in range(2):
+        # What libraries need for the first time is there before it gets scarce.
+        broadcaster.broadcast(value if rank == 0 else None)
+        broadcaster.allgather(value)
+    broadcaster.pool._entries.clear()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    for verb, given in (("broadcast", large), ("broadcast", value), ("allgather", value)):
+        if rank == last:
+            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (addresses + (8 << 20), before[1]))
+        try:
+            getattr(broadcaster, verb)(given if rank == 0 else None, timeout_s=60.0)
+            failed = ""
+        except BroadcastError as error:
+            failed = error.cause
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert ("MemoryError" in failed) == (rank == last), (verb, failed)
+        with pytest.raises(BroadcastError, match=f"rank {last} failed in an earlier exchange: MemoryError"):
+            broadcaster.allgather(rank, timeout_s=60.0)
+        assert broadcaster.allgather(rank, timeout_s=60.0) == list(range(comm.size))
+    broadcaster.close()
+
+
+@pytest.mark.mpi(2)
+def test_a_rank_without_memory_on_two_ranks(world_comm):
+    """It takes part in every transfer; see :func:`check_memory`."""
+    check_memory(world_comm)
+
+
+@pytest.mark.mpi(4)
+def test_a_rank_without_memory_on_four_ranks(world_comm):
+    """It takes part in every transfer; see :func:`check_memory`."""
+    check_memory(world_comm)
+
+
+@pytest.mark.mpi(2)
+def test_errors_of_mpi_are_raised_whatever_the_users_communicator_does(world_comm):
+    """One whose errors end the program: the duplicate's are raised, and the original keeps its handler."""
+    from mpi4py import MPI
+
+    from comm_broadcast import MpiComm
+
+    fatal = world_comm.Dup()
+    fatal.Set_errhandler(MPI.ERRORS_ARE_FATAL)
+    ours = MpiComm(fatal)
+    with pytest.raises(TransportError, match="Ibcast"):
+        ours.ibcast(bytearray(1), 99)
+    assert fatal.Get_errhandler() == MPI.ERRORS_ARE_FATAL
+    ours.free()
+    fatal.Free()
+
+
+def test_a_program_without_mpi_is_told(tmp_path):
+    """Before and after MPI is in use any call of it would end the program."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mpi4py\nmpi4py.rc.initialize = False\nfrom mpi4py import MPI\n"
+        "from comm_broadcast import BroadcastConfigError, MpiComm\n"
+        "for state, step in (('not initialized', MPI.Init), ('finalized', None)):\n"
+        "    try:\n        MpiComm()\n    except BroadcastConfigError as error:\n        assert state in str(error), error\n"
+        "    else:\n        raise SystemExit('no error')\n"
+        "    if step:\n        step()\n        MpiComm(MPI.COMM_SELF).free()\n        MPI.Finalize()\n"
+    )
+    subprocess.run([sys.executable, str(script)], check=True, timeout=60)
 
 
 @pytest.mark.mpi(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from operator import index as index_of
 
 from comm_broadcast._codec import Segment
 from comm_broadcast._config import BroadcastConfig
@@ -31,19 +32,29 @@ def _aligned(value: int) -> int:
     return -(-value // ALIGNMENT) * ALIGNMENT
 
 
-def plan(segments: Sequence[Segment], config: BroadcastConfig) -> tuple[int, list[int], list[int]]:
-    """Size of the block (bytes), table entries, and indices of the large segments.
+def plan(segments: Sequence[Segment], config: BroadcastConfig) -> tuple[int, list[int], dict[int, memoryview]]:
+    """Size of the block (bytes), table entries, and the large segments' bytes by index.
 
-    The first frame lists the large segments' sizes: what it has no room for goes into the block, too.
+    The first frame lists the large segments' sizes: what it has no room for goes into the block, too. Each segment is asked
+    for its bytes here and never again: nothing that it does may fail once others rely on it.
+
+    Raises:
+        ValueError: A segment's bytes are not as many as it says.
     """
-    large = [i for i, s in enumerate(segments) if i and s.nbytes > config.gather_bytes_max and s.source() is not None]
-    large = large[: config.inline_bytes_max // 8]
-    is_large = set(large)
-    entries = [s.nbytes | (_LARGE if i in is_large else 0) for i, s in enumerate(segments)]
+    large: dict[int, memoryview] = {}
+    sizes = [index_of(segment.nbytes) for segment in segments]
+    for i, size in enumerate(sizes):
+        if i and size > config.gather_bytes_max and len(large) < config.inline_bytes_max // 8:
+            source = segments[i].source()
+            if source is not None:
+                large[i] = memoryview(source).cast("B")
+                if large[i].nbytes != size:
+                    raise ValueError(f"segment {i} has {large[i].nbytes} bytes where it is, and says {size}")
+    entries = [size | (_LARGE if i in large else 0) for i, size in enumerate(sizes)]
     position = _COUNT.size + 8 * len(entries)
-    for i, segment in enumerate(segments):
-        if i not in is_large:
-            position = _aligned(position) + segment.nbytes
+    for i, size in enumerate(sizes):
+        if i not in large:
+            position = _aligned(position) + size
     return position, entries, large
 
 
@@ -66,24 +77,25 @@ def prepare(target: memoryview, segments: Sequence[Segment], entries: Sequence[i
     """Begin a block of the planned size: its table, and whatever of the segments could fail."""
     _COUNT.pack_into(target, 0, len(entries))
     struct.pack_into(f"<{len(entries)}Q", target, _COUNT.size, *entries)
-    for segment, start in _places(segments, entries):
-        segment.prepare(target[start : start + segment.nbytes])
+    for segment, start, end in _places(segments, entries):
+        segment.prepare(target[start:end])
 
 
 def copy(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> Iterator[int]:
     """Fill a prepared block, step by step, so that other threads get their turn; up to where it is complete (bytes)."""
-    for segment, start in _places(segments, entries):
-        for done in segment.copy(target[start : start + segment.nbytes]):
-            yield start + done
+    for segment, start, end in _places(segments, entries):
+        for done in segment.copy(target[start:end]):
+            yield start + index_of(done)
 
 
-def _places(segments: Sequence[Segment], entries: Sequence[int]) -> Iterator[tuple[Segment, int]]:
+def _places(segments: Sequence[Segment], entries: Sequence[int]) -> Iterator[tuple[Segment, int, int]]:
+    """The segments that are copied, and where (from, up to)."""
     position = _COUNT.size + 8 * len(entries)
     for segment, entry in zip(segments, entries, strict=True):
         if not entry & _LARGE:
             position = _aligned(position)
-            yield segment, position
-            position += segment.nbytes
+            yield segment, position, position + entry
+            position += entry
 
 
 def write(target: memoryview, segments: Sequence[Segment], entries: Sequence[int]) -> None:

@@ -14,9 +14,9 @@ from comm_broadcast._config import BroadcastConfig
 from comm_broadcast._errors import BroadcastConfigError, CommBroadcastError, LocalProtocolError
 from comm_broadcast._exchange import Ended, Exchange, is_running
 from comm_broadcast._frame import Call, Operation
-from comm_broadcast._handle import Handle, Wait, blocking, check_timeout, poll
+from comm_broadcast._handle import Handle, Wait, blocking, finish, poll
 from comm_broadcast._pool import BufferPool
-from comm_broadcast._settings import codec_problem, comm_problem, compare, digest, settings_of
+from comm_broadcast._settings import ChosenCodec, check_waiting, choose, comm_problem, compare, digest, settings_of
 from comm_broadcast._window import SharedWindow, open_window
 
 #: Exchanges that were given up and not finished yet (count).
@@ -68,7 +68,7 @@ class Broadcaster:
 
     Raises:
         BroadcastConfigError: On every rank: one cannot use its settings, or they differ; names field and rank. On this rank
-            alone: ``comm`` is not an adapter, ``timeout_s`` is not a time.
+            alone: ``comm`` is not an adapter, or somebody else uses it.
         BroadcastTimeoutError: A rank did not construct its own in time.
     """
 
@@ -84,19 +84,20 @@ class Broadcaster:
         problem = comm_problem(comm)
         if problem is not None:
             raise BroadcastConfigError(problem)
-        check_timeout(timeout_s)
         self.comm = comm
         self.config = config
-        self._codec: Codec = PickleCodec() if codec is None else codec
         self.spin_s = _DEFAULTS.spin_s
         self.window: SharedWindow | None = None
-        settings, problem = settings_of(comm.size, root, config, self._codec)
-        _construct(compare(comm, settings, problem), timeout_s)
+        settings = settings_of(comm.size, root, config, PickleCodec() if codec is None else codec, timeout_s)
+        _construct(compare(comm, settings), None if settings.problem is not None else timeout_s)
+        if settings.codec is None or settings.sink is None:
+            raise BroadcastConfigError(f"not refused by the ranks together: {settings.problem}")
+        self._codec: ChosenCodec = settings.codec
         self.spin_s = config.spin_s
+        self.sink = settings.sink
         self.pool = BufferPool(config.pool_bytes_max)
         self._root = root
-        self._settings = digest("\n".join(f"{key}={value}" for key, value in settings.items() if key != "codec"))
-        self._codec_digest = digest(self._codec.name)
+        self._settings = digest("\n".join(f"{key}={value}" for key, value in settings.values.items() if key != "codec"))
         #: What the last exchange that has ended left; begun and not ended ones, of which the first is under way.
         self.last = Ended()
         self._queue: deque[Exchange] = deque()
@@ -194,6 +195,14 @@ class Broadcaster:
         """A frozen snapshot."""
         return BroadcastStatistics(exchanges=self.begun, **asdict(self.last.totals), allocations=self.pool.allocations)
 
+    def abandon(self) -> None:
+        """Give up whatever has not ended, as :meth:`Handle.abandon` does; for a handle that is out of reach.
+
+        A handle in a function that an exception ended lives as long as that exception's traceback.
+        """
+        for exchange in self._queue:
+            exchange.given_up = True
+
     def close(self, *, timeout_s: float | None = 30.0) -> None:
         """Take part in the end, with all ranks, and release the communicator. Values and views stay valid.
 
@@ -209,13 +218,13 @@ class Broadcaster:
             LocalProtocolError: Called from within an exchange, by a codec or ``wait`` function.
             TransportError: The communicator failed; it is released all the same.
         """
-        check_timeout(timeout_s)
+        check_waiting(None, timeout_s)
         self._settle()
         if self._released:
             return
         self._refuse_reentry("close")
-        for exchange in self._queue:
-            exchange.given_up = True
+        self._refuse_foreign()
+        self.abandon()
         if self.last.closed is None and self.last.broken is None:
             last = self._queue[-1] if self._queue else None
             if last is None or last.call.operation is not Operation.CLOSE:
@@ -223,7 +232,7 @@ class Broadcaster:
                 self._queue.append(last)
             last.blocking = blocking(self, last, None, timeout_s)
             try:
-                next(last.blocking)
+                finish(last.blocking)
             except CommBroadcastError:
                 if last.ended is not None:
                     self.release()
@@ -270,20 +279,21 @@ class Broadcaster:
             raise LocalProtocolError(f"the broadcaster is broken: {self.last.broken}") from self.last.broken
         self._refuse_reentry(operation.name.lower())
         if any(exchange.is_open for exchange in self._queue):
-            raise LocalProtocolError("an exchange has not ended: one at a time per broadcaster")
+            raise LocalProtocolError(
+                "an exchange has not ended, one at a time per broadcaster: wait for its handle, or abandon() it"
+            )
+        self._refuse_foreign()
         if len(self._queue) >= ABANDONED_MAX:
             raise LocalProtocolError(f"{len(self._queue)} exchanges were given up and wait for the other ranks")
-        stands_for = self._codec_digest
-        if codec is None:
-            codec = self._codec
-        elif codec is not self._codec:
-            problem = codec_problem(codec)
-            if problem is not None:
-                raise BroadcastConfigError(problem)
-            stands_for = digest(codec.name)
-        for exchange in self._queue:
-            exchange.given_up = True
-        return Exchange(self, self._call(operation, stands_for), value, codec)
+        chosen = self._codec if codec is None or codec is self._codec.codec else choose(codec)
+        self.abandon()
+        return Exchange(self, self._call(operation, chosen.digest), value, chosen)
+
+    def _refuse_foreign(self) -> None:
+        if not self._queue and self.last.broken is None and len(self.comm.posted):
+            raise LocalProtocolError(
+                "the communicator has operations of somebody else under way: it serves one broadcaster"
+            )
 
     def _refuse_reentry(self, what: str) -> None:
         for exchange in self._queue:
@@ -306,11 +316,11 @@ class Broadcaster:
     def _block(
         self, operation: Operation, value: Any, codec: Codec | None, wait: Wait | None, timeout_s: float | None
     ) -> Any:
-        check_timeout(timeout_s)
+        check_waiting(wait, timeout_s)
         exchange = self._begin(operation, value, codec)
         exchange.blocking = blocking(self, exchange, wait, timeout_s)
         self._queue.append(exchange)
-        return next(exchange.blocking)
+        return finish(exchange.blocking)
 
     def advance(self, exchange: Exchange) -> bool:
         """See :class:`Owner`. Those before it are finished first."""
@@ -332,8 +342,8 @@ class Broadcaster:
                 self.comm.forget()
             # Without its result, which belongs to whoever asked for it and may look into memory.
             self.last = replace(ended, value=None, error=None)
-            queue[0].release()
-            queue.popleft()
+            # Out of the queue first: forgetting a value may run its code, which may call this object again.
+            queue.popleft().release()
 
 
 def _construct(steps: Any, timeout_s: float | None) -> Any:

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from comm_broadcast._failure import shown
+
 
 class Segment(Protocol):
     """A part of a value's bytes, written in two steps: what may fail; then copies, while the first bytes are under way."""
@@ -45,7 +47,9 @@ class BufferSegment(Segment):
     __slots__ = ("_view", "nbytes")
 
     def __init__(self, buffer: Any) -> None:
-        self._view = memoryview(buffer).cast("B")
+        view = memoryview(buffer)
+        # Nothing in several dimensions cannot be cast.
+        self._view = view.cast("B") if view.nbytes else memoryview(b"")
         self.nbytes = self._view.nbytes
 
     def copy(self, target: memoryview) -> Iterator[int]:
@@ -98,15 +102,15 @@ class PickleCodec:
     def __init__(self, *, out_of_band_bytes_min: int = 4096, per_item: bool = False) -> None:
         self._minimum = out_of_band_bytes_min
         self._per_item = per_item
-        self.name = f"pickle5/{out_of_band_bytes_min}/{per_item}"
+        self.name = f"pickle5/{shown(out_of_band_bytes_min)}/{shown(per_item)}"
 
     def problem(self) -> str | None:
         """See :class:`Codec`."""
         if type(self._minimum) is not int or self._minimum < 0:
-            return f"out_of_band_bytes_min must be an integer of at least 0, got {self._minimum!r}"
+            return f"out_of_band_bytes_min must be an integer of at least 0, got {shown(self._minimum)}"
         per_item: object = self._per_item
         if type(per_item) is not bool:
-            return f"per_item must be True or False, got {per_item!r}"
+            return f"per_item must be True or False, got {shown(per_item)}"
         return None
 
     def encode(self, value: Any) -> list[Segment]:
@@ -158,7 +162,7 @@ class BytesCodec:
     def problem(self) -> str | None:
         """See :class:`Codec`."""
         copy: object = self._copy
-        return None if type(copy) is bool else f"copy must be True or False, got {copy!r}"
+        return None if type(copy) is bool else f"copy must be True or False, got {shown(copy)}"
 
     def encode(self, value: Any) -> list[Segment]:
         """See :class:`Codec`.

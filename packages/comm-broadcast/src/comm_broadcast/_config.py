@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from comm_broadcast._failure import shown
+
 #: Bytes of a first frame's header; what is left of the frame carries small payloads.
 HEADER_BYTES = 64
 
@@ -25,7 +27,7 @@ class BroadcastConfig:
         agree: Compare everybody's result after each exchange: a rank that cannot decode is known at once, for one more
             small collective (equal on all ranks). Without it the others learn of it in the next exchange.
         shared_slot_bytes: Size of each of the two slots of a memory window that the ranks share, who must be on one node
-            (bytes; 0: none; equal on all ranks).
+            (bytes, up to 1 TiB; 0: none; equal on all ranks).
         pool_bytes_max: Received and packed blocks are reused; free ones beyond this are given back (bytes, >= 0).
         check_round_trip: The sender decodes its own bytes and compares; for debugging.
         spin_s: A blocking call polls this long without pause, and 10 ns for each byte that is being moved, before it begins to
@@ -47,20 +49,20 @@ class BroadcastConfig:
             ("frame_bytes", 256, 1 << 20),
             ("chunk_bytes", 4096, (1 << 31) - 1),
             ("gather_bytes_max", 0, None),
-            ("shared_slot_bytes", 0, None),
+            ("shared_slot_bytes", 0, 1 << 40),
             ("pool_bytes_max", 0, None),
         )
         for name, low, high in ranges:
             value = getattr(self, name)
             if type(value) is not int:
-                return f"{name} must be an integer, got {value!r}"
+                return f"{name} must be an integer, got {shown(value)}"
             if value < low or (high is not None and value > high):
-                return f"{name} must be {f'in {low}..{high}' if high is not None else f'at least {low}'}, got {value}"
+                return f"{name} must be {f'in {low}..{high}' if high is not None else f'at least {low}'}, got {shown(value)}"
         for name in ("agree", "check_round_trip"):
             if type(getattr(self, name)) is not bool:
-                return f"{name} must be True or False, got {getattr(self, name)!r}"
+                return f"{name} must be True or False, got {shown(getattr(self, name))}"
         if isinstance(self.spin_s, bool) or not isinstance(self.spin_s, (int, float)) or not 0.0 <= self.spin_s <= 1.0:
-            return f"spin_s must be in 0..1, got {self.spin_s!r}"
+            return f"spin_s must be in 0..1, got {shown(self.spin_s)}"
         return None
 
     @property

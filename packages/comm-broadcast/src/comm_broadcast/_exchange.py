@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from comm_broadcast import _block
-from comm_broadcast._codec import Codec, Segment
+from comm_broadcast._codec import Segment
 from comm_broadcast._comm import Buffer, Comm, Run
 from comm_broadcast._config import HEADER_BYTES, BroadcastConfig
 from comm_broadcast._errors import (
@@ -52,7 +52,8 @@ from comm_broadcast._frame import (
     unpack_text,
     verdict,
 )
-from comm_broadcast._pool import BufferPool, ByteArray
+from comm_broadcast._pool import BufferPool, ByteArray, Sink
+from comm_broadcast._settings import ChosenCodec
 from comm_broadcast._window import SharedWindow
 
 #: What a rank contributes to the comparison of results (bytes).
@@ -100,12 +101,17 @@ class Ended:
     totals: Totals = field(default=Totals())
 
 
+#: What is left of a script that an exception has ended.
+_DEAD = Ended()
+
+
 class Owner(Protocol):
     """What an exchange uses of its broadcaster."""
 
     comm: Comm
     config: BroadcastConfig
     pool: BufferPool
+    sink: Sink
     window: SharedWindow | None
     #: How the exchange before this one ended.
     last: Ended
@@ -121,7 +127,8 @@ class _Outgoing:
     block: memoryview = field(default_factory=lambda: memoryview(b""))
     segments: list[Segment] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
-    large: list[int] = field(default_factory=list)
+    #: Segments that travel from where they are, by index.
+    large: dict[int, memoryview] = field(default_factory=dict)
     head: int = 0
     slot: int | None = None
     failure: Failure | None = None
@@ -129,7 +136,7 @@ class _Outgoing:
     @property
     def bytes(self) -> int:
         """All that this rank sends beside its frame's header."""
-        return self.size + sum(self.segments[i].nbytes for i in self.large)
+        return self.size + sum(buffer.nbytes for buffer in self.large.values())
 
 
 @dataclass
@@ -152,14 +159,14 @@ class Exchange:
         owner: The broadcaster.
         call: What all ranks must have called.
         value: What this rank gives.
-        codec: How values become bytes.
+        chosen: How values become bytes.
     """
 
-    def __init__(self, owner: Owner, call: Call, value: Any, codec: Codec) -> None:
+    def __init__(self, owner: Owner, call: Call, value: Any, chosen: ChosenCodec) -> None:
         self._owner = owner
         self.call = call
         self._value = value
-        self._codec = codec
+        self._codec, self._views, self._head_only = chosen.codec, chosen.views, chosen.head_only
         #: Set once, by one assignment.
         self.ended: Ended | None = None
         #: Nobody wants its value: it only takes part.
@@ -172,7 +179,7 @@ class Exchange:
         #: Bytes of the transfer at hand, and operations completed, for whoever waits.
         self.moving_bytes = 0
         self.completed = 0
-        self._steps: Steps | None = None
+        self._steps: Generator[Ended | None, None, None] | None = None
         self._out: _Outgoing | None = None
         self._received: bytearray | None = None
         self._copying: Iterator[int] | None = None
@@ -204,16 +211,13 @@ class Exchange:
             self._steps = self._script()
         elif is_running(self._steps):
             raise LocalProtocolError("called from within the exchange itself")
-        try:
-            next(self._steps)
-        except StopIteration as stop:
-            if stop.value is None:
-                # An exception ended it: from the beginning, over what has been done.
-                self._steps = self._script()
-            else:
-                self.ended = stop.value
+        item = next(self._steps, _DEAD)
+        if item is _DEAD:
+            # An exception ended it: from the beginning, over what has been done.
+            self._steps = self._script()
             return True
-        return False
+        self.ended = item
+        return item is not None
 
     def release(self) -> None:
         """Forget all memory but the result; it has ended."""
@@ -222,7 +226,11 @@ class Exchange:
 
     # -- the script ----------------------------------------------------------------------------------------------------
 
-    def _script(self) -> Steps:
+    def _script(self) -> Generator[Ended | None, None, None]:
+        """None for each wait, then the end: an item, since a ``StopIteration`` may be anybody's."""
+        yield (yield from self._whole())
+
+    def _whole(self) -> Generator[None, None, Ended]:
         before = self._owner.last
         if before.closed is not None:
             if self.call.operation is Operation.CLOSE:
@@ -233,7 +241,8 @@ class Exchange:
             error = LocalProtocolError(f"the broadcaster is broken: {before.broken}")
             return replace(before, value=None, error=error)
         try:
-            return (yield from self._exchange(Run(self._owner.comm), before))
+            ended: Ended = yield from self._exchange(Run(self._owner.comm), before)
+            return ended
         except (TransportError, RemoteProtocolError) as error:
             return self._end(before, error=error, broken=error)
 
@@ -380,20 +389,20 @@ class Exchange:
         while ready < (out.head if early else size):
             ready = next(copying, size)
         if config.check_round_trip:
-            self._check_round_trip(block[:size], out.segments, out.large)
+            self._check_round_trip(block[:size], out.large)
         self._copying, self._ready = copying, ready
         Frame(
             sequence, Status.GOOD, out.kind, size, config.chunk_bytes, len(out.large), owner.comm.rank, out.head,
             out.slot or 0, self.call,
         ).pack_into(view)  # fmt: skip
         if out.large:
-            _block.write_sizes(view[HEADER_BYTES:], [out.segments[i].nbytes for i in out.large])
+            _block.write_sizes(view[HEADER_BYTES:], [buffer.nbytes for buffer in out.large.values()])
         if out.head:
             start = HEADER_BYTES + 8 * len(out.large)
             view[start : start + out.head] = block[: out.head]
 
-    def _check_round_trip(self, block: memoryview, segments: list[Segment], large: list[int]) -> None:
-        copies = [memoryview(bytearray(segments[i].source() or b"")) for i in large]
+    def _check_round_trip(self, block: memoryview, large: dict[int, memoryview]) -> None:
+        copies = [memoryview(bytearray(buffer)) for buffer in large.values()]
         again = self._codec.decode(_block.split(memoryview(bytearray(block)), copies))
         if not _equal(self._value, again):
             raise ValueError(f"the value does not survive its codec: {type(self._value).__name__} came back different")
@@ -469,9 +478,8 @@ class Exchange:
             pack_failure(trailer, replace(mine, status=Status.FAILED), failure.cause, failure.details)
 
     def _give_large(self, run: Run, out: _Outgoing, move: Move) -> Steps:
-        for index in out.large:
-            source = out.segments[index].source()
-            yield from self._chunks(run, source, None, out.segments[index].nbytes, self._owner.config.chunk_bytes, move)
+        for buffer in out.large.values():
+            yield from self._chunks(run, buffer, None, buffer.nbytes, self._owner.config.chunk_bytes, move)
 
     def _chunks(
         self, run: Run, buffer: memoryview | None, sink: memoryview | None, size: int, chunk_bytes: int, move: Move
@@ -532,7 +540,7 @@ class Exchange:
         self, run: Run, part: _Incoming, buffer: memoryview | None, size: int, chunk_bytes: int, move: Move
     ) -> Steps:
         if buffer is None and (part.sink is None or len(part.sink) < min(size, chunk_bytes)):
-            part.sink = np.empty(min(size, chunk_bytes), np.uint8).data
+            part.sink = self._owner.sink.take(min(size, chunk_bytes))
         yield from self._chunks(run, buffer, part.sink, size, chunk_bytes, move)
 
     def _take_stream(
@@ -551,13 +559,13 @@ class Exchange:
         ends[-1] += _block.TRAILER_BYTES
         whole = None if part.memory is None else part.memory.data
         if whole is None and part.sink is None:
-            part.sink = np.empty(max(end - start for start, end in zip(starts, ends, strict=True)), np.uint8).data
+            part.sink = self._owner.sink.take(max(end - start for start, end in zip(starts, ends, strict=True)))
         piece = memoryview(b"")
         for start, end in zip(starts, ends, strict=True):
             piece = whole[start:end] if whole is not None else part.sink[: end - start]  # type: ignore[index]
             self.moving_bytes = end - start
             index = run.start(move[0], piece, move[1])
-            if start == head and head and not large and self._codec.head_only and part.block is not None:
+            if start == head and head and not large and self._head_only and part.block is not None:
                 # While the first piece is on its way.
                 self._decode(part, part.block, [])
             yield from self._wait(run, index)
@@ -576,7 +584,7 @@ class Exchange:
         if part.memory is None:
             part.memory = window.slot(frame.slot, frame.block_bytes)
         window.watch(frame.slot, part.memory, frame.sequence)
-        if self._codec.views:
+        if self._views:
             part.block = part.memory.data.toreadonly()
             return
         # What is decoded may be written to by its owner: not in memory that other ranks read.

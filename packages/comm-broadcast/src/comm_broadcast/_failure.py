@@ -9,6 +9,8 @@ from comm_broadcast._errors import BroadcastError, RankFailure
 
 #: Characters of an error's text that are looked at: the first frame holds far fewer bytes.
 _TEXT_MAX = 1 << 16
+#: Characters of a value in a message.
+_SHOWN_MAX = 200
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,23 @@ class Failure:
 
 
 def _name(error: BaseException) -> str:
-    """The name of an exception's class, whatever its metaclass says."""
-    name: str = type.__dict__["__name__"].__get__(type(error))
-    return name
+    return type_name(type(error))
+
+
+def type_name(kind: type) -> str:
+    """The name of a class, whatever its metaclass says."""
+    # A class may be called by an instance of somebody's subclass of str.
+    return plain(type.__dict__["__name__"].__get__(kind))
+
+
+def plain(text: str) -> str:
+    """The same characters as a ``str`` without methods of somebody else's."""
+    return str.encode(text, "utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+
+
+def shown(value: object) -> str:
+    """A value for a message, shortened. What its ``__repr__`` raises takes its place: a message must not fail."""
+    try:
+        return plain(repr(value))[:_SHOWN_MAX]
+    except Exception as error:  # noqa: BLE001 - said in the message
+        return f"a {type_name(type(value))} that cannot be shown ({_name(error)})"

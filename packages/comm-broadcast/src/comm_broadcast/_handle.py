@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
-from comm_broadcast._errors import BroadcastConfigError, BroadcastTimeoutError, LocalProtocolError
+from comm_broadcast._errors import BroadcastTimeoutError, LocalProtocolError
 from comm_broadcast._exchange import Exchange
+from comm_broadcast._settings import check_waiting
 
 T = TypeVar("T")
 #: Called between polls with the longest time to wait (s); may return early.
@@ -20,6 +22,8 @@ _PAUSE_S_MAX = 1e-3
 _S_PER_BYTE = 10e-9
 #: Polls between two looks at the clock (count).
 _POLLS_PER_LOOK = 16
+#: Lets whoever else could run on this core, another rank for instance, before the next poll; where the system can.
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Owner(Protocol):
@@ -30,18 +34,6 @@ class Owner(Protocol):
 
     def advance(self, exchange: Exchange) -> bool:
         """Make progress until the exchange has ended or something has to be waited for; whether it has ended."""
-
-
-def check_timeout(timeout_s: Any) -> None:
-    """Refuse what is not a time.
-
-    Raises:
-        BroadcastConfigError: Names the value.
-    """
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s <= math.inf:
-        raise BroadcastConfigError(f"timeout_s must be a number of seconds of at least 0, or None, got {timeout_s!r}")
 
 
 def poll(
@@ -65,6 +57,7 @@ def poll(
             continue
         polls += 1
         if wait is None and polls % _POLLS_PER_LOOK:
+            _give_way()
             continue
         now_s = time.perf_counter()
         if now_s >= end_s:
@@ -72,7 +65,7 @@ def poll(
         if wait is not None:
             wait(min(pause_s, end_s - now_s))
         elif now_s < spin_end_s:
-            continue
+            _give_way()
         else:
             polls = _POLLS_PER_LOOK - 1
             time.sleep(min(pause_s, end_s - now_s))
@@ -93,10 +86,26 @@ def result_of(exchange: Exchange) -> Any:
 
 def blocking(
     owner: Owner, exchange: Exchange, wait: Wait | None, timeout_s: float | None
-) -> Generator[Any, None, None]:
-    """A blocking call: yields the result. A generator, since its frame says whether the call is still running."""
-    poll(lambda: owner.advance(exchange), wait, timeout_s, owner.spin_s, exchange)
-    yield result_of(exchange)
+) -> Generator[tuple[Any, StopIteration | None], None, None]:
+    """A blocking call: yields its result once. A generator, since its frame says whether the call is still running.
+
+    What a generator cannot raise, a ``StopIteration`` of whoever is called from here, it yields for :func:`finish` to raise.
+    """
+    result: tuple[Any, StopIteration | None]
+    try:
+        poll(lambda: owner.advance(exchange), wait, timeout_s, owner.spin_s, exchange)
+        result = result_of(exchange), None
+    except StopIteration as error:
+        result = None, error
+    yield result
+
+
+def finish(call: Generator[tuple[Any, StopIteration | None], None, None]) -> Any:
+    """Run a blocking call to its end: its value, or its error raised."""
+    value, error = next(call)
+    if error is not None:
+        raise error
+    return value
 
 
 class Handle(Generic[T]):
@@ -139,8 +148,9 @@ class Handle(Generic[T]):
 
         Raises:
             BroadcastTimeoutError: Not every rank joined in time. The exchange is still this handle's: wait or test again.
+            BroadcastConfigError: ``wait`` or ``timeout_s`` cannot be used; nothing changed.
         """
-        check_timeout(timeout_s)
+        check_waiting(wait, timeout_s)
         exchange = self._exchange
         exchange.given_up = False
         try:

@@ -43,6 +43,9 @@ class MpiComm:
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         mpi = _library()
+        if not mpi.Is_initialized() or mpi.Is_finalized():
+            state = "finalized" if mpi.Is_finalized() else "not initialized"
+            raise BroadcastConfigError(f"MPI is {state}: any call would end the program")
         if comm is None:
             comm = mpi.COMM_WORLD
         if not isinstance(comm, mpi.Intracomm):
@@ -56,6 +59,8 @@ class MpiComm:
         self._error: type[Exception] = mpi.Exception
         try:
             self._comm = comm.Dup()
+            # The user's may be one that ends the program.
+            self._comm.Set_errhandler(mpi.ERRORS_RETURN)
         except mpi.Exception as error:
             raise TransportError("Dup", comm.rank, error) from error
         self.rank = self._comm.rank

@@ -21,6 +21,8 @@ ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 _SMALL_BYTES = 64 << 10
 _HUGE_PAGE_BYTES = 2 << 20
+#: Linux; Python names it from 3.11 on some systems only.
+_MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0)
 
 
 def _capacity(size: int) -> int:
@@ -58,6 +60,24 @@ class _Entry:
     offset: int
     capacity: int
     user: weakref.ref[ByteArray]
+
+
+class Sink:
+    """Where a rank receives what it has no memory for. Room is reserved while there is some; unused it costs addresses only.
+
+    Raises:
+        MemoryError: There is no room.
+    """
+
+    def __init__(self, size: int) -> None:
+        try:
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        except (OSError, ValueError, OverflowError) as error:
+            raise MemoryError(f"no room for {size} bytes: {error}") from error
+
+    def take(self, size: int) -> memoryview:
+        """Bytes that anybody may overwrite; more than was reserved only while there is memory."""
+        return memoryview(self._memory)[:size] if size <= len(self._memory) else memoryview(bytearray(size))
 
 
 class BufferPool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._errors import BroadcastConfigError, RemoteProtocolError
+from comm_broadcast._failure import Failure, shown
 
 _INT32 = np.dtype(np.int32)
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
@@ -127,7 +128,7 @@ class _TokensSegment(Segment):
     def _error(self, ordinal: int, part: Any) -> ValueError:
         """Names the first value of a list that is no token."""
         index, value = next(((i, v) for i, v in enumerate(part) if not _is_token(v)), (0, part))
-        return ValueError(f"{self._where(ordinal)}: token {index}: want a 32-bit integer, got {value!r}")
+        return ValueError(f"{self._where(ordinal)}: token {index}: want a 32-bit integer, got {shown(value)}")
 
 
 def _is_token(value: Any) -> bool:
@@ -156,10 +157,15 @@ class TokenBatchCodec:
     head_only = True
 
     def __init__(self, struct_type: type[msgspec.Struct], token_fields: Sequence[str] | None = None) -> None:
-        self._problem = _struct_problem(struct_type, token_fields)
         self.name = f"tokens{_VERSION}"
-        if self._problem is not None:
-            return
+        try:
+            self._problem = _struct_problem(struct_type, token_fields)
+            if self._problem is None:
+                self._prepare(struct_type, token_fields)
+        except Exception as error:  # noqa: BLE001 - told by problem(), on every rank
+            self._problem = f"struct_type: {Failure.of(error).cause}"
+
+    def _prepare(self, struct_type: type[msgspec.Struct], token_fields: Sequence[str] | None) -> None:
         fields = msgspec.structs.fields(struct_type)
         names = [f.name for f in fields]
         wanted = (
@@ -276,7 +282,7 @@ class TokenBatchCodec:
 
 def _struct_problem(struct_type: Any, token_fields: Any) -> str | None:
     if not (isinstance(struct_type, type) and issubclass(struct_type, msgspec.Struct)):
-        return f"struct_type must be a msgspec.Struct type, got {struct_type!r:.200}"
+        return f"struct_type must be a msgspec.Struct type, got {shown(struct_type)}"
     try:
         names = [f.name for f in msgspec.structs.fields(struct_type)]
     except (TypeError, NameError) as error:
@@ -284,12 +290,12 @@ def _struct_problem(struct_type: Any, token_fields: Any) -> str | None:
     if token_fields is None:
         return None
     if isinstance(token_fields, str) or not isinstance(token_fields, Sequence):
-        return f"token_fields must be a sequence of names, got {token_fields!r:.200}"
+        return f"token_fields must be a sequence of names, got {shown(token_fields)}"
     for name in token_fields:
         if name not in names:
-            return f"token_fields: {struct_type.__name__} has no field {name!r:.200}; it has {names}"
+            return f"token_fields: {struct_type.__name__} has no field {shown(name)}; it has {names}"
     if len(set(token_fields)) != len(token_fields):
-        return f"token_fields must be different names, got {list(token_fields)}"
+        return f"token_fields must be different names, got {shown(list(token_fields))}"
     return None
 
 

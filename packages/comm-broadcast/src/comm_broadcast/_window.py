@@ -19,6 +19,7 @@ import numpy as np
 
 from comm_broadcast._comm import Comm, Run
 from comm_broadcast._errors import BroadcastConfigError
+from comm_broadcast._failure import Failure
 from comm_broadcast._pool import ByteArray
 
 _LINE = 64
@@ -110,35 +111,21 @@ def open_window(comm: Comm, slot_bytes: int, root: int) -> Generator[None, None,
     """
     slot = -(-slot_bytes // _PAGE) * _PAGE
     total = header_bytes(comm.size) + 2 * slot
-    path = ""
+    path = f"{_SHARED_MEMORY}/comm-broadcast-{secrets.token_hex(_NONCE)}" if comm.rank == root else ""
     memory: mmap.mmap | None = None
     problem = ""
-    if comm.rank == root:
-        path = f"{_SHARED_MEMORY}/comm-broadcast-{secrets.token_hex(_NONCE)}"
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            try:
-                # Reserved now: writing to memory that is not there would be a signal, not an error.
-                os.posix_fallocate(descriptor, 0, total)
-                memory = mmap.mmap(descriptor, total)
-            finally:
-                os.close(descriptor)
-            memory[:_NONCE] = bytes.fromhex(path[-2 * _NONCE :])
-        except OSError as error:
-            problem = str(error)
     try:
-        announced = yield from _exchange(comm, path if comm.rank == root else "")
+        if comm.rank == root:
+            try:
+                memory = _make(path, total)
+            except Exception as error:  # noqa: BLE001 - told to everybody, who wait for this rank
+                problem = Failure.of(error).cause
+        announced = yield from _exchange(comm, path if memory is not None else "")
         if comm.rank != root and announced[root]:
             try:
-                descriptor = os.open(announced[root], os.O_RDWR)
-                try:
-                    memory = mmap.mmap(descriptor, total)
-                finally:
-                    os.close(descriptor)
-                if memory[:_NONCE] != bytes.fromhex(announced[root][-2 * _NONCE :]):
-                    problem = "the memory found is not the root's"
-            except (OSError, ValueError) as error:
-                problem = f"the ranks must be on one node: {error}"
+                memory = _find(announced[root], total)
+            except Exception as error:  # noqa: BLE001 - as above
+                problem = f"the ranks must be on one node: {Failure.of(error).cause}"
         problems = yield from _exchange(comm, problem)
     finally:
         if path:
@@ -154,8 +141,37 @@ def open_window(comm: Comm, slot_bytes: int, root: int) -> Generator[None, None,
     return SharedWindow(memory, slot, comm.rank, comm.size, root)
 
 
+def _make(path: str, total: int) -> mmap.mmap:
+    """The root's new memory; the path's last characters stand at its beginning."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        # Reserved now: writing to memory that is not there would be a signal, not an error.
+        os.posix_fallocate(descriptor, 0, total)
+        memory = mmap.mmap(descriptor, total)
+    finally:
+        os.close(descriptor)
+    memory[:_NONCE] = bytes.fromhex(path[-2 * _NONCE :])
+    return memory
+
+
+def _find(path: str, total: int) -> mmap.mmap:
+    """The same memory on another rank.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        memory = mmap.mmap(descriptor, total)
+    finally:
+        os.close(descriptor)
+    if memory[:_NONCE] != bytes.fromhex(path[-2 * _NONCE :]):
+        raise ValueError("the memory found is not the root's")
+    return memory
+
+
 def _exchange(comm: Comm, text: str) -> Generator[None, None, list[str]]:
-    send = bytearray(text.encode()[:_TEXT].ljust(_TEXT, b"\0"))
+    send = bytearray(text.encode("utf-8", "replace")[:_TEXT].ljust(_TEXT, b"\0"))
     receive = bytearray(_TEXT * comm.size)
     run = Run(comm)
     yield from run.wait(run.start(comm.iallgather, send, receive))
