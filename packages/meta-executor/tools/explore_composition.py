@@ -183,6 +183,7 @@ def fingerprint(pair: Pair) -> bytes:
     feed(pair.network._queues)
     feed([(w.job.operation, w.posted, w.completed, w.stopped, w.error, w.flying) for w in pair.world.writes])
     feed(pair.world.inbox)
+    feed(pair.lost)
     return text.digest()
 
 

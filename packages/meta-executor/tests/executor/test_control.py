@@ -90,6 +90,10 @@ def test_a_lost_peer_is_reported_once(ends: list[object]) -> None:
         assert time.monotonic() < deadline
         lost = receiver.take_lost()
     assert lost == [peer] and receiver.take_lost() == []
+    receiver._inbox.append((peer, b"its last word"))
+    receiver._lost.append(peer)
+    assert receiver.take_lost() == [], "told after what came before"
+    assert receiver.poll(1) == [(peer, b"its last word")] and receiver.take_lost() == [peer]
     # The socket may not know yet and would still take a frame; the link takes none.
     known = receiver._clients[peer]
     receiver._clients[peer] = MagicMock()

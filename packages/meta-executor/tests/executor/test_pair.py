@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kv_bounce_planner.planning import TransportError
+from kv_bounce_planner.sessions import PeerId
+from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor
 from kv_bounce_planner.testing import FakeWorld
 from meta_executor.executor.messages import Status
 from meta_executor.executor.ownership import State
@@ -302,6 +305,60 @@ def test_a_drain_whose_deadline_passes_says_that_it_proved_nothing(pairs: list[P
     assert not any(rank.loop.drained for rank in pair.context.ranks)
     assert any(rank.blocks.free_count < rank.blocks.block_count for rank in pair.generation.ranks)
     assert all(rank.blocks.free_count < rank.blocks.block_count for rank in pair.context.ranks)
+
+
+def leave_before_hearing(pair: Pair) -> None:
+    """The context instance drains and goes away while a receive request for each of its ranks is on its way."""
+    pair.settle(10)
+    context = [PeerId("ctx", "g1", rank) for rank in range(pair.config.stages)]
+    for receiver in pair.lost:
+        for peer in context:
+            pair.network.hold(receiver, peer)
+    pair.submit_generation(1, PROMPT, style="generation_first")
+    pair.settle(5)
+    pair.context.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: all(rank.loop.left for rank in pair.context.ranks))
+
+
+@pytest.mark.parametrize("executor", [WriteExecutor.RECEIVER, WriteExecutor.SENDER])
+def test_memory_comes_back_when_an_instance_left_before_it_heard(pairs: list[Pair], executor: WriteExecutor) -> None:
+    """Nobody answers the receive request any more: the end of the processes and of our agent for them prove the memory."""
+    pair = make(pairs, world=FakeWorld(executor=executor))
+    transports = [rank.session._transport for rank in pair.generation.ranks]
+    destroy = [transport.destroy_agent for transport in transports]
+    for transport in transports:
+        transport.destroy_agent = refuse
+    leave_before_hearing(pair)
+    pair.now_s += 1.0
+    pair.settle(5)
+    assert pair.generation.finish(1) == "error"
+    free = all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.generation.ranks)
+    assert free is (executor is WriteExecutor.SENDER), "receiver-executed writes may land while our agent lives"
+    for transport, how in zip(transports, destroy):
+        transport.destroy_agent = how
+    pair.now_s += 1.0
+    pair.settle(5)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.generation.ranks) and pair.idle()
+    pair.validate()
+
+
+def refuse(_instance: tuple[str, str]) -> frozenset[Evidence]:
+    raise TransportError("not now")
+
+
+def test_a_request_for_an_instance_that_is_gone_fails_by_name(pairs: list[Pair]) -> None:
+    """It ends alone: the rank goes on, and owns nothing for it."""
+    pair = make(pairs)
+    leave_before_hearing(pair)
+    for _ in range(2):
+        pair.now_s += 1.0
+        pair.settle(5)
+    pair.submit_generation(2, PROMPT, style="generation_first")
+    pair.settle(5)
+    assert pair.generation.finish(2) == "error" and "ctx/g1 is gone" in pair.generation.answers[2][-1].message
+    assert pair.idle()
+    pair.generation.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: all(rank.loop.left and rank.loop.drained for rank in pair.generation.ranks))
 
 
 def test_a_late_status_frame_changes_nothing(pairs: list[Pair]) -> None:

@@ -170,10 +170,12 @@ class ReceiverControl:
         return [self._inbox.popleft() for _ in range(min(frames_max, len(self._inbox)))]
 
     def take_lost(self) -> list[PeerId]:
-        """Peers whose link has ended since the last call."""
-        lost = []
-        while self._lost:
-            lost.append(self._lost.popleft())
+        """Peers whose link has ended since the last call, each after the last frame that came over it was polled."""
+        lost: list[PeerId] = []
+        unread = {peer for peer, _ in tuple(self._inbox)}
+        for _ in range(len(self._lost)):
+            peer = self._lost.popleft()
+            (self._lost if peer in unread else lost).append(peer)
         return lost
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -179,6 +180,9 @@ class Pair:
         self.now_s = 0.0
         self.world = world or FakeWorld()
         self.network = FakeNetwork()
+        #: Processes of context ranks that have left, and whose link's end each generation rank has not been told yet.
+        self.gone: set[str] = set()
+        self.lost: dict[PeerId, list[PeerId]] = {}
         self.model = SyntheticConfig(layer_count=config.layer_count, kv_head_count=1, head_dim=2, vocab_size=997)
         self.domain = Domain(1, tuple(range(config.stages)))
         self.agreement_network = InProcessNetwork(self.domain)
@@ -188,7 +192,10 @@ class Pair:
         self.context_name = "ctx/g1"
         self.generation.desk.announce_peer(
             Peer(
-                self.context_name, encode_layout(self.context.layout), tuple(f"fake:{r}" for r in range(config.stages))
+                self.context_name,
+                encode_layout(self.context.layout),
+                tuple(f"fake:{r}" for r in range(config.stages)),
+                tuple(_process(r) for r in range(config.stages)),
             )
         )
 
@@ -204,7 +211,24 @@ class Pair:
         self.now_s += 0.0001
         if rank.loop.left:
             return False
-        return rank.loop.iterate(self.now_s)
+        moved = rank.loop.iterate(self.now_s)
+        self._end_processes()
+        return moved
+
+    def _end_processes(self) -> None:
+        """A context rank that has left: its links end after what it has sent, and its process is gone."""
+        for index, rank in enumerate(self.context.ranks):
+            if rank.loop.left and _process(index) not in self.gone:
+                self.gone.add(_process(index))
+                for receiver, lost in self.lost.items():
+                    self.network.cut(receiver, PeerId("ctx", "g1", index))
+                    lost.append(PeerId("ctx", "g1", index))
+
+    def _take_lost(self, receiver: PeerId) -> list[PeerId]:
+        lost = self.lost[receiver]
+        told = [peer for peer in lost if not self.network.waiting(peer, receiver)]
+        lost[:] = [peer for peer in lost if peer not in told]
+        return told
 
     def run(
         self, until: Callable[[], bool], *, rounds_max: int = 3000, order: Iterable[FakeRank] | None = None
@@ -451,10 +475,19 @@ class Pair:
                 SessionConfig(drain_deadline_s=1e9),
             )
             faults: list[str] = []
+            self.lost[peer] = []
             made = compose_generation(
                 self._around(rank, world, engine, heard, faults),
                 self._settings(1, config.generation_blocks),
-                ReceivingParts(receiver, peer, layouts[rank], tiers, connect=lambda peer, address: None),
+                ReceivingParts(
+                    receiver,
+                    peer,
+                    layouts[rank],
+                    tiers,
+                    connect=lambda peer, address: None,
+                    take_lost=partial(self._take_lost, peer),
+                    process_is_gone=self.gone.__contains__,
+                ),
             )
             ranks.append(FakeRank(made, receiver, engine, memory, None, faults))
         return self._instance("generation", ranks, layout, heard)
@@ -465,6 +498,11 @@ class Pair:
         if desk is None:
             raise ValueError("rank 0 has a desk")
         return FakeInstance(name, ranks, desk, layout, heard)
+
+
+def _process(index: int) -> str:
+    """What names the process of a context rank."""
+    return f"fake/{index}"
 
 
 def reference_tokens(engine: Engine, prompt: list[int], max_tokens: int, block_tokens: int) -> list[int]:

@@ -104,6 +104,8 @@ class GenerationTransceiver:
         #: Processes of peers whose link has ended, until they are known to be gone.
         self._suspects: dict[PeerId, str] = {}
         self._processes: dict[PeerId, str] = {}
+        #: Instances of which no process is left, until their agents are destroyed.
+        self._gone: set[tuple[str, str]] = set()
         self._next_suspicion_s = 0.0
         self._self_id = self_id
         self._registry = registry
@@ -149,9 +151,10 @@ class GenerationTransceiver:
 
         Its processes are judged by their own end first: writes that a sender executes are over only with it.
         """
-        if self._peers.pop(name, None) is not None:
+        if name in self._peers:
             instance_id, generation = name.split("/", 1)
             self._receiver.retire_peer(instance_id, generation)
+            del self._peers[name]
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
         """Queue for blocks. Idempotent."""
@@ -191,10 +194,10 @@ class GenerationTransceiver:
 
     def progress(self, now_s: float) -> bool:
         """Move transfers."""
-        self._judge_peers(now_s)
         events = self._receiver.poll()
         for event in events:
             self._take(event)
+        self._judge_peers(now_s)  # what a peer said before its link ended has been heard by now
         for sequence in list(self._open.values()):
             if sequence.state is State.TRANSFERRING and now_s - sequence.transfer_since_s > self._transfer_timeout_s:
                 self._fail(sequence, f"the transfer did not end within {self._transfer_timeout_s:g} s")
@@ -202,18 +205,31 @@ class GenerationTransceiver:
         return bool(events)
 
     def _judge_peers(self, now_s: float) -> None:
-        """A link that ended proves nothing about memory; the end of the process that executes writes may."""
+        """A link that ended proves nothing about memory; the end of the process that executes writes may.
+
+        An instance of which no process is left does not come back under this name: its agent is destroyed, which proves the
+        rest where the receiver's own agent executes the writes.
+        """
         for peer in self._lost():
             self._receiver.peer_died(peer, PeerEvidence.CONNECTION_LOST)
             if peer in self._processes:
                 self._suspects[peer] = self._processes.pop(peer)
-        if not self._suspects or now_s < self._next_suspicion_s:
+        if not (self._suspects or self._gone) or now_s < self._next_suspicion_s:
             return
         self._next_suspicion_s = now_s + _SUSPICION_EVERY_S
         for peer, process in list(self._suspects.items()):
             if self._process_is_gone(process):
                 del self._suspects[peer]
                 self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
+                if all(other.instance != peer.instance for other in (*self._processes, *self._suspects)):
+                    self._gone.add(peer.instance)
+        for instance in list(self._gone):
+            try:
+                self.retire_peer("/".join(instance))
+            except KVTransferError as error:
+                self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
+                continue
+            self._gone.discard(instance)
 
     def poll(self, now_s: float) -> list[TransceiverEvent]:
         """What has happened."""
@@ -224,7 +240,7 @@ class GenerationTransceiver:
     def poll_cap_s(self) -> float | None:
         """Destinations are published: in the context-first schedule the writers begin at once."""
         if not self._open:
-            return EXPOSED_CAP_S if self._suspects else None
+            return EXPOSED_CAP_S if self._suspects or self._gone else None
         return MOVING_CAP_S if self._begun else EXPOSED_CAP_S
 
     @property
@@ -247,8 +263,11 @@ class GenerationTransceiver:
         request = sequence.request
         source = self._peers.get(request.peer)
         if source is None:
-            # The item that names the peer comes before the request in the same broadcast.
-            raise KVTransferError(f"{sequence.describe()}: peer {request.peer} was never announced")
+            # The item that names a peer comes before the request in the same broadcast: this one has gone since.
+            self._fail(sequence, f"peer {request.peer} is gone")
+            self._registry.apply(sequence, Event.ABORTED)
+            self._release(sequence)
+            return True
         if self._aux.free_count == 0:
             return False
         # The last token's own KV is never needed.
