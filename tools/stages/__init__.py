@@ -17,7 +17,6 @@ Layout, pure parts first:
 - ``junit``: pytest's result files
 - ``execution``: runs a plan's stages, line by line
 - ``bundle``: results as JUnit XML, JSON and Markdown, bound to the commit
-- ``running``: which runs are going on, and stopping one from outside
 - ``comment``: ``/bot …`` lines as the same options
 - ``checking``: validates lists without importing tests, and against pytest's collection
 - ``matrix``: the hosted CI's matrix, from the same table

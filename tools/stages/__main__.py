@@ -12,7 +12,7 @@ import json
 import re
 import signal
 import sys
-import time
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,9 +25,8 @@ from stages.bundle import Bundle, bundle_folder, provenance, reusable_stage
 from stages.comment import REFUSED, arguments_of_comment
 from stages.errors import StageError, nearest
 from stages.execution import Runner, StageResult
-from stages.hardware import probe, read_hardware
+from stages.hardware import probe
 from stages.plan import Options, RunPlan, make_plan, stages_of
-from stages.running import running, stop_runs
 from stages.sharding import read_durations
 from stages.table import read_table
 from stages.verdicts import EXIT_CODES, Verdict
@@ -59,7 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--gpu-type", metavar="A10,…", help="only stages whose name begins with one of these words")
     made.add_argument("--test-backend", metavar="pytorch,…", help="only stages of these backends, or of none")
     made.add_argument("--post-merge", action="store_true", help="post-merge stages, too")
-    made.add_argument("--disable-fail-fast", action="store_true", help="go on after a stage has failed")
+    made.add_argument(
+        "--disable-fail-fast", dest="fail_fast", action="store_false", help="go on after a stage has failed"
+    )
     reuse = made.add_mutually_exclusive_group()
     reuse.add_argument(
         "--reuse-test", nargs="?", const="", metavar="RUN",
@@ -86,15 +87,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--accept-capability", metavar="9.0", help="any GPU of this compute capability will do; any: any GPU at all"
     )
-    made.add_argument(
-        "--hardware", type=Path, metavar="FILE", help="describe the machine instead of probing it (dry runs)"
-    )
     made.add_argument("--dry-run", action="store_true", help="print each stage's tests and run nothing")
     made.add_argument("--list", action="store_true", help="print the stages and leave")
     made.add_argument("--stages-of", metavar="TEST", help="print the stages that run a test, file or folder and leave")
-    made.add_argument(
-        "--kill", action="store_true", help="stop the runs that are going on in the results folder and leave"
-    )
     made.add_argument("--comment", metavar="TEXT", help="take the options from a /bot line")
     made.add_argument("--lists", type=Path, default=ROOT / "testlists", help=argparse.SUPPRESS)
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
@@ -121,41 +116,22 @@ def print_plan(run: RunPlan) -> None:
             print(f"  {line.identity}" + (" ISOLATION" if line.isolated else ""))
         for line, waiver in plan.waived:
             print(f"  waived: {line.identity} ({waiver.reason})")
-    for warning in run.warnings:
-        print(f"warning: {warning}")
 
 
 def run_stages(arguments: argparse.Namespace) -> int:
     """Plan and run; the exit code is the worst stage's."""
-    options = Options(
-        stage_list=arguments.stage_list,
-        kind=arguments.kind,
-        extra_stage=arguments.extra_stage,
-        gpu_type=arguments.gpu_type,
-        test_backend=arguments.test_backend,
-        post_merge=arguments.post_merge,
-        fail_fast=not arguments.disable_fail_fast,
-        reuse=arguments.reuse_test is not None or arguments.reuse_pipeline,
-        reuse_from=arguments.reuse_test or None,
-        reuse_only=arguments.reuse_pipeline,
-        multi_gpu=arguments.multi_gpu,
-        skip=arguments.skip_test,
-        detailed_log=arguments.detailed_log,
-        accept_capability=arguments.accept_capability,
-    )
-    if arguments.hardware is not None and not arguments.dry_run:
-        raise StageError("--hardware describes another machine: it goes with --dry-run only")
-    hardware = read_hardware(arguments.hardware) if arguments.hardware else probe()
+    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    hardware = probe()
     run = make_plan(arguments.lists, options, hardware)
+    for warning in run.warnings:
+        print(f"warning: {warning}", flush=True)
     if arguments.dry_run:
         print_plan(run)
         return 0
-    for warning in run.warnings:
-        print(f"warning: {warning}", flush=True)
     origin = provenance(arguments.root, run, hardware)
-    earlier = earlier_runs(arguments.results, options.reuse_from)
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    folder = bundle_folder(arguments.results, stamp, origin["commit"])
+    wanted = "" if options.reuse_pipeline else options.reuse_test
+    earlier = earlier_runs(arguments.results, wanted) if wanted is not None else []
+    folder = bundle_folder(arguments.results, origin["commit"])
     bundle = Bundle(folder, run, origin)
     runner = Runner(
         arguments.root, say=lambda text: print(f"== {text}", flush=True), workers=arguments.workers,
@@ -165,14 +141,13 @@ def run_stages(arguments: argparse.Namespace) -> int:
     # background may have left them ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: runner.interrupt())
-    with running(folder):
-        results: list[StageResult] = runner.run(
-            run,
-            folder,
-            reusable=lambda plan: reusable_stage(earlier, plan, origin) if options.reuse else None,
-            after=lambda known: bundle.write(known, complete=False) and None,
-        )
-        verdict = bundle.write(results, complete=True)
+    results: list[StageResult] = runner.run(
+        run,
+        folder,
+        reusable=lambda plan: reusable_stage(earlier, plan, origin),
+        after=lambda known: bundle.write(known, complete=False) and None,
+    )
+    verdict = bundle.write(results, complete=True)
     if arguments.store_durations:
         store_durations(arguments.lists, results)
     print(f"\n{(folder / 'summary.md').read_text('utf-8')}")
@@ -185,18 +160,12 @@ def run_stages(arguments: argparse.Namespace) -> int:
     return EXIT_CODES[verdict]
 
 
-def earlier_runs(results: Path, wanted: str | None) -> list[Path]:
-    """Bundles to take results from.
-
-    Raises:
-        StageError: There is none of the wanted name.
-    """
+def earlier_runs(results: Path, wanted: str) -> list[Path]:
+    """Bundles to take results from: the one of that name, or all."""
     found = sorted(path.parent for path in results.glob("*/results.json"))
-    if wanted is None:
-        return found
-    if wanted not in {path.name for path in found}:
+    if wanted and wanted not in {path.name for path in found}:
         raise StageError(f"no run {wanted!r} in {results}{nearest(wanted, [path.name for path in found])}")
-    return [results / wanted]
+    return [results / wanted] if wanted else found
 
 
 def store_durations(folder: Path, results: list[StageResult]) -> None:
@@ -214,13 +183,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         arguments = parser().parse_args(words)
         if arguments.comment is not None:
-            arguments = parser().parse_args([*words_without_comment(words), *arguments_of_comment(arguments.comment)])
-        if arguments.kill:
-            stopped = stop_runs(arguments.results)
-            if not stopped:
-                raise StageError(f"no run is going on in {arguments.results}")
-            print("\n".join(f"stopped: {folder}" for folder in stopped))
-            return 0
+            arguments = parser().parse_args(arguments_of_comment(arguments.comment), arguments)
         if arguments.stages_of is not None:
             for stage, line in stages_of(arguments.lists, arguments.stages_of):
                 print(f"{stage.name:36} {line.identity}")
@@ -241,19 +204,6 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stages: interrupted before a stage was begun", file=sys.stderr)
         return EXIT_CODES[Verdict.NOT_RUN]
-
-
-def words_without_comment(words: list[str]) -> list[str]:
-    """The command line's own options beside ``--comment TEXT``."""
-    kept, skip = [], False
-    for word in words:
-        if skip:
-            skip = False
-        elif word == "--comment":
-            skip = True
-        elif not word.startswith("--comment="):
-            kept.append(word)
-    return kept
 
 
 if __name__ == "__main__":

@@ -28,11 +28,7 @@ class Item:
 
 
 def load(path: Path) -> Item:
-    """Read a file.
-
-    Raises:
-        ListError: It is missing, not YAML, or has a key twice.
-    """
+    """Read a file."""
     try:
         node = yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
@@ -66,11 +62,7 @@ def _item(path: Path, node: yaml.Node) -> Item:
 
 
 def mapping(path: Path, item: Item, what: str, keys: tuple[str, ...]) -> dict[str, Item]:
-    """A mapping with no other than the given keys.
-
-    Raises:
-        ListError: It is not one, or a key is not known; names the nearest.
-    """
+    """A mapping with no other than the given keys."""
     if not isinstance(item.value, dict):
         raise ListError(path, item.line, f"{what}: want a mapping, got {type(item.value).__name__}")
     for key, value in item.value.items():

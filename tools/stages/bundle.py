@@ -45,7 +45,7 @@ def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD"),
         "dirty": bool(git("status", "--porcelain")),
         "lists": run.fingerprint,
-        "hardware": hardware.to_dict(),
+        "hardware": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(hardware).items()},
         "accept_capability": run.options.accept_capability,
         "python": platform.python_version(),
         "versions": versions,
@@ -53,25 +53,15 @@ def provenance(root: Path, run: RunPlan, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def bundle_folder(results: Path, started: str, commit: str) -> Path:
-    """A folder of its own for a run: two runs of one commit in one second never write over each other.
-
-    Raises:
-        StageError: It cannot be made.
-    """
-    wanted = results / f"{started}-{commit[:8] or 'uncommitted'}"
-    number, folder = 1, wanted
-    while True:
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError as error:
-            if not folder.is_dir():
-                raise StageError(f"results folder {results}: {error}") from error
-            number += 1
-            folder = wanted.with_name(f"{wanted.name}-{number}")
-        except OSError as error:
-            raise StageError(f"results folder {results}: {error}") from error
+def bundle_folder(results: Path, commit: str) -> Path:
+    """A folder of its own for a run: the process's number keeps two runs of one commit in one second apart."""
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    folder = results / f"{stamp}-{commit[:8] or 'uncommitted'}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise StageError(f"results folder {results}: {error}") from error
+    return folder
 
 
 class Bundle:
@@ -82,7 +72,6 @@ class Bundle:
         self._run = run
         self._origin = origin
         self._started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, results: list[StageResult], *, complete: bool) -> Verdict:
         """Write everything that is known; returns the run's verdict so far."""
@@ -188,8 +177,7 @@ def _cell(text: str) -> str:
 
 
 def _machine(data: dict[str, Any]) -> str:
-    hardware = Hardware(**{k: tuple(v) if isinstance(v, list) else v for k, v in data["hardware"].items()})
-    return f"{hardware.cores} cores, {describe_gpus(hardware)} ({hardware.source})"
+    return f"{data['hardware']['cores']} cores, {describe_gpus(data['hardware']['gpu_names'])}"
 
 
 #: What must be the same for a result to be taken over, beside the machine.
@@ -205,16 +193,10 @@ def reusable_stage(folders: Iterable[Path], plan: StagePlan, origin: dict[str, A
         try:
             data = json.loads((folder / "results.json").read_text("utf-8"))
             same = not data["dirty"] and all(data[key] == origin[key] for key in _SAME)
-            for key in _SAME_MACHINE:
-                # A file knows lists where a run has tuples.
-                same = same and _plain(data["hardware"][key]) == _plain(origin["hardware"][key])
+            same = same and all(data["hardware"][key] == origin["hardware"][key] for key in _SAME_MACHINE)
             stages = {(stage["name"], stage["fingerprint"]): stage["verdict"] for stage in data["stages"]}
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if same and stages.get((plan.stage.name, plan.fingerprint)) == Verdict.PASSED.value:
             return f"passed at this commit in {folder.name}"
     return None
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (list, tuple)) else value

@@ -57,11 +57,7 @@ def read_lists(folder: Path) -> dict[str, TestList]:
 
 
 def check(root: Path, folder: Path) -> Iterator[str]:
-    """All problems that show without an import, each with file and line.
-
-    Raises:
-        StageError: A file cannot be read at all.
-    """
+    """All problems that show without an import, each with file and line."""
     stages = read_table(folder / "stages.yml")
     lists = read_lists(folder)
     for family in dict.fromkeys(stage.family for stage in stages):
@@ -126,7 +122,8 @@ def _check_waivers(root: Path, folder: Path, stages: tuple[Stage, ...], lists: d
         if not any(_waives(waiver.test, line) for line in listed):
             yield f"{where}: {waiver.test.identity} is in no list: nothing to waive"
         for other in waivers:
-            if other is not waiver and other.test.hardware_prefix is None and _waives_all(other.test, waiver.test):
+            everywhere = other is not waiver and other.test.hardware_prefix is None and other.test.bare
+            if everywhere and covers(other.test.target, waiver.test.target):
                 yield f"{where}: {waiver.test.identity} is also waived by line {other.line}"
 
 
@@ -138,14 +135,8 @@ def _path(root: Path, line: TestLine) -> Iterator[str]:
 
 
 def _waives(test: TestLine, line: TestLine) -> bool:
-    bare = test.keyword is None and test.mark is None
-    return line.identity == test.identity or (
-        bare and (covers(line.target, test.target) or covers(test.target, line.target))
-    )
-
-
-def _waives_all(test: TestLine, other: TestLine) -> bool:
-    return test.keyword is None and test.mark is None and covers(test.target, other.target)
+    near = covers(line.target, test.target) or covers(test.target, line.target)
+    return line.identity == test.identity or (test.bare and near)
 
 
 def _contradictions(line: TestLine) -> Iterator[str]:

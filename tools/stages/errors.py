@@ -1,4 +1,7 @@
-"""What is refused before anything runs."""
+"""What is refused before anything runs: every reader, parser and choice here raises one of these, and nothing else does.
+
+The message names file and line, or the option, with the value, and the nearest one that would do.
+"""
 
 from __future__ import annotations
 

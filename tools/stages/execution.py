@@ -24,30 +24,23 @@ from . import needs
 from .junit import CaseResult, LiveResult, cause_of, merge, read_live
 from .lists import TestLine, covers
 from .plan import RunPlan, StagePlan
-from .verdicts import Verdict, line_verdict, worst
+from .verdicts import Verdict, worst
 from .waivers import waived_tests
 
 #: More failures than this in a stage are not tried again: it is broken, not flaky.
 RERUN_FAILURES_MAX = 5
 #: (seconds of a failed test, reruns): short tests are tried twice more, longer ones once.
 RERUN_STEPS = ((300.0, 2), (600.0, 1))
-#: More targets than this are handed to pytest in a file, not as arguments.
-ARGUMENTS_MAX = 100
 #: Lines of a pytest process's output that are kept to say why it ended (count).
 _TAIL_LINES = 60
 _PLUGIN = Path(__file__).resolve().parent / "plugin"
-_TOOLS = Path(__file__).resolve().parents[1]
 
 
 def reruns_allowed(case: CaseResult) -> int:
-    """How often a failed test is tried again: by how long it took; a very long one once, and only for a machine's failure.
-
-    What began and did not end is never tried again, nor is what ran out of its time.
-    """
+    """How often a failed test is tried again, by how long it took. Never what did not end, or ran out of its time."""
     if case.outcome not in ("failed", "error") or "::" not in case.id or case.timed_out:
         return 0
-    known = 1 if cause_of(case) == "infrastructure" else 0
-    return next((reruns for limit_s, reruns in RERUN_STEPS if case.seconds <= limit_s), known)
+    return next((reruns for limit_s, reruns in RERUN_STEPS if case.seconds <= limit_s), 0)
 
 
 @dataclass
@@ -71,14 +64,16 @@ class LineResult:
 
     @property
     def verdict(self) -> Verdict:
-        """PASSED … NOT RUN, or WAIVED when nothing was left of it."""
-        return line_verdict(
-            passed=self.count("passed") + self.count("xfailed"),
-            failed=sum(c.failed for c in self.cases),
-            flaky=sum(c.flaky for c in self.cases) + self.count("unstable"),
-            stopped=self.interrupted or not self.begun or self.not_started > 0,
-            waived=bool(self.waived) and not self.cases,
-        )
+        """A failure counts whatever else happened; what was stopped is not green; where no test ran, nothing is covered."""
+        if any(case.failed for case in self.cases):
+            return Verdict.FAILED
+        if self.interrupted or not self.begun or self.not_started:
+            return Verdict.NOT_RUN
+        if self.waived and not self.cases:
+            return Verdict.WAIVED
+        if self.count("unstable") or any(case.flaky for case in self.cases):
+            return Verdict.FLAKY
+        return Verdict.PASSED if self.count("passed") or self.count("xfailed") else Verdict.NO_COVERAGE
 
     @property
     def reason(self) -> str:
@@ -171,18 +166,18 @@ class Runner:
                 stopped = "the run was interrupted"
             if stopped is not None:
                 result = StageResult(name, Verdict.NOT_RUN, stopped)
-            elif run.options.skip is not None:
-                result = StageResult(name, Verdict.NOT_RUN, f"skipped: {run.options.skip}")
+            elif run.options.skip_test is not None:
+                result = StageResult(name, Verdict.NOT_RUN, f"skipped: {run.options.skip_test}")
             elif plan.lacking is not None:
                 result = StageResult(name, Verdict.NO_COVERAGE, plan.lacking)
             elif (source := reusable(plan)) is not None:
                 result = StageResult(name, Verdict.REUSED, source)
-            elif run.options.reuse_only:
+            elif run.options.reuse_pipeline:
                 result = StageResult(
                     name, Verdict.NOT_RUN, "no earlier run passed it at this very commit, clean and with these lines"
                 )
             else:
-                result = self._run_if_it_can(plan, run, folder / name, lambda known: after([*results, known]))
+                result = self._run_stage(plan, run, folder / name, lambda known: after([*results, known]))
                 if run.options.fail_fast and any(c.failed and cause_of(c) == "product" for c in result.cases):
                     # A machine that failed says nothing about the product: the others still may.
                     stopped = f"{name} failed and fail-fast is on"
@@ -191,19 +186,13 @@ class Runner:
             after(results)
         return results
 
-    def _run_if_it_can(
+    def _run_stage(
         self, plan: StagePlan, run: RunPlan, folder: Path, after: Callable[[StageResult], None]
     ) -> StageResult:
         if plan.lines:
             self._say(f"{plan.stage.name}: needs {needs.stated(plan.stage)}")
             if lacks := needs.missing(plan.stage):
                 return StageResult(plan.stage.name, Verdict.NO_COVERAGE, lacks)
-        return self.run_stage(plan, run, folder, after)
-
-    def run_stage(
-        self, plan: StagePlan, run: RunPlan, folder: Path, after: Callable[[StageResult], None] = lambda _known: None
-    ) -> StageResult:
-        """Run one stage that has what it needs."""
         folder.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         lines = [LineResult(line) for line in sorted(plan.lines, key=lambda line: line.isolated)]
@@ -283,7 +272,7 @@ class Runner:
         """One pytest process and what it wrote down."""
         live_file = folder / f"{label}.jsonl"
         live_file.unlink(missing_ok=True)
-        if len(targets) > ARGUMENTS_MAX:
+        if len(targets) > 1:  # there may be thousands
             listed = folder / f"{label}.targets"
             listed.write_text("".join(f"{target}\n" for target in targets), "utf-8")
             targets = (f"@{listed}",)
@@ -353,27 +342,20 @@ def _apply_markers(cases: tuple[CaseResult, ...], line: TestLine) -> tuple[CaseR
 
     Both cover what a test itself raises, never a test that does not exist, cannot be set up, crashed or ran out of time.
     """
+    marker = next((name for name in ("XFAIL", "UNSTABLE") if name in line.markers), None)
+    if marker is None:
+        return cases
+    reason = line.markers[marker] or "no reason given"
+    outcome, why = ("xfailed", "failed as expected") if marker == "XFAIL" else ("unstable", "unstable")
 
-    def covered(case: CaseResult) -> bool:
-        return case.outcome == "failed" and not case.timed_out
+    def marked(case: CaseResult) -> CaseResult:
+        if case.outcome == "failed" and not case.timed_out:
+            return replace(case, outcome=outcome, message=f"{why} ({reason}): {case.message}")
+        if marker == "XFAIL" and case.outcome == "passed":
+            return replace(case, outcome="failed", message=f"passed, though expected to fail: {reason}")
+        return case
 
-    if "XFAIL" in line.markers:
-        reason = line.markers["XFAIL"] or "no reason given"
-        return tuple(
-            replace(c, outcome="xfailed", message=f"failed as expected ({reason}): {c.message}")
-            if covered(c)
-            else replace(c, outcome="failed", message=f"passed, though expected to fail: {reason}")
-            if c.outcome == "passed"
-            else c
-            for c in cases
-        )
-    if "UNSTABLE" in line.markers:
-        reason = line.markers["UNSTABLE"] or "no reason given"
-        return tuple(
-            replace(c, outcome="unstable", message=f"unstable ({reason}): {c.message}") if covered(c) else c
-            for c in cases
-        )
-    return cases
+    return tuple(map(marked, cases))
 
 
 def _judged(plan: StagePlan, lines: list[LineResult], seconds: float, unfinished: bool) -> StageResult:

@@ -174,24 +174,22 @@ def merge(first: tuple[CaseResult, ...], again: tuple[CaseResult, ...]) -> tuple
     return (*merged, *later.values())
 
 
+#: JUnit's element by outcome; what is not here was skipped, expected or known to be unstable.
+_TAGS = {"passed": "", "failed": "failure", "error": "error", "unfinished": "error"}
+
+
 def write_junit(path: Path, suite: str, cases: tuple[CaseResult, ...]) -> None:
     """A stage's merged results as one file; a flaky test carries its failed attempts in its output."""
-    counts = {
-        outcome: sum(c.outcome == outcome for c in cases)
-        for outcome in ("failed", "error", "skipped", "unfinished", "xfailed", "unstable")
-    }
+    tags = [_TAGS.get(case.outcome, "skipped") for case in cases]
     root = ElementTree.Element("testsuites")
     element = ElementTree.SubElement(
-        root, "testsuite", name=suite, tests=str(len(cases)), failures=str(counts["failed"]),
-        errors=str(counts["error"] + counts["unfinished"]),
-        skipped=str(counts["skipped"] + counts["xfailed"] + counts["unstable"]),
-        time=f"{sum(c.seconds for c in cases):.3f}",
+        root, "testsuite", name=suite, tests=str(len(cases)), failures=str(tags.count("failure")),
+        errors=str(tags.count("error")), skipped=str(tags.count("skipped")), time=f"{sum(c.seconds for c in cases):.3f}",
     )  # fmt: skip
-    for case in cases:
+    for case, tag in zip(cases, tags, strict=True):
         classname, _, name = case.id.partition("::")
         node = ElementTree.SubElement(element, "testcase", classname=classname, name=name, time=f"{case.seconds:.3f}")
-        if case.outcome != "passed":
-            tag = {"failed": "failure", "error": "error", "unfinished": "error"}.get(case.outcome, "skipped")
+        if tag:
             child = ElementTree.SubElement(node, tag, message=_clean(case.message))
             child.text = _clean(case.details)
         if case.flaky:

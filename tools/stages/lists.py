@@ -17,7 +17,6 @@ Existing lists of this format read as they are; what the format does not know is
 
 from __future__ import annotations
 
-import ast
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,41 +77,18 @@ class TestLine:
     @property
     def needs_gpu(self) -> bool:
         """Whether its ``-m`` expression selects nothing but tests marked for a GPU."""
-        return self.mark is not None and needs_mark(self.mark, "gpu")
+        text = re.sub(r"(?<=\w)\([^()]*\)", "", self.mark or "")
+        return all(part.split()[:1] == ["gpu"] for part in re.sub(r"\([^()]*\)", "", text).split(" or "))
+
+    @property
+    def bare(self) -> bool:
+        """Whether it has no expression."""
+        return self.keyword is None and self.mark is None
 
     @property
     def path(self) -> str:
         """The file or folder of the target."""
         return self.target.split("::", 1)[0]
-
-
-def needs_mark(expression: str, mark: str) -> bool:
-    """Whether a ``-m`` expression holds only for tests with that mark, whatever other marks they have; at most 10 names."""
-    text = re.sub(r"(?<=\w)\([^)]*\)", "", expression)
-    names = sorted(set(re.findall(r"\w+", text)) - {"and", "or", "not"})
-    if mark not in names or len(names) > 10:
-        return False
-    others = [name for name in names if name != mark]
-    return not any(
-        _holds(text, {name for bit, name in enumerate(others) if chosen >> bit & 1})
-        for chosen in range(2 ** len(others))
-    )
-
-
-def _holds(expression: str, present: set[str]) -> bool:
-    def value(node: ast.AST) -> bool:
-        if isinstance(node, ast.Expression):
-            return value(node.body)
-        if isinstance(node, ast.BoolOp):
-            return (all if isinstance(node.op, ast.And) else any)(map(value, node.values))
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return not value(node.operand)
-        return isinstance(node, ast.Name) and node.id in present
-
-    try:
-        return value(ast.parse(expression.strip(), mode="eval"))
-    except SyntaxError:
-        return True
 
 
 def covers(target: str, other: str) -> bool:
@@ -157,11 +133,7 @@ def text_of(value: Any) -> str:
 
 
 def read_list(path: Path) -> TestList:
-    """Read a list file.
-
-    Raises:
-        ListError: ``file:line: what``; unknown keys with the nearest known one.
-    """
+    """Read a list file."""
     top = _yaml.load(path)
     if not isinstance(top.value, dict):
         raise ListError(path, top.line, "want a mapping of version and one context")
@@ -236,9 +208,6 @@ def parse_line(text: str, path: Path | str = "line", number: int = 1) -> TestLin
     """Parse one test line.
 
     Quoted expressions and what stands in a marker's parentheses are opaque: a marker's name, a quote or a # in there is text.
-
-    Raises:
-        ListError: No target, an option without its expression, a marker without what it needs, or something left over.
     """
     target, rest = _target(text, path, number)
     prefix = None

@@ -18,25 +18,7 @@ from .waivers import Waiver, read_waivers, waived, waived_tests
 
 @dataclass(frozen=True)
 class Options:
-    """What the person asked for.
-
-    Attributes:
-        stage_list: Only these stages (comma list, ``*``); overrides the filters below.
-        kind: Only stages of this hardware kind.
-        extra_stage: These, too.
-        gpu_type: Only stages whose name begins with one of these words (comma list).
-        test_backend: Only stages of these backends, or of none (comma list).
-        post_merge: Post-merge stages, too.
-        fail_fast: Stop after the first stage that fails.
-        reuse: Take stages over that passed at this very commit.
-        reuse_from: Only from the run with this name.
-        reuse_only: Run nothing: what was not taken over is NOT RUN.
-        multi_gpu: Of the stages that take several GPUs: ``only`` those, ``without`` those, or ``add`` them to what the filters
-            leave; None: like the others.
-        skip: Run nothing, for this reason.
-        detailed_log: Every test by name, with what it printed.
-        accept_capability: A GPU of this compute capability counts as the kind that a stage asks for; ``any``: every GPU does.
-    """
+    """What the person asked for: the options of the command line that have the same names, where they are explained."""
 
     stage_list: str | None = None
     kind: str | None = None
@@ -45,11 +27,10 @@ class Options:
     test_backend: str | None = None
     post_merge: bool = False
     fail_fast: bool = True
-    reuse: bool = False
-    reuse_from: str | None = None
-    reuse_only: bool = False
+    reuse_test: str | None = None
+    reuse_pipeline: bool = False
     multi_gpu: str | None = None
-    skip: str | None = None
+    skip_test: str | None = None
     detailed_log: bool = False
     accept_capability: str | None = None
 
@@ -89,26 +70,8 @@ class RunPlan:
     options: Options = field(default_factory=Options)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Stages that were asked for, in the table's order.
-
-    Attributes:
-        partly: Why that is not all of them, or None.
-        warnings: What was asked for without effect.
-    """
-
-    stages: tuple[Stage, ...]
-    partly: str | None
-    warnings: tuple[str, ...] = ()
-
-
-def choose(table: tuple[Stage, ...], options: Options) -> Choice:
-    """The stages that were asked for.
-
-    Raises:
-        StageError: A name, kind, GPU type or backend matches nothing, or nothing is left.
-    """
+def choose(table: tuple[Stage, ...], options: Options) -> tuple[tuple[Stage, ...], str | None, tuple[str, ...]]:
+    """The stages that were asked for, in the table's order; why that is not all of them, or None; what had no effect."""
     narrowed: list[str] = []
     warnings: tuple[str, ...] = ()
     if options.stage_list is not None:
@@ -132,9 +95,9 @@ def choose(table: tuple[Stage, ...], options: Options) -> Choice:
         raise StageError(
             f"nothing is left of {', '.join(s.name for s in table)} after: {', '.join(narrowed) or 'no option'}"
         )
-    if options.skip is not None:
-        narrowed.append(f"skipping all tests ({options.skip})")
-    return Choice(chosen, ", ".join(narrowed) or None, warnings)
+    if options.skip_test is not None:
+        narrowed.append(f"skipping all tests ({options.skip_test})")
+    return chosen, ", ".join(narrowed) or None, warnings
 
 
 def _filtered(table: tuple[Stage, ...], options: Options, narrowed: list[str]) -> tuple[Stage, ...]:
@@ -187,25 +150,22 @@ def make_plan(folder: Path, options: Options, hardware: Hardware) -> RunPlan:
         folder: Where they are.
         options: What was asked for.
         hardware: This machine.
-
-    Raises:
-        StageError: Something is not what it should be, or a stage's list selects nothing (its query is in the message).
     """
     table = read_table(folder / "stages.yml")
-    choice = choose(table, options)
+    chosen, partly, idle = choose(table, options)
     durations = read_durations(folder / "durations.json")
     waivers = read_waivers(folder / "waives.txt")
     lists: dict[str, TestList] = {}
-    warnings = list(choice.warnings)
+    warnings = list(idle)
     plans = []
-    for stage in choice.stages:
+    for stage in chosen:
         if stage.list_file not in lists:
             lists[stage.list_file] = read_list(folder / stage.list_file)
         plan = plan_stage(stage, lists[stage.list_file], hardware, durations, waivers, options.accept_capability)
         warnings += plan.selection.warnings
         plans.append(plan)
     digest = _hash([(plan.stage.name, plan.fingerprint) for plan in plans])
-    return RunPlan(tuple(plans), choice.partly, tuple(dict.fromkeys(warnings)), digest, waivers, options)
+    return RunPlan(tuple(plans), partly, tuple(dict.fromkeys(warnings)), digest, waivers, options)
 
 
 def _hash(what: object) -> str:
@@ -220,11 +180,7 @@ def plan_stage(
     waivers: tuple[Waiver, ...],
     accept_capability: str | None = None,
 ) -> StagePlan:
-    """One stage's lines: those that match its query, without what other hardware runs, its shard of them.
-
-    Raises:
-        StageError: Nothing matches; the message prints the query and why each block was passed over.
-    """
+    """One stage's lines: those that match its query, without what other hardware runs, its shard of them."""
     query = query_of_stage(stage, hardware)
     selection = select(test_list, query, stage)
     lines = list(selection.lines)
@@ -253,11 +209,7 @@ def plan_stage(
 
 
 def stages_of(folder: Path, target: str) -> list[tuple[Stage, TestLine]]:
-    """The stages that run a test, file or folder, each with its line.
-
-    Raises:
-        StageError: No stage does; names the nearest targets that some do.
-    """
+    """The stages that run a test, file or folder, each with its line."""
     found: list[tuple[Stage, TestLine]] = []
     targets: set[str] = set()
     durations = read_durations(folder / "durations.json")

@@ -19,9 +19,6 @@ from .words import WORDS, meaning
 
 Query = dict[str, str]
 
-#: What a probe that failed leaves behind.
-_UNKNOWN_VALUES = {"", "na", "n/a", "none", "unknown"}
-
 
 def gpu_family(gpu_type: str) -> str:
     """The family in a stage's first word: H100 of DGX_H100; the word itself where none is known."""
@@ -50,16 +47,8 @@ def query_of_stage(stage: Stage, hardware: Hardware | None = None) -> Query:
         query["gpu"] = stage.gpu_type.lower()
     if hardware is not None:
         query["cpu"] = hardware.cpu
-        query["is_aarch64"] = text_of(hardware.cpu == "aarch64")
-        query["is_linux"], query["sysname"] = "true", "Linux"
-        if hardware.linux_distribution:
-            query["linux_distribution_name"] = hardware.linux_distribution
         if stage.gpus and hardware.compute_capability:
             query["compute_capability"] = hardware.compute_capability
-            major, _, minor = hardware.compute_capability.partition(".")
-            if major.isdigit() and minor.isdigit():
-                able = 10 * int(major) + int(minor)
-                query |= {ability: text_of(able >= least) for ability, least in WORDS.abilities.items()}
     return query
 
 
@@ -81,11 +70,6 @@ def mismatch(condition: Condition, query: Query) -> str | None:
         if key in query and not any(fnmatch.fnmatchcase(query[key].lower(), p.lower()) for p in patterns):
             return f"wildcards.{key}: wants {' or '.join(patterns)}, is {query[key]}"
     return None
-
-
-def unknown_values(query: Query) -> list[str]:
-    """Keys whose value says that a probe failed: they match no block that asks for a real one."""
-    return [key for key, value in query.items() if value.strip().lower() in _UNKNOWN_VALUES]
 
 
 def unknown_keys(condition: Condition) -> list[str]:
@@ -111,10 +95,7 @@ def select(test_list: TestList, query: Query, stage: Stage | None = None) -> Sel
     """The lines whose blocks match, without those that a prefix keeps to other hardware than the stage's."""
     lines: dict[tuple[str, str | None, str | None], TestLine] = {}
     passed_over: list[tuple[Block, str]] = []
-    warnings = [
-        f"{test_list.name}: {key} of the query is {query[key]!r}: it could not be found out"
-        for key in unknown_values(query)
-    ]
+    warnings: list[str] = []
     for block in test_list.blocks:
         reason = mismatch(block.condition, query)
         if reason is not None:

@@ -21,11 +21,7 @@ UNKNOWN_S = 10.0
 
 
 def read_durations(path: Path) -> dict[str, float]:
-    """Seconds by line identity.
-
-    Raises:
-        StageError: The file is not a JSON object of numbers.
-    """
+    """Seconds by line identity."""
     if not path.exists():
         return {}
     try:
@@ -44,9 +40,6 @@ def shard(lines: Sequence[TestLine], shards: int, durations: Mapping[str, float]
 
     Returns:
         ``shards`` tuples, disjoint, together all lines. With fewer lines than shards some are empty.
-
-    Raises:
-        StageError: ``shards`` is below 1.
     """
     if shards < 1:
         raise StageError(f"shards: want at least 1, got {shards}")

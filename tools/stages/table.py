@@ -82,11 +82,7 @@ class Stage:
 
 
 def read_table(path: Path) -> tuple[Stage, ...]:
-    """All stages, in the table's order.
-
-    Raises:
-        ListError: Names file, line and what is wrong.
-    """
+    """All stages, in the table's order."""
     top = _yaml.mapping(path, _yaml.load(path), "stage table", ("version", "needs", "hardware", "families"))
     kinds = _kinds(path, top)
     families = top.get("families")
@@ -105,7 +101,8 @@ def read_table(path: Path) -> tuple[Stage, ...]:
             raise ListError(path, entry["hardware"].line, f"hardware {hardware!r}{nearest(hardware, kinds)}")
         if any(stage.family == name for stage in stages):
             raise ListError(path, entry["name"].line, f"family {name!r} appears twice")
-        counts = _counts(path, name, kinds[hardware].gpu_pattern is not None, entry)
+        gpu_pattern, needs = kinds[hardware]
+        counts = _counts(path, name, gpu_pattern is not None, entry)
         on_demand = entry["on_demand"].value if "on_demand" in entry else False
         if not isinstance(on_demand, bool):
             raise ListError(path, entry["on_demand"].line, f"on_demand: want true or false, got {on_demand!r}")
@@ -113,21 +110,15 @@ def read_table(path: Path) -> tuple[Stage, ...]:
             Stage(
                 family=name, hardware=hardware, list_file=str(entry["list"].value), shard=shard, shards=counts["shards"],
                 gpus=counts["gpus"], nodes=counts["nodes"], ranks=counts["ranks"], on_demand=on_demand,
-                gpu_pattern=kinds[hardware].gpu_pattern, needs=kinds[hardware].needs,
+                gpu_pattern=gpu_pattern, needs=needs,
             )
             for shard in range(1, counts["shards"] + 1)
         ]  # fmt: skip
     return tuple(stages)
 
 
-@dataclass(frozen=True)
-class _Kind:
-    gpu_pattern: str | None
-    needs: tuple[str, ...]
-
-
-def _kinds(path: Path, top: dict[str, _yaml.Item]) -> dict[str, _Kind]:
-    """Hardware kinds by name."""
+def _kinds(path: Path, top: dict[str, _yaml.Item]) -> dict[str, tuple[str | None, tuple[str, ...]]]:
+    """What the name of a GPU must match, and the modules, by hardware kind."""
     everywhere = _modules(path, top.get("needs"))
     hardware = top.get("hardware")
     if hardware is None or not isinstance(hardware.value, dict) or not hardware.value:
@@ -142,7 +133,7 @@ def _kinds(path: Path, top: dict[str, _yaml.Item]) -> dict[str, _Kind]:
             raise ListError(
                 path, entry["gpu"].line, f"gpu: {pattern!r} is not a regular expression: {error}"
             ) from error
-        kinds[kind] = _Kind(pattern, (*everywhere, *_modules(path, entry.get("needs"))))
+        kinds[kind] = (pattern, (*everywhere, *_modules(path, entry.get("needs"))))
     return kinds
 
 
@@ -175,11 +166,7 @@ def _counts(path: Path, name: str, has_gpu: bool, entry: dict[str, _yaml.Item]) 
 
 
 def select_by_name(stages: tuple[Stage, ...], wanted: str) -> tuple[Stage, ...]:
-    """Stages that a comma list names, in the table's order; ``*`` stands for any run of characters, nothing else does.
-
-    Raises:
-        StageError: A name matches no stage (every such name, with the nearest), or the list is empty.
-    """
+    """Stages that a comma list names, in the table's order; ``*`` stands for any run of characters, nothing else does."""
     names = [name.strip() for name in wanted.split(",") if name.strip()]
     if not names:
         raise StageError(f"stage list {wanted!r} names no stage")

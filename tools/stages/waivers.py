@@ -25,11 +25,7 @@ class Waiver:
 
 
 def read_waivers(path: Path) -> tuple[Waiver, ...]:
-    """Read a waivers file; one that is missing holds none.
-
-    Raises:
-        ListError: It cannot be read; a line has no SKIP, no reason, or waives what another line waives.
-    """
+    """Read a waivers file; one that is missing holds none."""
     try:
         return parse_waivers(path.read_text("utf-8"), path) if path.exists() else ()
     except (OSError, UnicodeDecodeError) as error:
@@ -37,11 +33,7 @@ def read_waivers(path: Path) -> tuple[Waiver, ...]:
 
 
 def parse_waivers(text: str, path: Path | str) -> tuple[Waiver, ...]:
-    """Waivers of a text; ``path`` is what messages call it.
-
-    Raises:
-        ListError: A line has no SKIP, no reason, or waives what another line waives.
-    """
+    """Waivers of a text; ``path`` is what messages call it."""
     found: dict[str, Waiver] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -63,7 +55,7 @@ def waived(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> Waiver 
     for waiver in waivers:
         test = waiver.test
         if prefix_holds(test.hardware_prefix, stage) and (
-            test.selects == line.selects or (_bare(test) and covers(test.target, line.target))
+            test.selects == line.selects or (test.bare and covers(test.target, line.target))
         ):
             return waiver
     return None
@@ -74,12 +66,8 @@ def waived_tests(waivers: tuple[Waiver, ...], line: TestLine, stage: Stage) -> t
     return tuple(
         waiver
         for waiver in waivers
-        if _bare(waiver.test)
+        if waiver.test.bare
         and waiver.test.target != line.target
         and prefix_holds(waiver.test.hardware_prefix, stage)
         and covers(line.target, waiver.test.target)
     )
-
-
-def _bare(test: TestLine) -> bool:
-    return test.keyword is None and test.mark is None

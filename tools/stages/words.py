@@ -19,7 +19,6 @@ class Words:
     models: dict[str, str]
     orchestrators: dict[str, str]
     gpus: dict[str, str]
-    abilities: dict[str, int]
     keys: tuple[str, ...]
 
 

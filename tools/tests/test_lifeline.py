@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lifeline import Tethered
-from stages.testing import make_project, table_of
+from stage_project import make_project, table_of
 from worlds import launcher
 
 TOOLS = Path(__file__).resolve().parents[1]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from stage_project import CPU_LIST, TABLE, make_project, run, run_here, table_of, verdicts
 from stages import __main__ as command
 from stages import checking, needs
 from stages.hardware import Hardware, lacking
 from stages.plan import Options, make_plan
 from stages.table import read_table
-from stages.testing import CPU_LIST, TABLE, make_project, run, run_here, table_of, verdicts
 from stages.verdicts import Verdict
 
 TOOLS = Path(__file__).resolve().parents[1]

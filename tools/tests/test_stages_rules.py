@@ -5,14 +5,16 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
+from stage_project import CPU_LIST, TABLE, make_project, table_of
 from stages import __main__ as command
 from stages import checking, matrix
-from stages.bundle import bundle_folder, reusable_stage
+from stages.bundle import reusable_stage
 from stages.comment import REFUSED
 from stages.errors import ListError, StageError
 from stages.execution import reruns_allowed
@@ -30,7 +32,6 @@ from stages.selecting import (
 )
 from stages.sharding import shard
 from stages.table import Stage, read_table, select_by_name
-from stages.testing import CPU_LIST, TABLE, make_project, table_of
 from stages.waivers import parse_waivers, read_waivers, waived, waived_tests
 from stages.words import WORDS
 
@@ -119,34 +120,12 @@ def test_a_list_that_can_only_be_empty_is_an_error_with_its_query(project):
         make_plan(project / "lists", Options(kind="cpu"), Hardware())
 
 
-@pytest.mark.parametrize(
-    ("capability", "able"),
-    [("8.6", {"supports_fp8": "false", "supports_tf32": "true"}), ("9.0", {"supports_fp8": "true"}),
-     ("7.0", {"supports_tf32": "false", "supports_int8": "true"}), ("", {})],
-)  # fmt: skip
-def test_a_query_says_what_the_machine_is_able_to(capability, able):
-    """Abilities follow from the compute capability; without one the keys are absent, and match."""
-    query = query_of_stage(A10, Hardware(compute_capability=capability, cpu="aarch64"))
-    assert {key: value for key, value in query.items() if key in able} == able
-    assert ("supports_fp8" in query) == bool(capability)
-    assert (query["cpu"], query["is_aarch64"], query["sysname"]) == ("aarch64", "true", "Linux")
-
-
 def test_a_stage_of_another_machine_is_asked_for_by_its_name_alone():
     """Without a machine only what the name says is in the query: what a node alone knows is absent, and matches."""
     query = query_of_stage(Stage("GB200-8_GPUs-2_Nodes-PyTorch", "gb200", "l", 1, 1, 4, 2))
     assert set(query) == {"stage", "backend", "gpu", "system_gpu_count", "auto_trigger", "orchestrator"}
     ubuntu = Condition(wildcards={"linux_distribution_name": ("ubuntu*",), "cpu": ("aarch64",)})
     assert mismatch(ubuntu, query) is None
-
-
-@pytest.mark.parametrize("value", ["na", "N/A", "unknown", "None"])
-def test_a_probe_that_failed_is_warned_about(tmp_path, value):
-    """A value that stands for nothing matches no block: the reason is named before anyone looks for it elsewhere."""
-    path = write_list(tmp_path, "- tests: [a.py]\n")
-    query = query_of_stage(CPU, Hardware(linux_distribution=value))
-    assert f"linux_distribution_name of the query is {value!r}" in select(read_list(path), query).warnings[0]
-    assert select(read_list(path), query_of_stage(CPU, Hardware())).warnings == ()
 
 
 def test_a_line_that_two_blocks_hold_runs_once_and_the_first_counts(tmp_path):
@@ -383,23 +362,23 @@ def table(tmp_path):
         ({"extra_stage": "DGX_H100-CPP-1"}, [*EVERYDAY, "DGX_H100-CPP-1"], None),
         ({"gpu_type": "A10", "extra_stage": "CPU-*"}, ["CPU-Generic-1", "A10-PyTorch-1"], "GPU type"),
         ({"stage_list": "A10-*"}, ["A10-PyTorch-1"], "stage list"),
-        ({"skip": "docs"}, EVERYDAY, "skipping all tests (docs)"),
+        ({"skip_test": "docs"}, EVERYDAY, "skipping all tests (docs)"),
     ],
 )
 def test_options_choose_stages(table, options, names, partly):
     """Each filter alone and together; narrowing is said, adding narrows nothing."""
-    choice = choose(table, Options(**options))
-    assert sorted(s.name for s in choice.stages) == sorted(names)
-    assert [s.name for s in choice.stages] == [s.name for s in table if s.name in names]
-    assert (choice.partly is None) == (partly is None)
-    assert partly is None or partly in choice.partly
-    assert choice.warnings == ()
+    stages, narrowed, warnings = choose(table, Options(**options))
+    assert sorted(s.name for s in stages) == sorted(names)
+    assert [s.name for s in stages] == [s.name for s in table if s.name in names]
+    assert (narrowed is None) == (partly is None)
+    assert partly is None or partly in narrowed
+    assert warnings == ()
 
 
 def test_a_star_names_every_stage_and_needs_no_approval(table):
     """Post-merge and on-demand ones too: whoever owns the machine decides. The hosted CI has its own approval."""
     assert select_by_name(table, "*") == table
-    assert [s.name for s in choose(table, Options(stage_list="*Post-Merge*")).stages] == [
+    assert [s.name for s in choose(table, Options(stage_list="*Post-Merge*"))[0]] == [
         "A100X-PyTorch-Post-Merge-1", "GB200-4_GPUs-PyTorch-Post-Merge-1",
     ]  # fmt: skip
 
@@ -414,9 +393,9 @@ def test_a_stage_list_overrides_the_filters_and_says_so(table):
         multi_gpu="without",
         kind="cpu",
     )
-    choice = choose(table, options)
-    assert [s.name for s in choice.stages] == ["A10-PyTorch-1"]
-    assert [text.split()[0] for text in choice.warnings] == [
+    stages, _, warnings = choose(table, options)
+    assert [s.name for s in stages] == ["A10-PyTorch-1"]
+    assert [text.split()[0] for text in warnings] == [
         "--kind", "--gpu-type", "--test-backend", "--post-merge", "--disable-multi-gpu-test",
     ]  # fmt: skip
 
@@ -466,7 +445,7 @@ def test_options_with_nothing_to_act_on_are_refused_by_name(project, option, cap
         (["--workers", "0"], "want a whole number of at least 1"),
         (["--workers", "\u00b2"], "want a whole number of at least 1"),
         (["--kind", "a11"], "unknown hardware kind 'a11'; did you mean a10"),
-        (["--kill"], "no run is going on"),
+        (["--comment", "/bot run --debug"], "--debug: no container is kept"),
         (["--kind", "cpu", "--reuse-test", "20260101T000000Z-abc"], "no run '20260101T000000Z-abc'"),
         (["--stages-of", "t/test_goood.py"], "did you mean t/test_good.py"),
     ],
@@ -491,10 +470,14 @@ def test_a_test_is_mapped_to_its_stages(project, capsys):
     assert capsys.readouterr().out.split() == ["CPU-Generic-2", "t/test_other.py"]
 
 
-def test_two_runs_in_one_second_have_bundles_of_their_own(tmp_path):
+def test_two_runs_in_one_second_have_bundles_of_their_own(tmp_path, monkeypatch):
     """Nothing that was written is written over."""
-    names = [bundle_folder(tmp_path, "20260101T000000Z", "abcdef0123").name for _ in range(3)]
-    assert names == ["20260101T000000Z-abcdef01", "20260101T000000Z-abcdef01-2", "20260101T000000Z-abcdef01-3"]
+    script = f"import pathlib, stages.bundle as b; b.bundle_folder(pathlib.Path({str(tmp_path)!r}), 'abcdef0123')"
+    here = {"cwd": ROOT / "tools", "check": True}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", script], **here)
+    assert len({path.name for path in tmp_path.glob("*-abcdef01-*")}) == 3
 
 
 # -- waivers ------------------------------------------------------------------------------------------------------------
@@ -550,7 +533,6 @@ def test_the_last_waiver_counts_without_a_newline(tmp_path):
         ("failed", 301.0, "assert 1 == 2", 1),
         ("failed", 600.0, "assert 1 == 2", 1),
         ("failed", 601.0, "assert 1 == 2", 0),
-        ("failed", 601.0, "OSError: Address already in use", 1),
         ("error", 1.0, "fixture", 2),
         ("unfinished", 1.0, "began and did not end", 0),
         ("passed", 1.0, "", 0),
@@ -558,7 +540,7 @@ def test_the_last_waiver_counts_without_a_newline(tmp_path):
     ],
 )
 def test_how_often_a_test_is_tried_again(outcome, seconds, message, reruns):
-    """By its own duration; a very long one only for a known sign of the machine; what did not finish never."""
+    """By its own duration; a very long one never, nor what did not finish."""
     assert reruns_allowed(CaseResult("a.py::test_b", outcome, seconds, message)) == reruns
 
 
@@ -668,9 +650,13 @@ def test_the_hosted_workflow_is_complete_and_keeps_forks_out(table):
 # -- reuse --------------------------------------------------------------------------------------------------------------
 
 
+def machine(**fields):
+    return json.loads(json.dumps(asdict(Hardware(**fields))))
+
+
 def origin(**changes):
     return {"commit": "c" * 40, "dirty": False, "versions": {"pytest": "9"}, "python": "3.11.7", "mpi": "m",
-            "accept_capability": None, "hardware": Hardware(cpu="x86_64", gpu_names=("NVIDIA A10",)).to_dict(),
+            "accept_capability": None, "hardware": machine(cpu="x86_64", gpu_names=("NVIDIA A10",)),
             **changes}  # fmt: skip
 
 
@@ -685,8 +671,8 @@ def origin(**changes):
         ({}, {"python": "3.12.1"}, "PASSED", False),
         ({}, {"mpi": "another"}, "PASSED", False),
         ({}, {"accept_capability": "9.0"}, "PASSED", False),
-        ({}, {"hardware": Hardware(cpu="aarch64", gpu_names=("NVIDIA A10",)).to_dict()}, "PASSED", False),
-        ({}, {"hardware": Hardware(gpu_names=("NVIDIA A100X",)).to_dict()}, "PASSED", False),
+        ({}, {"hardware": machine(cpu="aarch64", gpu_names=("NVIDIA A10",))}, "PASSED", False),
+        ({}, {"hardware": machine(gpu_names=("NVIDIA A100X",))}, "PASSED", False),
         ({}, {}, "FLAKY", False),
         ({}, {}, "REUSED", False),
         ({}, {}, "FAILED", False),

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from stage_project import CPU_LIST, TABLE, make_project, run, verdicts
 from stages import __main__ as command
 from stages import checking, matrix
 from stages.errors import StageError
-from stages.hardware import Hardware, lacking, parse_nvidia_smi, read_hardware
+from stages.hardware import Hardware, lacking, parse_nvidia_smi
 from stages.junit import CaseResult, cause_of, merge
 from stages.lists import Condition, parse_line
 from stages.selecting import collisions, mismatch, query_of_stage
 from stages.sharding import read_durations, shard
 from stages.table import Stage, read_table
-from stages.testing import CPU_LIST, TABLE, make_project, run, verdicts
 from stages.verdicts import EXIT_CODES, Verdict, worst
 
 TOOLS = Path(__file__).resolve().parents[1]
@@ -105,30 +105,6 @@ def test_what_a_machine_lacks_is_said(stage, names, accept, missing):
     assert (found is None) == (missing is None), found
     if missing:
         assert missing in found
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[]",
-        "gpus: 3",
-        "cores: many",
-        "cores: [",
-        "",
-        "gpu_names: [5]",
-        "gpu_names: A10",
-        "cores: true",
-        "cores: -1",
-        "compute_capability: 9.0",
-        "cpu: !x y",
-    ],
-)
-def test_a_bad_hardware_file_is_refused(tmp_path, text):
-    """Unknown fields and wrong types are errors, not guesses."""
-    path = tmp_path / "h.yml"
-    path.write_text(text)
-    with pytest.raises(StageError, match=r"hardware file"):
-        read_hardware(path)
 
 
 def test_shards_balance_durations():
@@ -322,7 +298,6 @@ def test_a_comment_runs_the_same(project):
         (["--test-backend", "pytorh"], "did you mean pytorch"),
         (["--no-such-option"], "unrecognized"),
         (["--gpu-type", "A10", "--test-backend", "generic"], "nothing is left"),
-        (["--hardware", "h.yml"], "--dry-run"),
     ],
 )
 def test_bad_options_run_nothing(project, arguments, part):
@@ -333,13 +308,12 @@ def test_bad_options_run_nothing(project, arguments, part):
     assert data is None
 
 
-def test_a_dry_run_on_described_hardware_shows_the_shards(project):
-    """With --hardware the stages that could run there, and each shard's tests; nothing is run."""
-    (project / "h.yml").write_text("gpu_names: [NVIDIA A10]\ncompute_capability: '8.6'\n")
-    code, output, data = run(project, "--dry-run", "--hardware", str(project / "h.yml"))
+def test_a_dry_run_shows_the_shards(project):
+    """Each stage's tests, those of other machines too; nothing is run."""
+    code, output, data = run(project, "--dry-run", "--stage-list", "*")
     assert code == 0
-    assert "A10-PyTorch-1: 1 lines" in output
-    assert "NO COVERAGE" not in output
+    assert "CPU-Generic-1: 1 lines\n  t/test_good.py\n" in output
+    assert "A10-PyTorch-1: NO COVERAGE: needs 1 × A10, this machine has no GPU\n  t/test_gpu.py" in output
     assert data is None
 
 

@@ -2,20 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from stages import __main__ as command
+from stage_project import TABLE, commit, make_project, run, run_here, table_of, verdicts
 from stages.bundle import Bundle, provenance
 from stages.execution import LineResult, StageResult
 from stages.hardware import Hardware
 from stages.junit import CaseResult
 from stages.plan import Options, make_plan
-from stages.testing import TABLE, commit, make_project, run, run_here, table_of, verdicts
 from stages.verdicts import Verdict
 
 #: Each runs several pytest processes, one after the other; the limit is for what hangs.
@@ -249,30 +245,6 @@ def test_a_detailed_log_shows_what_passing_tests_printed(project, capfd):
     output = capfd.readouterr().out
     assert "by the way" in output
     assert "t/test_good.py::test_a PASSED" in output
-
-
-def test_a_run_is_stopped_from_outside(project):
-    """/bot kill: the run ends, its bundle says that it did not come to its end, and there is none left to stop."""
-    write_tests(project, good="import time\n\ndef test_a():\n    time.sleep(60)\n")
-    places = ["--root", str(project), "--lists", str(project / "lists"), "--results", str(project / "results")]
-    process = subprocess.Popen(
-        [sys.executable, str(Path(command.__file__).parent), *places, "--workers", "1", "--kind", "cpu"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    while not any('"start"' in path.read_text() for path in (project / "results").glob("*/*/1.jsonl")):
-        assert process.poll() is None
-    assert command.main([*places, "--comment", "/bot kill"]) == 0
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
-    data = json.loads(next((project / "results").glob("*/results.json")).read_text())
-    assert (data["complete"], verdicts(data)) == (False, {"CPU-Generic-1": "NOT RUN"})
-    assert command.main([*places, "--kill"]) == 2
-    # What a killed run leaves is no run: its lock died with it, and its process id may be another's by now.
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as bystander:
-        (next((project / "results").iterdir()) / "running").write_text(f"{bystander.pid}\n")
-        assert command.main([*places, "--kill"]) == 2
-        bystander.communicate(b"\n")
-    assert bystander.returncode == 0
 
 
 def test_a_summary_names_each_failure_by_its_own_stage(project):

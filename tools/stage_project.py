@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .execution import Runner, StageResult
-from .hardware import Hardware
-from .plan import Options, RunPlan, make_plan
+from stages.execution import Runner, StageResult
+from stages.hardware import Hardware
+from stages.plan import Options, RunPlan, make_plan
 
 TABLE = """version: 0.0.1
 hardware: {cpu: {}, a10: {gpu: '\\bA10\\b'}}
@@ -76,8 +76,8 @@ def run(project: Path, *arguments: str) -> tuple[int, str, Any]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "STAGE_"))}
     environment["PATH"] = f"{project / 'bin'}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).parent), "--root", str(project), "--lists", str(project / "lists"), "--results",
-         str(project / "results"), "--workers", "1", *arguments],
+        [sys.executable, str(Path(__file__).with_name("stages")), "--root", str(project), "--lists", str(project / "lists"),
+         "--results", str(project / "results"), "--workers", "1", *arguments],
         capture_output=True, text=True, timeout=300, env=environment,
     )  # fmt: skip
     bundles = sorted((project / "results").glob("*/results.json"), key=lambda p: p.stat().st_mtime_ns)
