@@ -379,14 +379,6 @@ class Pair:
             pre_active_requests=self.config.pre_active_requests,
         )
 
-    def _resources(self, peer: PeerId) -> SessionResources:
-        return SessionResources(
-            FakeTransport(self.world, peer),
-            self.network.channel(peer),
-            arena=self._arena(),
-            clock=lambda: self.now_s,
-        )
-
     def _settings(self, stage_count: int, block_count: int) -> Settings:
         config = self.config
         return Settings(
