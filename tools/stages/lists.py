@@ -76,7 +76,7 @@ class TestLine:
 
     @property
     def needs_gpu(self) -> bool:
-        """Whether its ``-m`` expression selects nothing but tests marked for a GPU."""
+        """Whether its ``-m`` expression is ``gpu``, or ``gpu and …``: it selects nothing but tests marked for a GPU."""
         text = re.sub(r"(?<=\w)\([^()]*\)", "", self.mark or "")
         return all(part.split()[:1] == ["gpu"] for part in re.sub(r"\([^()]*\)", "", text).split(" or "))
 
