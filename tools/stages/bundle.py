@@ -72,6 +72,7 @@ class Bundle:
         self._run = run
         self._origin = origin
         self._started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, results: list[StageResult], *, complete: bool) -> Verdict:
         """Write everything that is known; returns the run's verdict so far."""
