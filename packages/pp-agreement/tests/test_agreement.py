@@ -272,6 +272,30 @@ def test_baseline_poison_stops_everybody():
         assert rank == 1 or fault.suspect_rank == 1
 
 
+def test_baseline_polls_run_the_timers():
+    """A lease that waits too long is revoked by a poll, and a round that nobody moves stops the domain, on every rank."""
+    domain = Domain(4, (0, 1, 2))
+    config = AgreementConfig(credits=2, lease_timeout_s=1.0, round_timeout_s=10.0)
+
+    def work(rank, member):
+        now = [0.0]
+        with AllgatherAgreement(domain, rank, member, config, lambda: now[0]) as agreement:
+            key = agreement.admit(7, 1, ready=True)
+            agreement.publish_ready(key)
+            told = []
+            for now[0] in (0.1, 0.3, 0.9, 1.4, 1.5, 11.6):
+                events = agreement.poll()
+                told.append([type(e).__name__ for e in events])
+                if any(isinstance(e, Prepared) for e in events):
+                    agreement.acknowledge_prepare(key)
+            return told, agreement.stopped
+
+    for rank, (told, fault) in run_threads(domain, work).items():
+        leased, revoked = (["Released"], ["Revoked"]) if rank == 0 else ([], [])
+        assert told == [["Prepared"], leased, [], revoked, ["Aborted"], ["Fault"]]
+        assert fault.code is FaultCode.ROUND_TIMEOUT
+
+
 def test_baseline_leaves_a_drain_together():
     """the first deadline that passes anywhere ends the drain everywhere, in the same exchange; nobody is left in one."""
     domain = Domain(4, (0, 1, 2))

@@ -342,6 +342,20 @@ def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     )
 
 
+def test_an_interrupt_after_a_fault_keeps_the_first_diagnosis():
+    """What stopped the domain is what is told: not what happened while it was being told."""
+    network, (zero, one) = pair()
+    network.hold(1, 0)
+    one.fail("out of memory")
+    interrupted(one._core, "streams.fill", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        one.poll()
+    assert (one.stopped.code, one.stopped.detail) == (FaultCode.HOST, "out of memory")
+    network.release(1, 0)
+    told = [e for _ in range(3) for e in (*one.poll(), *zero.poll()) if isinstance(e, Fault)]
+    assert [fault.code for fault in told] == [FaultCode.HOST, FaultCode.HOST]
+
+
 def test_an_interrupt_between_the_effects_of_a_step_stops_the_domain():
     """The step is over, its events are not all in hand yet: what is lost must not be lost quietly."""
     _network, (zero, one) = pair()

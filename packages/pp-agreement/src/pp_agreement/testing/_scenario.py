@@ -6,6 +6,7 @@ output of a file that was edited. Every command is followed by ``validate()`` on
 Commands (``@RANKS`` is ``*``, ``0,2`` or ``1``; K is ``incarnation`` or ``incarnation.attempt``)::
 
     world ranks=4 credits=8 coordinator=3 scheduler=0 window=4 frames=64 lease=- round=- doubt=30 quarantine=64
+          startup=5 bytes=16384
     admit REQUEST INCARNATION [terminal] @RANKS       publish K @RANKS            withdraw K [REASON] @RANKS
     ack K @RANKS        abortack K @RANKS             activate K,K @RANKS         revoke K [REASON] @RANKS
     recall K @RANKS     vote K OUTCOME [QUARANTINE] [REASON] @RANKS               doubt K @RANKS
@@ -13,7 +14,8 @@ Commands (``@RANKS`` is ``*``, ``0,2`` or ``1``; K is ``incarnation`` or ``incar
     hold A B            release A B                   refuse A B                  break A B
     kill R              fail [TEXT] @R                restart R
     drain N @RANKS              report @RANKS
-    close @RANKS        abandon @R                    inject A B KIND [field=value] raw A B what                replay A B
+    close [alone] @RANKS                              abandon @R
+    inject A B KIND [field=value] raw A B what        replay A B
     state K @RANKS      queue                         closing
 """
 
@@ -65,7 +67,7 @@ class Scenario:
             frame_bytes_max=int(options.get("bytes", "16384")),
             heartbeat_s=1.0,
             silence_s=5.0,
-            startup_s=5.0,
+            startup_s=number("startup", 5.0) or 5.0,
             round_timeout_s=number("round", None),
             lease_timeout_s=number("lease", None),
             doubt_deadline_s=number("doubt", 30.0) or 0.0,
@@ -198,12 +200,19 @@ class Scenario:
             return ["not open"]
         return [f"{state.ready.name} {state.terminal.name} attempt {state.attempt}{'' if state.heard else ' unheard'}"]
 
-    def _do_close(self, rank: int, _rest: list[str]) -> list[str]:
+    def _do_close(self, rank: int, rest: list[str]) -> list[str]:
+        """The others close as well when they can; ``alone``: they only go on."""
+
         def turn(_duration_s: float) -> None:
             self.now_s += _STEP_S
             for other in self.agreements.values():
                 if other is not self.agreements[rank] and not other._ended:
-                    if other._core.drained and other._core.fault is None and not other._core.ending.closing:
+                    if (
+                        "alone" not in rest
+                        and other._core.drained
+                        and other._core.fault is None
+                        and not other._core.ending.closing
+                    ):
                         other._apply(ev.CloseRequested())
                     other.poll()
 
