@@ -6,7 +6,9 @@ says for each target byte which writer copies it from which source byte.
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kv_bounce_planner.planning import (
@@ -16,6 +18,7 @@ from kv_bounce_planner.planning import (
     LayerGroup,
     RequestBlocks,
     TokenRange,
+    TokenShare,
     head_range,
     layer_range,
 )
@@ -44,9 +47,34 @@ def element_address(group: LayerGroup, layer: int, factor: int, block: int, slot
     )
 
 
+@functools.cache
+def deal(size: int, interleave_tokens: int, count: int) -> tuple[int, ...]:
+    """The context-parallel rank of each token: runs are dealt out in turn, one after the other."""
+    owners, turn, left = [], 0, interleave_tokens
+    for _ in range(count):
+        owners.append(turn)
+        left -= 1
+        if left == 0:
+            turn, left = (turn + 1) % size, interleave_tokens
+    return tuple(owners)
+
+
+def holds(group: LayerGroup, token: int) -> bool:
+    """Whether a rank holds a token of the request."""
+    share = group.token_share
+    return deal(share.size, share.interleave_tokens, 64)[token] == share.rank
+
+
+def own_before(group: LayerGroup, token: int) -> int:
+    """How many tokens before this one the rank holds."""
+    share = group.token_share
+    return deal(share.size, share.interleave_tokens, 64)[:token].count(share.rank)
+
+
 def _block_at(blocks: RequestBlocks, group: LayerGroup, token: int) -> tuple[int, int]:
+    """Block and slot of a token that this rank holds: its own tokens lie there one after the other."""
     table = blocks.tables[group.group_id]
-    index, slot = divmod(token - table.first_token, group.block_tokens)
+    index, slot = divmod(own_before(group, token) - table.first_token, group.block_tokens)
     return int(table.block_ids[index]), slot
 
 
@@ -70,10 +98,10 @@ def wanted_bytes(case: Case) -> set[int]:
     return wanted
 
 
-def _tokens(case: Case, group: LayerGroup) -> range:
+def _tokens(case: Case, group: LayerGroup) -> Sequence[int]:
     if group.opaque:
         return range(len(case.target_blocks.tables[group.group_id].block_ids))
-    return range(case.tokens.start, case.tokens.end)
+    return [token for token in range(case.tokens.start, case.tokens.end) if holds(group, token)]
 
 
 def byte_map(case: Case) -> dict[int, tuple[int, int]]:
@@ -91,8 +119,9 @@ def byte_map(case: Case) -> dict[int, tuple[int, int]]:
                             and theirs.first_head <= head < theirs.first_head + theirs.head_count
                         ):
                             able.append((rank, theirs))
-                rank, theirs = able[case.target.rank % len(able)]
                 for token in _tokens(case, group):
+                    holders = [each for each in able if group.opaque or holds(each[1], token)]
+                    rank, theirs = holders[case.target.rank % len(holders)]
                     if group.opaque:
                         block, slot = int(case.target_blocks.tables[group.group_id].block_ids[token]), 0
                     else:
@@ -196,6 +225,7 @@ def _layout(
     tp: tuple[int, int],
     block_tokens: int,
     positions: int,
+    share: TokenShare | None = None,
 ) -> KVLayout:
     groups: list[LayerGroup] = []
     for number, kind in enumerate(kinds):
@@ -230,7 +260,10 @@ def _layout(
                     **pool,  # type: ignore[arg-type]
                 )
             )
-    return KVLayout(rank=rank, groups=tuple(groups), memory_kind=rng.choice(["DRAM", "VRAM"]))
+    layout = KVLayout(rank=rank, groups=tuple(groups), memory_kind=rng.choice(["DRAM", "VRAM"]))
+    if share is None:
+        return layout
+    return layout.sharing_tokens(share.rank, share.size, interleave_tokens=share.interleave_tokens)
 
 
 def _tables(
@@ -249,8 +282,9 @@ def _tables(
             tables[group.group_id] = BlockTable([rng.randrange(group.block_count)])
             continue
         size = group.block_tokens
-        first = rng.randint(0, tokens.start // size)
-        end = -(-max(tokens.end, 1) // size) + (rng.random() < 0.3)
+        own = own_before(group, tokens.start), own_before(group, tokens.end)
+        first = rng.randint(0, own[0] // size)
+        end = -(-max(own[1], 1) // size) + (rng.random() < 0.3)
         count = max(end - first, 0)
         ids = list(range(group.block_count))
         if rng.random() < 0.7:
@@ -261,7 +295,7 @@ def _tables(
         unwanted = holes.get(group.layer_ids[0] if group.layer_ids else -1, set())
         for i in range(len(ids)):
             span = range((first + i) * size, (first + i + 1) * size)
-            dead = all(t in unwanted or not tokens.start <= t < tokens.end for t in span)
+            dead = all(t in unwanted or not own[0] <= t < own[1] for t in span)
             if dead and (target or rng.random() < 0.5):
                 ids[i] = -1
         tables[group.group_id] = BlockTable(ids, first * size)
@@ -293,41 +327,60 @@ def random_case(seed: int) -> Case:
         layers = layers[take:]
     pp, tp, adp = rng.randint(1, 4), rng.randint(1, 4), rng.choice([1, 1, 1, 2])
     target_pp, target_tp = rng.randint(1, 3), rng.randint(1, 4)
+    # Context parallelism on none, one or both sides, with runs of every length against every block size.
+    cp, target_cp = rng.choice([1, 1, 1, 2, 3, 4]), rng.choice([1, 1, 1, 2, 3])
+    if pp * tp * adp * cp > 24:  # a world that is slow to draw shows nothing that a smaller one does not
+        pp, adp = min(pp, 2), 1
+    runs = rng.choice([1, 2, 3, 4, 8, 20])
+    target_runs = runs if rng.random() < 0.4 else rng.choice([1, 2, 3, 4, 8, 20])
+    if target_cp > 1 and rng.random() < 0.4:
+        target_cp = cp
     source_tokens = rng.choice([1, 2, 3, 4, 8])
     target_tokens = source_tokens if rng.random() < 0.5 else rng.choice([1, 2, 3, 4, 6, 8])
     positions = rng.randint(1, 20)
     start = rng.choice([0, 0, rng.randint(0, positions)])
     tokens = TokenRange(start, positions - rng.choice([0, 0, rng.randint(0, positions - start)]))
-    target_rank = rng.randrange(target_pp * target_tp)
+    target_rank = rng.randrange(target_pp * target_cp * target_tp)
     target = _layout(
         rng,
         heap,
         rank=target_rank,
         kinds=kinds,
-        pp=(target_rank // target_tp, target_pp),
+        pp=(target_rank // target_tp // target_cp, target_pp),
         tp=(target_rank % target_tp, target_tp),
         block_tokens=target_tokens,
         positions=positions,
+        share=TokenShare(target_rank // target_tp % target_cp, target_cp, target_runs),
     )
     source_heap = _Heap(rng)
-    source = InstanceLayout(
-        instance_id=f"case-{seed}",
-        ranks=tuple(
+    order = tuple(rng.sample(["adp", "pp", "cp", "tp"], 4))
+    sizes = {"adp": adp, "pp": pp, "cp": cp, "tp": tp}
+    layouts = []
+    for rank in range(pp * cp * tp * adp):
+        where, rest = {}, rank
+        for name in reversed(order):
+            where[name], rest = rest % sizes[name], rest // sizes[name]
+        layouts.append(
             _layout(
                 rng,
                 source_heap,
                 rank=rank,
                 kinds=kinds,
-                pp=(rank // tp % pp, pp),
-                tp=(rank % tp, tp),
+                pp=(where["pp"], pp),
+                tp=(where["tp"], tp),
                 block_tokens=source_tokens,
                 positions=positions,
+                share=TokenShare(where["cp"], cp, runs),
             )
-            for rank in range(pp * tp * adp)
-        ),
+        )
+    source = InstanceLayout(
+        instance_id=f"case-{seed}",
+        ranks=tuple(layouts),
         pp_size=pp,
         tp_size=tp,
         adp_size=adp,
+        cp_size=cp,
+        order=order,
     )
     # Evicted blocks of the target decide what nobody wants; the source may have evicted those tokens as well.
     holes: dict[int, set[int]] = {}

@@ -19,6 +19,7 @@ from kv_bounce_planner.planning import (
     RequestBlocks,
     TensorView,
     TokenRange,
+    TokenShare,
     from_kv_memory,
     from_sglang,
     from_tensorrt_llm,
@@ -362,3 +363,61 @@ def test_single_takes_any_rank() -> None:
         source_blocks={0: RequestBlocks.single([2])},
     )
     assert plan.writer_ranks == (0,) and plan.target_rank == 5
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 4), (4, 16), (2, 64)])
+def test_a_token_share_counts_what_dealing_out_gives(size: int, interleave: int) -> None:
+    """``count_below`` against dealing the tokens out one by one; the ranks together hold every token once."""
+    held = [[token for token in range(200) if token // interleave % size == rank] for rank in range(size)]
+    for rank in range(size):
+        share = TokenShare(rank, size, interleave)
+        assert [share.count_below(end) for end in range(200)] == [
+            sum(t < end for t in held[rank]) for end in range(200)
+        ]
+    assert sorted(token for tokens in held for token in tokens) == list(range(200))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [((0, 0, 1), "size"), ((2, 2, 1), "rank"), ((-1, 2, 1), "rank"), ((0, 2, 0), "interleave"), ((0, True, 1), "size")],
+)
+def test_a_bad_token_share_is_refused_by_name(fields: tuple[int, int, int], named: str) -> None:
+    """Before anything is planned with it."""
+    with pytest.raises(LayoutError, match=named):
+        TokenShare(*fields)
+
+
+def test_a_recurrent_state_is_not_shared() -> None:
+    """It has no tokens: ``sharing_tokens`` leaves such groups whole, a share given to one is refused."""
+    layout = small()
+    assert {group.token_share for group in layout.sharing_tokens(1, 2, interleave_tokens=4).groups} == {
+        TokenShare(1, 2, 4)
+    }
+    state = LayerGroup(0, (0,), (0x1000,), (), 0, 1, 1, 4, 2, "e2", 1, 4, 8, 8, 8, opaque=True)
+    mamba = KVLayout(0, (state,))
+    assert mamba.sharing_tokens(1, 2, interleave_tokens=4) == mamba
+    with pytest.raises(LayoutError, match="share"):
+        replace(state, token_share=TokenShare(1, 2, 4))
+
+
+def test_rank_orders_of_the_field() -> None:
+    """pp, cp, tp with attention-DP outside is the default; another order is said, and cohorts follow it."""
+    ranks = tuple(replace(small(), rank=rank) for rank in range(24))
+    sizes = {"pp_size": 2, "cp_size": 3, "tp_size": 2, "adp_size": 2}
+    default = InstanceLayout("a", ranks, **sizes)
+    assert default.coordinates(23) == {"adp": 1, "pp": 1, "cp": 2, "tp": 1}
+    assert default.rank_at(pp=1, cp=2, tp=1) == (1 * 3 + 2) * 2 + 1
+    assert default.cohort(1) == tuple(range(12, 24))
+    inner = InstanceLayout("a", ranks, **sizes, order=("pp", "cp", "tp", "adp"))
+    assert inner.cohort(1) == tuple(range(1, 24, 2))
+    for instance in (default, inner):
+        assert [instance.rank_at(**instance.coordinates(rank)) for rank in range(24)] == list(range(24))
+        assert InstanceLayout.from_json(instance.to_json()) == instance
+    with pytest.raises(LayoutError, match="order"):
+        InstanceLayout("a", ranks, **sizes, order=("pp", "cp", "tp", "tp"))
+    with pytest.raises(LayoutError, match="cp 3 of 3"):
+        default.rank_at(cp=3)
+    peers = PeerLayouts()
+    peers.register(default)
+    with pytest.raises(LayoutError, match="other contents"):
+        peers.register(inner)

@@ -595,3 +595,48 @@ def test_models_of_different_depth_are_refused_where_both_sides_say_theirs():
         assert plan_destination(source, unsaid, blocks, tokens).total_bytes
     with pytest.raises(LayoutError, match="beyond"):
         rank(4, 3)
+
+
+def _shared(rank: int, size: int, *, base: int, interleave: int = 4, heads: tuple[int, int] = (0, 2)) -> KVLayout:
+    layout = KVLayout.uniform(
+        rank=rank, first_layer=0, layer_count=2, head_total=2, first_head=heads[0], head_count=heads[1], head_dim=4,
+        element_bytes=2, block_tokens=4, block_count=8, key_bases=(base, base + 0x1000),
+        value_bases=(base + 0x2000, base + 0x3000),
+    )  # fmt: skip
+    return layout.sharing_tokens(rank, size, interleave_tokens=interleave)
+
+
+def test_a_split_over_context_parallel_ranks_is_gathered_from_all_of_them() -> None:
+    """Two source ranks with every other block of four tokens: each writes its tokens, the target holds them in order."""
+    source = InstanceLayout("ctx", tuple(_shared(r, 2, base=0x10000 * (r + 1)) for r in range(2)), cp_size=2)
+    target = _shared(0, 1, base=0x90000)
+    plan = plan_transfer(
+        source, target, tokens=TokenRange(0, 14), target_blocks=RequestBlocks.single([5, 1, 2, 7]),
+        source_blocks={0: RequestBlocks.single([3, 4]), 1: RequestBlocks.single([6, 0])},
+    )  # fmt: skip
+    assert [writer.total_bytes for writer in plan.writers.values()] == [8 * 64, 6 * 64]
+    assert [writer.block_count for writer in plan.writers.values()] == [2, 2] and plan.block_count == 4
+    first = plan.transfers[1]
+    at = first.target_addresses.tolist().index(0x90000 + 1 * 64)  # block 1 of the target: tokens 4 … 7
+    assert first.source_addresses[at] == 0x20000 + 6 * 64
+
+
+def test_equal_shares_move_whole_blocks_between_ranks_of_one_number() -> None:
+    """The same split on both sides costs nothing: one writer, as many fragments as without context parallelism."""
+    source = InstanceLayout(
+        "ctx", tuple(_shared(r, 2, base=0x10000 * (r + 1), interleave=1) for r in range(2)), cp_size=2
+    )
+    target = _shared(1, 2, base=0x90000, interleave=1)
+    plan = plan_destination(source, target, RequestBlocks.single([5, 1]), TokenRange(0, 16))
+    assert plan.writer_ranks == (1,) and plan.writers[1].fragment_count == 2 * 2 * 2
+
+
+def test_a_missing_context_parallel_rank_is_refused_by_name() -> None:
+    """Tokens that nobody holds, and ranks that deal in unlike ways: refused before anything is reserved."""
+    target = _shared(0, 1, base=0x90000)
+    alone = InstanceLayout("ctx", (_shared(0, 2, base=0x10000),))
+    with pytest.raises(PlanRefused, match="context-parallel rank 1"):
+        plan_destination(alone, target, RequestBlocks.single([0]), TokenRange(0, 4))
+    unlike = InstanceLayout("ctx", (_shared(0, 2, base=0x10000), _shared(1, 2, base=0x20000, interleave=8)), cp_size=2)
+    with pytest.raises(PlanRefused, match="unlike"):
+        plan_destination(unlike, target, RequestBlocks.single([0]), TokenRange(0, 4))

@@ -105,17 +105,20 @@ def check_case(seed: int) -> TransferPlan:
 @pytest.mark.parametrize("chunk", range(10))
 def test_random_layout_pairs_equal_the_per_element_oracle(chunk: int) -> None:
     """2,000 random pairs a run; tools/fuzz.py runs the 20,000 and more."""
-    fan_in = moving = 0
+    fan_in = moving = shared = 0
     for seed in range(chunk * 200, chunk * 200 + 200):
         plan = check_case(seed)
         fan_in += len(plan.writers) > 1
         moving += plan.total_bytes > 0
-    # The generator really draws fan-in and non-empty plans: a run of trivial cases would prove nothing.
-    assert fan_in > 50 and moving > 150
+        case = oracles.random_case(seed)
+        cp_sizes = {group.token_share.size for layout in (case.target, *case.source.ranks) for group in layout.groups}
+        shared += plan.total_bytes > 0 and max(cp_sizes, default=1) > 1
+    # The generator really draws fan-in, context parallelism and non-empty plans: trivial cases would prove nothing.
+    assert fan_in > 50 and moving > 120 and shared > 50
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_twenty_thousand_random_layout_pairs_equal_the_oracle() -> None:
     """The number of the acceptance text, on seeds that the quick run does not use."""
     for seed in range(1_000_000, 1_020_000):

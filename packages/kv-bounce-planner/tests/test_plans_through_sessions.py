@@ -41,7 +41,8 @@ from kv_bounce_planner.sessions import (
     SessionResources,
     TransferIdentity,
 )
-from kv_bounce_planner.sessions.events import MemoryReleased, TransferSucceeded
+from kv_bounce_planner.sessions.events import MemoryReleased, PeerIntroduced, TransferSucceeded
+from kv_bounce_planner.sessions.ledgers import ExposureLedger
 from kv_bounce_planner.sessions.reports import PlannerReports
 from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
@@ -92,6 +93,8 @@ class Service:
             case.source.pp_size,
             case.source.tp_size,
             case.source.adp_size,
+            case.source.cp_size,
+            case.source.order,
         )
         self.target = shifted(case.target, self.shift[1])
         self.case = case
@@ -109,6 +112,7 @@ class Service:
                 clock=clock,
             ),
             config,
+            ledger=ExposureLedger(),  # many services of one name in one process, whose addresses come again
         )
         self.senders = []
         for rank in range(len(case.source.ranks)):
@@ -167,7 +171,7 @@ class Service:
         for _ in range(200):
             for sender in self.senders:
                 sender.poll()
-            events.extend(self.receiver.poll())
+            events.extend(event for event in self.receiver.poll() if not isinstance(event, PeerIntroduced))
             if any(isinstance(event, MemoryReleased) for event in events):
                 break
         return events

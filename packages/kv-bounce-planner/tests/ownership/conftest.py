@@ -37,7 +37,7 @@ from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 PROGRAM = Path(__file__).with_name("nixl_peer.py")
 #: The two transports whose classes were measured: name of the class, NixlConfig.tls.
 #: Options of a Lab that are resources of its receiver.
-RESOURCES = ("copier", "copier_errors_prove_idle", "reports")
+RESOURCES = ("copier", "copier_errors_prove_idle", "handshake", "reports")
 TRANSPORTS = {"tcp": "tcp", "cma": None}
 
 

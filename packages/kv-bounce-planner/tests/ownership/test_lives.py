@@ -763,3 +763,151 @@ def test_cancelled_requests_are_not_pending(make_lab):
     lab.receiver.cancel(lab.identity(1))
     lab.run(3)
     assert [each.operation.request.request_id for each in lab.senders[0].pending()] == [2]
+
+
+# --- foreign errors in the shell's own steps --------------------------------------------------------------------------
+
+
+def test_a_link_event_that_cannot_be_answered_loses_no_frame_and_heals(make_lab, monkeypatch):
+    """Up again, and the agent's metadata cannot be had: frames of the same poll count, and the link's return is told again."""
+    lab = make_lab(1, linked=True)
+    lab.open()
+    lab.run(3)
+    lab.network.sever(lab.peer, lab.senders[0].self_id)
+    lab.run(1)
+    original, failures = lab.receiver._transport.agent_info, []
+
+    def broken(peer):
+        if not failures:
+            failures.append(peer)
+            raise OSError("driver")
+        return original(peer)
+
+    monkeypatch.setattr(lab.receiver._transport, "agent_info", broken)
+    lab.network.heal(lab.peer, lab.senders[0].self_id)
+    lab.ready()
+    lab.run(20)
+    assert failures and "driver" in str(lab.receiver.last_error)
+    assert lab.receiver._channel.resets == failures, "the channel would never tell of that link again"
+    lab.network.heal(lab.peer, lab.senders[0].self_id)
+    lab.run(20)
+    assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
+
+
+def test_frames_taken_from_a_channel_survive_its_link_events(make_lab, monkeypatch):
+    """The channel hands a frame out once: what raises after it (here the channel itself) may not lose it."""
+    lab = make_lab(1, linked=True)
+    lab.open()
+    lab.run(4)
+    lab.ready()
+    lab.run(6, receiver=False)
+    calls = []
+
+    def broken():
+        calls.append(1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lab.receiver._channel, "link_events", broken)
+        with pytest.raises(KeyboardInterrupt):
+            lab.receiver.poll()
+    assert calls and lab.run(10)[-2:] == ["TransferSucceeded", "MemoryReleased"]
+
+
+def test_a_layout_that_cannot_be_looked_up_refuses_by_name_and_is_tried_again(make_lab):
+    """A host's look-up raises during an introduction: the transfer fails at once, and the next one works."""
+    answers = [LookupError("the catalogue is away")]
+
+    def layouts(peer):
+        if answers:
+            raise answers.pop()
+        return b""
+
+    lab = make_lab(1, introduced=False, handshake=Handshake(layouts=layouts))
+    lab.open(1)
+    lab.run(6)
+    (failed,) = [event for event in lab.events if type(event).__name__ == "TransferFailed"]
+    assert "the catalogue is away" in failed.reason
+    assert lab.names()[-1] == "MemoryReleased"
+    lab.open(2)
+    lab.ready(2)
+    assert lab.run()[-2:] == ["TransferSucceeded", "MemoryReleased"]
+
+
+@pytest.mark.parametrize("call", ["peer_died", "retire_peer"])
+def test_what_waits_for_the_introduction_of_a_dead_peer_ends_at_once(make_lab, call):
+    """Nothing was published, so nothing is in doubt; and no agent is made again for a peer that is gone."""
+    lab = make_lab(1, introduced=False)
+    lab.open()
+    lab.kill(0)
+    if call == "peer_died":
+        lab.receiver.peer_died(lab.senders[0].self_id, PeerEvidence.PROCESS_REAPED)
+    else:
+        lab.receiver.retire_peer("ctx", "c1")
+    lab.run(2)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"]
+    if call == "peer_died":
+        lab.open(2)
+        lab.run(2)
+        assert lab.names()[2:] == ["TransferFailed", "MemoryReleased"]
+        lab.receiver.retire_peer("ctx", "c1")
+    lab.run(2)
+    assert lab.receiver.statistics()["peers"] == 0
+
+
+def test_what_a_transport_says_once_is_not_lost_to_an_interrupt(make_lab, monkeypatch):
+    """A finished write comes with one poll of the transport; the interrupt of its step leaves it for the next."""
+    lab = make_lab(1, parts_max=1, landing=lambda job, part: "hold")
+    (operation,) = lab.open()
+    lab.ready()
+    lab.run(8)
+    sender = lab.senders[0]
+    original, raised = sender._step, []
+
+    def interrupted(record, event):
+        if not raised and type(event).__name__ == "WriteProgressed":
+            raised.append(event)
+            raise KeyboardInterrupt
+        return original(record, event)
+
+    lab.world.landing = lambda job, part: "land"
+    with monkeypatch.context() as patch:
+        patch.setattr(sender, "_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(5):
+                sender.poll()
+    lab.run(10)
+    assert raised and sender.state_of(operation) in ("DONE", "ENDED")
+    assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
+
+
+def test_a_reset_that_raises_keeps_no_other_peer_waiting(make_lab, monkeypatch):
+    """Two silent peers, and the channel cannot give up a link: both links are told as lost, in the same poll."""
+    lab = make_lab(2, linked=True, config=SessionConfig(heartbeat_s=1.0, lease_s=2.0, link_timeout_s=50.0))
+    lab.open()
+    lab.run(3)
+
+    def broken(peer):
+        raise OSError("socket")
+
+    monkeypatch.setattr(lab.receiver._channel, "reset", broken)
+    for _ in range(6):
+        lab.clock.advance(1.1)
+        lab.run(1, senders=[])
+    assert lab.names().count("LinkLost") == 2
+
+
+def test_sealing_and_failing_a_request_that_is_over_changes_nothing(make_lab):
+    """Settled requests leave by themselves at any time, so a host cannot know whether it comes too late."""
+    lab = make_lab(1)
+    lab.open()
+    lab.ready()
+    lab.run()
+    sender = lab.senders[0]
+    sender.seal(KEY)
+    lab.run(2)
+    sender.forget(KEY)
+    before = sender.statistics()
+    sender.seal(KEY)
+    sender.fail(KEY, "too late")
+    assert sender.statistics() == before and sender.drain().quiescent

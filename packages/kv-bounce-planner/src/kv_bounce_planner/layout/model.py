@@ -8,6 +8,9 @@ KV head ``h`` and dimension ``d`` stands at::
 so per-layer or joined pools, separate or interleaved K and V, NHD and HND, padded blocks and differing block sizes are
 numbers, not cases. Positions are explicit everywhere: a block table says which token its first block starts with, so a
 trimmed table can never be read as trimmed at the other end.
+
+Under context parallelism a rank holds only some tokens (:class:`TokenShare`) and stores them densely: slots, block tables and
+``first_token`` then count the rank's own tokens, a :class:`TokenRange` always counts those of the request.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ ADDRESS_MAX = (1 << 63) - 1
 LAYERS_MAX = 4096
 GROUPS_MAX = 256
 RANKS_MAX = 4096
+#: Dimensions of an instance, outermost first.
+RANK_ORDER = ("adp", "pp", "cp", "tp")
 #: Encoded size of one layout or instance, at most.
 LAYOUT_BYTES_MAX = 16 << 20
 
@@ -96,6 +101,41 @@ def layer_range(layer_total: int, pp_size: int, pp_rank: int) -> tuple[int, int]
 
 
 @dataclass(frozen=True)
+class TokenShare:
+    """Which tokens of a request one rank of a context-parallel group holds; the default is all of them.
+
+    Runs of ``interleave_tokens`` consecutive tokens are dealt out in turn: token ``t`` lies on the rank
+    ``t // interleave_tokens % size``. vLLM's decode context parallelism is this with its interleave size (1 by default),
+    TensorRT-LLM's Helix with the block's tokens; a split into contiguous parts is one with runs as long as a part.
+
+    Attributes:
+        rank: Rank within the context-parallel group.
+        size: Ranks that share the tokens, >= 1.
+        interleave_tokens: Length of a run, >= 1 (count).
+    """
+
+    rank: int = 0
+    size: int = 1
+    interleave_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.size, 1) and self.size <= RANKS_MAX, f"size {self.size!r} of a token share")
+        _require(
+            _is_count(self.rank, 0) and self.rank < self.size, f"rank {self.rank!r} of {self.size} in a token share"
+        )
+        _require(
+            _is_count(self.interleave_tokens, 1) and self.interleave_tokens <= ADDRESS_MAX // self.size,
+            f"interleave_tokens {self.interleave_tokens!r}",
+        )
+
+    def count_below(self, token: int) -> int:
+        """How many of this rank's tokens lie before a position of the request: the slot that the next one takes."""
+        rounds, rest = divmod(token, self.interleave_tokens * self.size)
+        within = min(max(rest - self.rank * self.interleave_tokens, 0), self.interleave_tokens)
+        return rounds * self.interleave_tokens + within
+
+
+@dataclass(frozen=True)
 class LayerGroup:
     """Layers that share one block table and one geometry.
 
@@ -113,6 +153,7 @@ class LayerGroup:
         block_stride_bytes, head_stride_bytes, token_stride_bytes: See the module's formula.
         opaque: Recurrent state: each block is one state of ``head_dim * element_bytes`` bytes, moved whole whatever
             the token range; ``block_tokens`` and ``head_count`` are then 1.
+        token_share: Which tokens this rank holds under context parallelism; a recurrent state is not shared.
     """
 
     group_id: int
@@ -131,6 +172,7 @@ class LayerGroup:
     head_stride_bytes: int
     token_stride_bytes: int
     opaque: bool = False
+    token_share: TokenShare = TokenShare()
 
     def __post_init__(self) -> None:
         for name in ("layer_ids", "key_bases", "value_bases"):
@@ -154,6 +196,8 @@ class LayerGroup:
                 self.block_tokens == 1 and self.head_count == 1 and not self.value_bases,
                 "opaque: one token, one head, no V",
             )
+        _require(isinstance(self.token_share, TokenShare), f"token_share {self.token_share!r} is not a TokenShare")
+        _require(not self.opaque or self.token_share.size == 1, "opaque: a state has no tokens to share")
         if self.layer_ids:
             self._check_aliasing()
         last = self.last_byte_offset
@@ -216,6 +260,7 @@ class LayerGroup:
             self.dtype,
             self.block_tokens,
             self.opaque,
+            self.token_share,
         )
 
 
@@ -251,6 +296,17 @@ class KVLayout:
         _require(_is_count(self.layer_total, 0), f"layer_total {self.layer_total!r}")
         beyond = [layer for layer in layers if layer >= self.layer_total > 0]
         _require(not beyond, f"layers {beyond} are beyond the model's {self.layer_total}")
+
+    def sharing_tokens(self, cp_rank: int, cp_size: int, *, interleave_tokens: int) -> KVLayout:
+        """The same memory as one of ``cp_size`` context-parallel ranks that share a request's tokens.
+
+        Args:
+            cp_rank, cp_size: This rank within its context-parallel group.
+            interleave_tokens: Consecutive tokens that lie on one rank, see :class:`TokenShare`.
+        """
+        share = TokenShare(cp_rank, cp_size, interleave_tokens)
+        groups = tuple(group if group.opaque else replace(group, token_share=share) for group in self.groups)
+        return replace(self, groups=groups)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -360,9 +416,10 @@ class InstanceLayout:
 
     Attributes:
         instance_id: Names the instance's lifetime: a restarted instance has another.
-        ranks: One layout per rank, None where it is not known (yet). Rank order: attention-DP outermost, then
-            pipeline, then tensor: ``rank = (adp * pp_size + pp) * tp_size + tp``.
-        pp_size, tp_size, adp_size: Sizes of the instance.
+        ranks: One layout per rank, None where it is not known (yet), in the order of ``order``.
+        pp_size, tp_size, adp_size, cp_size: Sizes of the instance: pipeline, tensor, attention-DP and context parallelism.
+        order: The four dimensions, outermost first. The default is the field's pp, cp, tp with attention-DP outside:
+            ``rank = ((adp * pp_size + pp) * cp_size + cp) * tp_size + tp``.
     """
 
     instance_id: str
@@ -370,13 +427,20 @@ class InstanceLayout:
     pp_size: int = 1
     tp_size: int = 1
     adp_size: int = 1
+    cp_size: int = 1
+    order: tuple[str, ...] = RANK_ORDER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "order", tuple(self.order))
         _require(isinstance(self.instance_id, str) and len(self.instance_id) <= 256, "instance_id is a short name")
-        for name in ("pp_size", "tp_size", "adp_size"):
+        for name in ("pp_size", "tp_size", "adp_size", "cp_size"):
             _require(_is_count(getattr(self, name), 1), f"{name} is at least 1")
-        world = self.pp_size * self.tp_size * self.adp_size
+        _require(
+            len(self.order) == len(RANK_ORDER) and set(self.order) == set(RANK_ORDER),
+            f"order {self.order!r} does not name each of {RANK_ORDER} once",
+        )
+        world = self.pp_size * self.tp_size * self.adp_size * self.cp_size
         _require(world <= RANKS_MAX, f"{world} ranks exceed {RANKS_MAX}")
         _require(len(self.ranks) == world, f"{len(self.ranks)} layouts for {world} ranks")
         for rank, layout in enumerate(self.ranks):
@@ -385,8 +449,27 @@ class InstanceLayout:
     def cohort(self, adp_rank: int) -> tuple[int, ...]:
         """Ranks that together hold the requests of one attention-DP rank, ascending."""
         _require(_is_count(adp_rank, 0) and adp_rank < self.adp_size, f"adp_rank {adp_rank} of {self.adp_size}")
-        size = self.pp_size * self.tp_size
-        return tuple(range(adp_rank * size, (adp_rank + 1) * size))
+        return tuple(rank for rank in range(len(self.ranks)) if self.coordinates(rank)["adp"] == adp_rank)
+
+    def dimensions(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of each dimension, outermost first."""
+        return tuple((name, int(getattr(self, f"{name}_size"))) for name in self.order)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands: its rank in each of "adp", "pp", "cp" and "tp"."""
+        _require(_is_count(rank, 0) and rank < len(self.ranks), f"rank {rank!r} of {len(self.ranks)}")
+        found = {}
+        for name, size in reversed(self.dimensions()):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def rank_at(self, *, adp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank that stands there."""
+        where, rank = {"adp": adp, "pp": pp, "cp": cp, "tp": tp}, 0
+        for name, size in self.dimensions():
+            _require(_is_count(where[name], 0) and where[name] < size, f"{name} {where[name]!r} of {size}")
+            rank = rank * size + where[name]
+        return rank
 
     def complete(self) -> bool:
         """Whether every rank's layout is known."""
@@ -460,12 +543,7 @@ class PeerLayouts:
         """
         known = self._instances.get(instance.instance_id)
         if known is not None:
-            same_sizes = (known.pp_size, known.tp_size, known.adp_size) == (
-                instance.pp_size,
-                instance.tp_size,
-                instance.adp_size,
-            )
-            if not same_sizes or any(
+            if known.dimensions() != instance.dimensions() or any(
                 old is not None and new is not None and old != new
                 for old, new in zip(known.ranks, instance.ranks, strict=False)
             ):
@@ -473,9 +551,7 @@ class PeerLayouts:
             merged = tuple(
                 new if new is not None else old for old, new in zip(known.ranks, instance.ranks, strict=True)
             )
-            instance = InstanceLayout(
-                instance.instance_id, merged, instance.pp_size, instance.tp_size, instance.adp_size
-            )
+            instance = replace(instance, ranks=merged)
         self._instances[instance.instance_id] = instance
         self._instances.move_to_end(instance.instance_id)
         while len(self._instances) > self._instances_max:
@@ -515,7 +591,8 @@ class BlockTable:
     Attributes:
         block_ids: int64, shape (blocks,), read-only copy. ``block_ids[i]`` holds the tokens
             ``first_token + i * block_tokens`` onwards; -1 is an evicted or absent block, which is not moved.
-        first_token: Position of the first slot of ``block_ids[0]``: a multiple of the group's ``block_tokens``.
+        first_token: Position of the first slot of ``block_ids[0]``: a multiple of the group's ``block_tokens``. Under context
+            parallelism it counts the tokens that this rank holds, not those of the request.
     """
 
     block_ids: Int64Array

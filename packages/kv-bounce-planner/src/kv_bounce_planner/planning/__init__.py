@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kv_bounce_planner.layout.model import PeerLayouts as PeerLayouts
     from kv_bounce_planner.layout.model import RequestBlocks as RequestBlocks
     from kv_bounce_planner.layout.model import TokenRange as TokenRange
+    from kv_bounce_planner.layout.model import TokenShare as TokenShare
     from kv_bounce_planner.layout.model import head_range as head_range
     from kv_bounce_planner.layout.model import layer_range as layer_range
     from kv_bounce_planner.planning.calibration import CalibrationTarget as CalibrationTarget
@@ -102,6 +103,7 @@ __getattr__, __dir__, __all__ = lazy(
             "BlockTable",
             "RequestBlocks",
             "TokenRange",
+            "TokenShare",
             "head_range",
             "layer_range",
         ),

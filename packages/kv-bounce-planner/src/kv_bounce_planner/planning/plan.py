@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
@@ -346,9 +346,34 @@ def _shares(source: InstanceLayout, target: KVLayout, source_adp_rank: int | Non
             candidates = holders[layers[0]]
             for rank, group in candidates:
                 _check_compatible(rank, group, wanted)
-            for first, count, rank, group in _split_heads(candidates, wanted, target.rank, layers):
-                shares.append(_Share(rank, group, wanted, tuple(layers), first, count))
+            for holders_of_tokens in _token_holders(candidates, wanted, layers):
+                for first, count, rank, group in _split_heads(holders_of_tokens, wanted, target.rank, layers):
+                    shares.append(_Share(rank, group, wanted, tuple(layers), first, count))
     return shares
+
+
+def _token_holders(
+    candidates: list[tuple[int, LayerGroup]], target: LayerGroup, layers: list[int]
+) -> Iterator[list[tuple[int, LayerGroup]]]:
+    """The source's ranks by the tokens that they hold, for every context-parallel rank that holds some of the target's."""
+    first = candidates[0][1].token_share
+    by_rank: dict[int, list[tuple[int, LayerGroup]]] = {}
+    for rank, group in candidates:
+        share = group.token_share
+        if (share.size, share.interleave_tokens) != (first.size, first.interleave_tokens):
+            raise PlanRefused(
+                Reason.LAYOUT_MISMATCH, f"the source's ranks share the tokens of layers {layers} in unlike ways"
+            )
+        by_rank.setdefault(share.rank, []).append((rank, group))
+    mine = target.token_share
+    alike = (mine.size, mine.interleave_tokens) == (first.size, first.interleave_tokens)
+    for cp_rank in (mine.rank,) if alike else range(first.size):
+        if cp_rank not in by_rank:
+            raise PlanRefused(
+                Reason.LAYOUT_MISMATCH,
+                f"no source rank holds the tokens of context-parallel rank {cp_rank}, layers {layers}",
+            )
+        yield by_rank[cp_rank]
 
 
 def _check_compatible(rank: int, source: LayerGroup, target: LayerGroup) -> None:
@@ -393,18 +418,16 @@ class _Pieces:
         block_ids: int64 (p,).
         slots: int64 (p,), first token slot within the block.
         counts: int64 (p,), tokens.
-        tokens: int64 (p,), position of the first token in the request (index of the block for recurrent state).
+        tokens: int64 (p,), position of the first token among those of the rank whose table is looked into: the target, and
+            after :func:`_of_writer` the source (index of the block for recurrent state).
+        block_count: Blocks that the pieces lie in. A table that names one block twice is refused as an overlap.
     """
 
     block_ids: Int64Array
     slots: Int64Array
     counts: Int64Array
     tokens: Int64Array
-
-    @property
-    def block_count(self) -> int:
-        """Blocks, while no piece is cut: a table that names one block twice is refused as an overlap."""
-        return len(self.block_ids)
+    block_count: int
 
 
 def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
@@ -423,12 +446,16 @@ def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
 
 def _target_pieces(group: LayerGroup, blocks: RequestBlocks, tokens: TokenRange) -> _Pieces:
     if not group.layer_ids or (not group.opaque and tokens.count == 0):
-        return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY)
+        return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0)
+    if not group.opaque:  # from here on positions count the tokens of this rank
+        tokens = TokenRange(*(group.token_share.count_below(end) for end in (tokens.start, tokens.end)))
+        if tokens.count == 0:
+            return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0)
     table = _table(blocks, group, "target")
     ids, size = table.block_ids, group.block_tokens
     if group.opaque:
         index = np.flatnonzero(ids >= 0)
-        return _Pieces(ids[index], np.zeros_like(index), np.ones_like(index), index)
+        return _Pieces(ids[index], np.zeros_like(index), np.ones_like(index), index, len(index))
     first, last = (tokens.start - table.first_token) // size, (tokens.end - 1 - table.first_token) // size
     if first < 0 or last >= len(ids):
         raise PlanRefused(
@@ -445,23 +472,45 @@ def _target_pieces(group: LayerGroup, blocks: RequestBlocks, tokens: TokenRange)
     counts[0] -= tokens.start - starts[0]
     present = wanted >= 0
     if present.all():
-        return _Pieces(wanted, begins - starts, counts, begins)
-    return _Pieces(wanted[present], (begins - starts)[present], counts[present], begins[present])
+        return _Pieces(wanted, begins - starts, counts, begins, len(wanted))
+    return _Pieces(
+        wanted[present], (begins - starts)[present], counts[present], begins[present], int(np.count_nonzero(present))
+    )
 
 
-def _cut(pieces: _Pieces, block_tokens: int) -> tuple[_Pieces, Int64Array]:
-    """Cut pieces where the other side's blocks end. Returns the cut pieces and the index of each one's origin."""
+def _of_writer(pieces: _Pieces, share: _Share) -> _Pieces:
+    """The pieces that this writer's context-parallel rank holds, in positions of that rank."""
+    mine, theirs = share.target.token_share, share.source.token_share
+    if mine == theirs:
+        return pieces  # dense in the same tokens on both sides
+    if mine.size > 1:
+        pieces = _cut(pieces, mine.interleave_tokens)
+        rounds, within = np.divmod(pieces.tokens, mine.interleave_tokens)
+        pieces = replace(pieces, tokens=(rounds * mine.size + mine.rank) * mine.interleave_tokens + within)
+    if theirs.size > 1:
+        pieces = _cut(pieces, theirs.interleave_tokens)
+        runs, within = np.divmod(pieces.tokens, theirs.interleave_tokens)
+        kept = runs % theirs.size == theirs.rank
+        blocks = pieces.block_ids[kept]
+        tokens = runs[kept] // theirs.size * theirs.interleave_tokens + within[kept]
+        pieces = _Pieces(blocks, pieces.slots[kept], pieces.counts[kept], tokens, len(np.unique(blocks)))
+    return pieces
+
+
+def _cut(pieces: _Pieces, block_tokens: int) -> _Pieces:
+    """Cut pieces where blocks of the other side (or a rank's runs of tokens) end."""
     first = pieces.tokens // block_tokens
     counts = (pieces.tokens + pieces.counts - 1) // block_tokens - first + 1
     if len(counts) == 0 or int(counts.max()) == 1:
-        return pieces, np.arange(len(counts))
+        return pieces
     origin = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(origin), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     start, end = pieces.tokens[origin], (pieces.tokens + pieces.counts)[origin]
     block = (first[origin] + within) * block_tokens
     low = np.maximum(start, block)
     high = np.minimum(end, block + block_tokens)
-    return _Pieces(pieces.block_ids[origin], pieces.slots[origin] + low - start, high - low, low), origin
+    slots = pieces.slots[origin] + low - start
+    return _Pieces(pieces.block_ids[origin], slots, high - low, low, pieces.block_count)
 
 
 def _source_pieces(group: LayerGroup, blocks: RequestBlocks, cut: _Pieces) -> _Pieces:
@@ -480,7 +529,7 @@ def _source_pieces(group: LayerGroup, blocks: RequestBlocks, cut: _Pieces) -> _P
             Reason.SOURCE_BLOCK_MISSING, f"source group {group.group_id}: the block of token {position} was evicted"
         )
     slots = np.zeros_like(index) if group.opaque else cut.tokens % group.block_tokens
-    return _Pieces(found, slots, cut.counts, cut.tokens)
+    return _Pieces(found, slots, cut.counts, cut.tokens, cut.block_count)
 
 
 # --- from pieces to addresses -----------------------------------------------------------------------------------------
@@ -593,7 +642,7 @@ def _product(axes: list[tuple[int, int, int]]) -> int:
 def _pair_count(share: _Share, pieces: _Pieces) -> int:
     """Fragments that this share needs when no two blocks are neighbours on both sides."""
     if not share.target.opaque:
-        pieces, _ = _cut(pieces, share.source.block_tokens)
+        pieces = _cut(pieces, share.source.block_tokens)
     factor = len(share.layers) * share.target.kv_factor
     if len(pieces.counts) == 0:
         return 0
@@ -608,7 +657,7 @@ def _pair_ranges(
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
     """(source, target, sizes) of a share."""
     if not share.target.opaque:
-        pieces, _ = _cut(pieces, share.source.block_tokens)
+        pieces = _cut(pieces, share.source.block_tokens)
     theirs = _source_pieces(share.source, source_blocks, pieces)
     target_bases, source_bases = _target_bases(share)
     outer = _pieces_outer(target_bases, share.target)
@@ -712,7 +761,7 @@ def plan_destination(
     fragments: dict[int, int] = {}
     touched: dict[int, dict[int, int]] = {}
     for share in shares:
-        mine = pieces[share.target.group_id]
+        mine = _of_writer(pieces[share.target.group_id], share)
         if len(mine.counts) == 0:
             continue
         parts.setdefault(share.rank, []).append(_target_ranges(share, mine))
@@ -791,7 +840,7 @@ def plan_writer(
     fragments = 0
     touched: dict[int, int] = {}
     for share in shares:
-        mine = pieces[share.target.group_id]
+        mine = _of_writer(pieces[share.target.group_id], share)
         if len(mine.counts) == 0:
             continue
         parts.append(_pair_ranges(share, mine, source_blocks))

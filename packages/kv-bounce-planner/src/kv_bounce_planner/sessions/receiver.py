@@ -304,6 +304,10 @@ class Receiver(Shell):
                 )
                 if refused is not None:
                     self._step(record, rc.FailAsked(f"peer {refused.peer} is refused: {refused.reason}"))
+                elif (
+                    dead := next((each for each in lives.values() if each is not None and each.dead), None)
+                ) is not None:
+                    self._step(record, rc.FailAsked(f"peer {dead.peer} has died"))
                 elif all(each is not None and each.ready for each in lives.values()):
                     record.published = True
                     record.lives = {operation: each for operation, each in lives.items() if each is not None}
@@ -338,9 +342,9 @@ class Receiver(Shell):
         progress = self._transport.poll()
         self._counters["malformed"] += progress.malformed
         self._marks.extend(progress.marks)
+        self._lost.extend(progress.lost)
         self._each(self._marks, len(self._marks), self._mark)
-        for peer in progress.lost:
-            self._peer_in_doubt(peer, "transport lost the peer")
+        self._lost_peers()
 
     def _mark(self, arrived: ArrivedMark) -> None:
         operation = arrived.mark.operation
@@ -477,6 +481,12 @@ class Receiver(Shell):
             self._counters["peers_in_doubt"] += 1
             for record in list(self._transfers.values()):
                 self._step(record, rc.PeerInDoubt(peer, reason))
+
+    def _peer_gone(self, peer: PeerId, reason: str) -> None:
+        with self._lock:
+            for record in list(self._transfers.values()):
+                if not record.published and any(spec.peer == peer for spec in record.core.operations):
+                    self._step(record, rc.FailAsked(reason))
 
     def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
         with self._lock:

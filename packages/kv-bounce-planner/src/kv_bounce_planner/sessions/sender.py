@@ -109,6 +109,7 @@ class Sender(Shell):
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: deque[tuple[_Send, OperationIdentity, CopyHandle]] = deque()
         self._posts: deque[tuple[_Send, OperationIdentity, bool]] = deque()
+        self._writes: deque[WriteProgress] = deque()
         self._packs: tuple[Any, bool] = (None, False)  # the copier, and whether it prepares a gather by its sources
         self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
         # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
@@ -160,13 +161,20 @@ class Sender(Shell):
             self._step(record, sc.SourceReady())
 
     def fail(self, request: RequestKey, reason: str) -> None:
-        """Prefill failed or was aborted: what was not posted never will be, and every receiver learns it."""
+        """Prefill failed or was aborted: what was not posted never will be, and every receiver learns it.
+
+        Nothing happens to a request that is over.
+        """
         with self._lock:
+            if request in self._over:
+                return
             self._step(self._record(request), sc.FailAsked(reason))
 
     def seal(self, request: RequestKey) -> None:
-        """Nothing begins any more for this request. Idempotent."""
+        """Nothing begins any more for this request. Idempotent, also when it is over and its records were dropped."""
         with self._lock:
+            if request in self._over:
+                return
             self._step(self._record(request), sc.SealAsked())
 
     def snapshot(self, request: RequestKey) -> TerminalSnapshot | None:
@@ -537,13 +545,16 @@ class Sender(Shell):
     def _progress(self) -> None:
         progress = self._transport.poll()
         self._counters["malformed"] += progress.malformed
+        self._writes.extend(progress.writes)
+        self._lost.extend(progress.lost)
+        self._each(self._writes, len(self._writes), self._write)
+        self._lost_peers()
+
+    def _write(self, write: WriteProgress) -> None:
         with self._lock:
-            for write in progress.writes:
-                record = self._requests.get(write.operation.request)
-                if record is not None and record.core.knows(write.operation):
-                    self._step(record, sc.WriteProgressed(write))
-        for peer in progress.lost:
-            self._peer_in_doubt(peer, "transport lost the peer")
+            record = self._requests.get(write.operation.request)
+            if record is not None and record.core.knows(write.operation):
+                self._step(record, sc.WriteProgressed(write))
 
     def _tick(self) -> None:
         now_s = self._clock()

@@ -61,7 +61,7 @@ from kv_bounce_planner.sessions.messages import (
 from kv_bounce_planner.sessions.proof import Evidence
 from kv_bounce_planner.sessions.reports import PlannerReports, Reports
 from kv_bounce_planner.sessions.states import IllegalTransition
-from kv_bounce_planner.transports.interface import AgentInfo, LinkedChannel, MemoryKind
+from kv_bounce_planner.transports.interface import AgentInfo, LinkedChannel, LinkEvent, MemoryKind
 
 #: Identities of ended transfers and requests that are remembered, so that a repetition is recognised (count).
 OVER_MAX: Final = 262_144
@@ -135,6 +135,8 @@ class Shell:
         self._lock = threading.RLock()
         self._lives: dict[PeerId, PeerLife] = {}
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
+        self._link_news: deque[LinkEvent] = deque()
+        self._lost: deque[PeerId] = deque()
         self._strangers: OrderedDict[tuple[PeerId, bytes], None] = OrderedDict()
         self._events: list[SessionEvent] = []
         self._undelivered: deque[SessionEvent] = deque()
@@ -174,6 +176,13 @@ class Shell:
     def _contain(self, error: BaseException) -> None:
         self._counters["errors_contained"] += 1
         self.last_error = error
+
+    def _guarded(self, call: Callable[[ItemT], object], item: ItemT) -> None:
+        """Something foreign for one of several: its error does not keep the others waiting."""
+        try:
+            call(item)
+        except Exception as error:  # noqa: BLE001 - see the theory
+            self._contain(error)
 
     def _each(self, queue: deque[ItemT], limit: int, handle: Callable[[ItemT], None]) -> None:
         """Handle items in order; an error ends its item, an interrupt leaves it in the queue and goes up."""
@@ -257,9 +266,14 @@ class Shell:
         if life is None:
             life = self._lives[peer] = PeerLife(peer)
         again = life.relinked or (known and not hello.is_reply)
-        reason = self._objection(hello, life if known else None)
-        if not reason and not (known and life.agent == hello.agent_name):
-            reason = self._connect(peer, hello)
+        try:
+            reason = self._objection(hello, life if known else None)
+            if not reason and not (known and life.agent == hello.agent_name):
+                reason = self._connect(peer, hello)
+            reply = b"" if reason or hello.is_reply else self._hello_frame(peer, frame.source, is_reply=True)
+        except Exception as error:  # noqa: BLE001 - a host's look-up or a library: refused by name, tried again when it is wanted
+            self._contain(error)
+            reason, reply = f"it could not be introduced: {type(error).__name__}: {error}", b""
         life.session = frame.source
         if reason:
             self._refuse(life, reason)
@@ -270,7 +284,7 @@ class Shell:
         if not hello.is_reply:
             if again:
                 life.outbox.clear()  # what waited is asked for again below
-            life.outbox.append(self._hello_frame(peer, life.session, is_reply=True))
+            life.outbox.append(reply)
         with self._lock:
             if again:
                 self._counters["links_restored"] += 1
@@ -371,12 +385,12 @@ class Shell:
 
     def _receive(self) -> None:
         room = self.config.frames_per_poll_max - len(self._inbox)
-        frames = self._channel.poll(room) if room > 0 else ()
+        # What was taken from the channel stands in a queue before anything else can raise: it is there only once.
+        self._inbox.extend(self._channel.poll(room) if room > 0 else ())
         if self._links is not None:
-            # A break is told before the frames of the link that came after it.
-            for each in self._links.link_events():
-                self._link_event(each.peer, each.up, each.reason)
-        self._inbox.extend(frames)
+            self._link_news.extend(self._links.link_events())
+        # A break is told before the frames of the link that came after it.
+        self._each(self._link_news, len(self._link_news), self._link_event)
         self._each(self._inbox, self.config.frames_per_poll_max, self._take_frame)
 
     def _take_frame(self, item: tuple[PeerId, bytes]) -> None:
@@ -432,20 +446,28 @@ class Shell:
         bound(self._strangers, STRANGERS_MAX)
         try:
             self._channel.send(peer, encode_message(Stranger(), self.session, source))
-        except (WouldBlock, ChannelError):
-            self._strangers.pop((peer, source), None)
+        except BaseException as error:
+            self._strangers.pop((peer, source), None)  # not told: told at its next frame
+            if not isinstance(error, WouldBlock | ChannelError):
+                raise
 
     # -- links
 
-    def _link_event(self, peer: PeerId, up: bool, reason: str) -> None:
-        life = self._lives.get(peer)
+    def _link_event(self, event: LinkEvent) -> None:
+        life = self._lives.get(event.peer)
         if life is None:
             return
-        if not up:
-            self._link_lost(life, reason)
+        if not event.up:
+            self._link_lost(life, event.reason)
         elif life.state in (PeerState.LOST, PeerState.INTRODUCING):
+            try:
+                frame = self._hello_frame(life.peer, life.session, is_reply=False)
+            except Exception:
+                # Up, and of no use without our introduction: given up, so that its return is told again.
+                if self._links is not None:
+                    self._links.reset(life.peer)
+                raise
             life.state = PeerState.INTRODUCING
-            frame = self._hello_frame(peer, life.session, is_reply=False)
             with self._lock:
                 life.outbox.clear()
                 life.outbox.append(frame)
@@ -487,16 +509,16 @@ class Shell:
         interested = self._interested()
         for life in list(self._lives.values()):
             if life.state is PeerState.LOST and self._links is None and not life.dead and life.peer in interested:
-                self._try_again(life)
+                self._guarded(self._try_again, life)
             if not life.ready or life.peer not in interested or self.config.lease_s is None:
                 life.silent_s = 0.0
                 continue
             # At most one interval a poll: a process that stood still does not take its own pause for the peer's silence.
             life.silent_s += self.config.heartbeat_s
             if life.silent_s > self.config.lease_s:
-                if self._links is not None:
-                    self._links.reset(life.peer)
                 self._link_lost(life, f"nothing was heard from it for {self.config.lease_s:g} s")
+                if self._links is not None:
+                    self._guarded(self._links.reset, life.peer)
             else:
                 with self._lock:
                     self._queue(life.peer, Beat(True))
@@ -563,6 +585,13 @@ class Shell:
     def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
         raise NotImplementedError
 
+    def _peer_gone(self, peer: PeerId, reason: str) -> None:
+        """Whatever waits to be published to that peer waits in vain."""
+
+    def _lost_peers(self) -> None:
+        """What the transport lost since the last poll is in doubt; a queue, because the transport says it only once."""
+        self._each(self._lost, len(self._lost), lambda peer: self._peer_in_doubt(peer, "transport lost the peer"))
+
     def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
         raise NotImplementedError
 
@@ -591,6 +620,7 @@ class Shell:
                 life.dead = evidence == PeerEvidence.PROCESS_REAPED
         self._peer_in_doubt(peer, f"peer {peer}: {evidence}")
         if evidence == PeerEvidence.PROCESS_REAPED:
+            self._peer_gone(peer, f"peer {peer} has died")
             self._evidence(peer, Evidence.PEER_REAPED)
 
     def retire_peer(self, instance_id: str, generation: str) -> None:
@@ -605,6 +635,7 @@ class Shell:
         peers = [peer for peer in self._peers() if peer.instance == instance]
         for peer in peers:
             self._peer_in_doubt(peer, "peer retired")
+            self._peer_gone(peer, f"peer {peer} is retired")
         evidences = self._transport.destroy_agent(instance)
         for peer in peers:
             for evidence in sorted(evidences):
@@ -617,7 +648,7 @@ class Shell:
             self._peer_retired(instance)
         if self._links is not None:
             for peer in peers:
-                self._links.disconnect(peer)
+                self._guarded(self._links.disconnect, peer)
 
     def statistics(self) -> dict[str, int]:
         """Counters since construction; a copy."""

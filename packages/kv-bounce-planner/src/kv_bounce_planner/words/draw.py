@@ -233,8 +233,9 @@ def _row(
             np.zeros(len(table.block_ids), np.int64),
         )
     else:
-        count = target.tokens.count
-        positions = target.tokens.start + np.arange(count)[:: -(-count // TOKENS_MAX) or 1]
+        share = group.token_share  # the tokens that this rank holds, by their own count
+        first, end = share.count_below(target.tokens.start), share.count_below(target.tokens.end)
+        positions = np.arange(first, end)[:: -(-(end - first) // TOKENS_MAX) or 1]
         index, slots = np.divmod(positions - table.first_token, group.block_tokens)
         ids = table.block_ids[index]
     base = (group.value_bases if factor else group.key_bases)[group.layer_ids.index(layer)]
