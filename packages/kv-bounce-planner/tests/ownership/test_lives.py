@@ -22,7 +22,7 @@ from kv_bounce_planner.sessions import (
     TransferIdentity,
 )
 from kv_bounce_planner.sessions.config import Handshake
-from kv_bounce_planner.sessions.messages import Beat
+from kv_bounce_planner.sessions.messages import Beat, Sealed, WriterResult, decode_frame, encode_message
 from kv_bounce_planner.sessions.proof import WriteExecutor
 
 KEY = RequestKey(1, 0)
@@ -911,3 +911,116 @@ def test_sealing_and_failing_a_request_that_is_over_changes_nothing(make_lab):
     sender.seal(KEY)
     sender.fail(KEY, "too late")
     assert sender.statistics() == before and sender.drain().quiescent
+
+
+# --- what only one branch guards --------------------------------------------------------------------------------------
+
+
+def test_a_frame_of_an_earlier_life_of_a_peer_says_nothing(make_lab):
+    """It is meant for this session and names its operation: but the life that wrote it is not the one that was published to."""
+    lab = make_lab(1)
+    (operation,) = lab.open()
+    lab.run(3)
+    sender = lab.senders[0].self_id
+    earlier = encode_message(Sealed(operation, "an earlier life"), b"e" * 16, lab.receiver.session)
+    lab.network.inject(sender, lab.peer, earlier)
+    before = lab.receiver.statistics()["other_session"] if "other_session" in lab.receiver.statistics() else 0
+    lab.run(2)
+    assert lab.receiver.statistics()["other_session"] == before + 1
+    assert "MemoryReleased" not in lab.names() and lab.state(operation) == "EXPOSED"
+
+
+def test_nothing_is_published_before_every_writer_is_known(make_lab):
+    """One of two writers cannot be introduced: the other is asked for nothing, and the memory is free by name."""
+    lab = make_lab(2, introduced=False)
+    lab.open()
+    lab.run(6, senders=[0])
+    assert "ReceiveRequested" not in lab.sent_names(0)
+    lab.clock.advance(lab.config.introduction_timeout_s + 1)
+    lab.run(3, senders=[0])
+    assert lab.names()[-2:] == ["TransferFailed", "MemoryReleased"]
+    assert "ReceiveRequested" not in lab.sent_names(0)
+
+
+def test_a_report_that_was_lost_with_its_link_is_sent_again(make_lab):
+    """The write lands, the link breaks with exactly the report on it: the receiver asks, and the report comes again."""
+    lab = make_lab(1, linked=True)
+    lab.open(tier="bounce")
+    lab.ready()
+    sender = lab.senders[0]
+
+    def under_way():
+        frames = lab.network._queues.get((sender.self_id, lab.peer), ())
+        return any(isinstance(decode_frame(frame).message, WriterResult) for frame in frames)
+
+    for _ in range(20):
+        lab.run(1, receiver=False)
+        if under_way():
+            break
+        lab.run(1, senders=[])
+    assert under_way(), "the report never was on the link: the test shows nothing"
+    lab.network.sever(lab.peer, sender.self_id)
+    lab.run(6)
+    assert "TransferSucceeded" not in lab.names()
+    lab.network.heal(lab.peer, sender.self_id)
+    assert lab.run(20)[-2:] == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.receiver.statistics()["operations_bounced"] == 1
+
+
+def test_a_sign_of_life_that_is_asked_for_is_given(make_lab):
+    """Whatever the asked side itself waits for."""
+    lab = make_lab(1)
+    sender = lab.senders[0]
+    lab.inject(lab.peer, sender.self_id, Beat(True))
+    at = len(lab.network.log)
+    sender.poll()
+    answers = [decode_frame(frame).message for source, _, frame in lab.network.log[at:] if source == sender.self_id]
+    assert answers == [Beat(False)]
+
+
+def test_a_callback_that_is_always_interrupted_does_not_hold_up_the_others(make_lab):
+    """The end of transfer 1 is never taken; that of transfer 2 is delivered at the next poll."""
+    taken = []
+
+    def on_memory(event):
+        if event.identity.request_id == 1:
+            raise KeyboardInterrupt
+        taken.append(event.identity.request_id)
+
+    lab = make_lab(1, on_memory=on_memory)
+    lab.open(1)
+    lab.open(2)
+    lab.ready(1)
+    lab.ready(2)
+    for _ in range(20):
+        with contextlib.suppress(KeyboardInterrupt):
+            lab.run(1)
+    assert taken == [2]
+    assert not lab.receiver.drain().quiescent
+    lab.receiver._on_memory = None
+    lab.run(2)
+    assert lab.receiver.drain().quiescent
+
+
+def test_an_interrupted_frame_keeps_its_place(make_lab, monkeypatch):
+    """Request and cancel of one poll, the request's handling interrupted once: the cancel still comes second."""
+    lab = make_lab(1)
+    sender = lab.senders[0]
+    lab.open()
+    lab.receiver.poll()
+    lab.receiver.cancel(lab.identity())
+    lab.receiver.poll()
+    original, order, raised = sender._take, [], []
+
+    def interrupted(life, message):
+        if not raised:
+            raised.append(message)
+            raise KeyboardInterrupt
+        order.append(type(message).__name__)
+        return original(life, message)
+
+    monkeypatch.setattr(sender, "_take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sender.poll()
+    sender.poll()
+    assert order == ["ReceiveRequest", "Cancel"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -57,6 +58,28 @@ def test_memory_is_freed_once_and_only_with_a_proof_per_owner():
         memory.prove([step_retired("step 9"), step_retired("step 10")])
 
 
+def test_a_steps_proof_is_about_a_step_and_nothing_else():
+    """It is the one proof that a host makes: it never covers a transfer's operation, nor anything that is not text."""
+    owned = OwnedMemory("blocks", [OPERATION])
+    for subject in (OPERATION, 7, None, b"step"):
+        with pytest.raises(LocalProtocolError, match="about a str"):
+            step_retired(subject)
+    with pytest.raises(LocalProtocolError, match="stays owned"):
+        owned.prove([step_retired(str(OPERATION))])
+
+
+def test_memory_and_proofs_exist_once():
+    """A copy of proven memory could be freed a second time: no kind of copy is made of any of them."""
+    proof = step_retired("step")
+    proven = OwnedMemory("x", ["step"]).prove([proof])
+    quarantined = OwnedMemory("x", ["step"]).quarantine("no proof")
+    for thing in (proof, proven, quarantined, OwnedMemory("x", ["step"])):
+        for way in (copy.copy, copy.deepcopy, lambda each: each.__reduce_ex__(4), lambda each: each.__reduce__()):
+            with pytest.raises((LocalProtocolError, TypeError)):
+                way(thing)
+    assert free(proven) == "x"
+
+
 def test_owned_and_quarantined_memory_cannot_be_freed():
     """OWNED → FREE and QUARANTINED → FREE are no edges."""
     owned = OwnedMemory("x", ["step"])
@@ -69,6 +92,7 @@ def test_owned_and_quarantined_memory_cannot_be_freed():
         owned.prove([step_retired("step")])
 
 
+@pytest.mark.timeout(600)
 def test_a_type_checker_refuses_to_free_owned_memory(tmp_path):
     """The boundary is a type: mypy rejects free(owned), free(quarantined) and abandon() after advertise()."""
     pytest.importorskip("mypy", reason="NO COVERAGE: mypy is not installed")

@@ -185,7 +185,7 @@ class Shell:
             self._contain(error)
 
     def _each(self, queue: deque[ItemT], limit: int, handle: Callable[[ItemT], None]) -> None:
-        """Handle items in order; an error ends its item, an interrupt leaves it in the queue and goes up."""
+        """Handle items in order; an error ends its item. An interrupt goes up and leaves it where it was: order is kept."""
         for _ in range(min(len(queue), limit)):
             item = queue[0]
             try:
@@ -195,9 +195,6 @@ class Shell:
                 raise
             except Exception as error:  # noqa: BLE001 - see the theory
                 self._contain(error)
-            except BaseException:
-                queue.rotate(-1)
-                raise
             queue.popleft()
 
     # -- introductions
