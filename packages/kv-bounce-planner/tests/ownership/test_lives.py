@@ -924,7 +924,7 @@ def test_a_frame_of_an_earlier_life_of_a_peer_says_nothing(make_lab):
     sender = lab.senders[0].self_id
     earlier = encode_message(Sealed(operation, "an earlier life"), b"e" * 16, lab.receiver.session)
     lab.network.inject(sender, lab.peer, earlier)
-    before = lab.receiver.statistics()["other_session"] if "other_session" in lab.receiver.statistics() else 0
+    before = lab.receiver.statistics().get("other_session", 0)
     lab.run(2)
     assert lab.receiver.statistics()["other_session"] == before + 1
     assert "MemoryReleased" not in lab.names() and lab.state(operation) == "EXPOSED"
