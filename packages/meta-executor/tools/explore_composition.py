@@ -489,16 +489,20 @@ def explore(scope: Scope, *, states_max: int, limit_s: float) -> Outcome:
 
 
 def finish(scope: Scope, path: Path) -> str:
-    """From a state, let everything happen in turn; what is wrong with the end, or nothing."""
+    """From a state, let everything happen in turn until all ranks are idle; what is wrong with the end, or nothing."""
     try:
         pair, done = replay(scope, path)
         for index, events in enumerate(scope.events):
             for event in events[done[index] :]:
                 apply_event(pair, event, scope.style)
+        quiet = 0
         for _ in range(400):
             for rank in pair.ranks:
                 pair.step(rank)
             check_invariants(pair, scope)
+            quiet = quiet + 1 if pair.idle() else 0
+            if quiet == 30:
+                break
         check_end(pair, scope)
     except Exception as error:  # noqa: BLE001 - see explore
         return f"{type(error).__name__}: {error}"
