@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from meta_executor.private_files import write_file
+
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
@@ -207,7 +209,8 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     front: FrontConfig = FrontConfig()
     context_servers: InstanceConfig = InstanceConfig(pipeline_parallel_size=4)
     generation_servers: InstanceConfig = InstanceConfig(tensor_parallel_size=2, enable_attention_dp=True)
-    #: Where sockets, the key, logs and evidence of a run go. None: a folder of its own below the temporary folder.
+    #: Where sockets, the key, logs and evidence of a run go: a folder of this user's that others may not write to. None: one
+    #: below the user's runtime folder (``XDG_RUNTIME_DIR``), or else below the temporary folder.
     run_dir: str | None = None
     #: Keep evidence files in this folder after the run. None: they go with the run folder.
     evidence_dir: str | None = None
@@ -272,7 +275,7 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     def save(self) -> Path:
         """Write ``run.json``."""
         target = self.path("run.json")
-        target.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        write_file(target, msgspec.json.format(msgspec.json.encode(self), indent=2))
         return target
 
     @staticmethod

@@ -72,6 +72,10 @@ def test_start_and_drain_leave_nothing_behind(service, tmp_path):
         assert set(launcher.urls()) == {"ctx-0", "gen-0"}
         pids = identities(launcher)
         assert len([n for n in pids if "rank" in n]) == 4
+        run = launcher._directory.path
+        modes = {path: path.lstat().st_mode & 0o777 for path in (run, *run.rglob("*")) if not path.is_socket()}
+        assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
+        assert run / "logs" / "ctx-0.log" in modes
     assert all_gone(pids) == []
     assert not (tmp_path / "r").exists()
     assert sum("ready at" in line for line in lines) == 3

@@ -28,6 +28,7 @@ import httpx
 
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.mpi_launcher import LauncherError, find_launcher
+from meta_executor.private_files import NotPrivateError, copy_files, open_folder
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Listener, Message
@@ -159,6 +160,7 @@ class Launcher:
             ConfigError: Something configured cannot be used. Nothing is left running.
             RunFailed: A component died, or was not ready in time.
         """
+        self._check_copies()
         base = Path(self._service.run_dir) if self._service.run_dir else default_base()
         for stale in remove_stale_runs(base):
             self._say(f"removed what a killed run had left in {stale}")
@@ -186,7 +188,11 @@ class Launcher:
                 self._kill_everything()
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
-                self._keep_files()
+                if (lost := self._keep_files()) is not None:
+                    self._say(lost)
+                    if clean:
+                        clean = False
+                        raise RunFailed(lost)
         finally:
             if hasattr(self, "_listener"):
                 self._selector.unregister(self._listener)
@@ -275,7 +281,9 @@ class Launcher:
         }
 
     def _spawn(self, component: _Component, command: list[str]) -> None:
-        with (self._directory.path / "logs" / f"{component.owner_id}.log").open("ab") as log:
+        path = self._directory.path / "logs" / f"{component.owner_id}.log"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(path, flags, 0o600), "ab") as log:
             component.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -284,6 +292,8 @@ class Launcher:
                 env=self._environment(),
                 # Not our process group: Ctrl-C is ours to handle, once, in order.
                 start_new_session=True,
+                # What a process of the run writes is its user's only.
+                umask=0o077,
                 preexec_fn=die_with_parent,
             )
         component.identity = ProcessIdentity.of(component.process.pid)
@@ -539,14 +549,38 @@ class Launcher:
         for component in self._components.values():
             self._kill(component)
 
-    def _keep_files(self) -> None:
-        """Copy what was asked for out of the run folder."""
-        for name, wanted in (("evidence", self._service.evidence_dir), ("logs", self._service.log_dir)):
+    def _wanted_copies(self) -> Iterator[tuple[str, str, str]]:
+        """(folder of the run, field of the configuration, its value) of what is to be kept."""
+        for name, configured, wanted in (
+            ("evidence", "evidence_dir", self._service.evidence_dir),
+            ("logs", "log_dir", self._service.log_dir),
+        ):
             if wanted is not None:
-                target = Path(wanted)
-                target.mkdir(parents=True, exist_ok=True)
-                for path in sorted((self._directory.path / name).iterdir()):
-                    shutil.copy2(path, target / path.name)
+                yield name, configured, wanted
+
+    def _check_copies(self) -> None:
+        """Say now, and not after the run, that its files cannot be kept where they were wanted."""
+        for _, configured, wanted in self._wanted_copies():
+            try:
+                os.close(open_folder(wanted, create=True))
+            except NotPrivateError as error:
+                raise ConfigError(configured, str(error)) from error
+            except OSError as error:
+                raise ConfigError(configured, f"cannot make {wanted}: {error.strerror}") from error
+
+    def _keep_files(self) -> str | None:
+        """Copy what was asked for out of the run folder. Returns what could not be kept, or None."""
+        problems = []
+        for name, configured, wanted in self._wanted_copies():
+            try:
+                target = open_folder(wanted, create=True)
+                try:
+                    copy_files(self._directory.path / name, target)
+                finally:
+                    os.close(target)
+            except (OSError, NotPrivateError) as error:
+                problems.append(f"{configured}: {name} cannot be kept in {wanted}: {error}")
+        return "; ".join(problems) or None
 
 
 def _first_cause(suspects: list[Death]) -> Death:

@@ -1,7 +1,8 @@
 """The folder of one run: sockets, key, logs, evidence; 0700, locked while its launcher lives, gone when it ends.
 
 A launcher that was killed leaves its folder behind without the lock. The next start finds it by that and removes it,
-together with the shared-memory segments that it had noted.
+together with the shared-memory segments that it had noted. Nothing is removed but what this user's own launchers made: the
+base and each run folder are opened without following links, and owner and mode are looked at through the descriptor.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
 from meta_executor.config import ConfigError
+from meta_executor.private_files import NotPrivateError, open_own_file, open_own_folder
 
 _LOCK = "lock"
 _SUBFOLDERS = ("ipc", "logs", "evidence", "tmp")
@@ -23,8 +26,33 @@ _SOCKET_NAME_MAX = 40
 
 
 def default_base() -> Path:
-    """Where runs live without a configured folder."""
+    """Where runs live without a configured folder: the user's runtime folder, or one below the temporary folder."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    base = runtime / "meta-executor"
+    if runtime.is_absolute() and _fits(base / "run-00000000") and _is_runtime_folder(runtime):
+        return base
     return Path(tempfile.gettempdir(), f"meta-executor-{os.getuid()}")
+
+
+def _is_runtime_folder(path: Path) -> bool:
+    """Whether it is what the XDG rule asks for: a folder of the user's, 0700, that can be written."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
+    return private and os.access(path, os.W_OK)
+
+
+def _fits(path: Path) -> bool:
+    return len(os.fsencode(path)) + _SOCKET_NAME_MAX <= _SOCKET_PATH_MAX
+
+
+def _open_base(base: Path, *, create: bool) -> int:
+    try:
+        return open_own_folder(base, create=create)
+    except NotPrivateError as error:
+        raise ConfigError("run_dir", str(error)) from error
 
 
 class RunDirectory:
@@ -42,19 +70,16 @@ class RunDirectory:
             ConfigError: The folder cannot be made private, or its path is too long for sockets.
         """
         try:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = base.stat()
+            os.close(_open_base(base, create=True))
         except OSError as error:
             raise ConfigError("run_dir", f"cannot make {base}: {error.strerror}") from error
-        if status.st_uid != os.getuid():
-            raise ConfigError("run_dir", f"{base} belongs to another user")
         path = base / f"run-{run_id}"
-        if len(os.fsencode(path)) + _SOCKET_NAME_MAX > _SOCKET_PATH_MAX:
+        if not _fits(path):
             raise ConfigError(
                 "run_dir", f"{path} is too long for sockets; at most {_SOCKET_PATH_MAX - _SOCKET_NAME_MAX} bytes"
             )
         path.mkdir(mode=0o700)
-        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         for name in _SUBFOLDERS:
             (path / name).mkdir(mode=0o700)
@@ -84,20 +109,47 @@ class RunDirectory:
 
 
 def remove_stale_runs(base: Path) -> tuple[Path, ...]:
-    """Remove folders of runs whose launcher is gone. Returns those removed."""
-    removed = []
-    for path in sorted(base.glob("run-*")) if base.is_dir() else []:
+    """Remove folders of runs whose launcher is gone. Returns those removed.
+
+    What only looks like one (a link, a folder of another user, one that others may enter) is left alone.
+
+    Raises:
+        ConfigError: The base is a link, belongs to another user, or others may write to it.
+    """
+    try:
+        folder = _open_base(base, create=False)
+    except OSError:
+        return ()
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.startswith("run-"))
+        return tuple(base / name for name in names if _remove_if_stale(folder, name))
+    finally:
+        os.close(folder)
+
+
+def _remove_if_stale(base: int, name: str) -> bool:
+    """Whether it was the folder of a dead run of ours, and is gone now."""
+    try:
+        run = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=base)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(run)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+            return False
         try:
-            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            continue
+            lock = open_own_file(_LOCK, os.O_RDWR, dir_fd=run)
+        except (OSError, NotPrivateError):
+            return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue
+            return False
         else:
-            shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
+            # By descriptors from here on: rmtree follows no link below ``base`` either.
+            shutil.rmtree(name, ignore_errors=True, dir_fd=base)
+            return name not in os.listdir(base)
         finally:
-            os.close(descriptor)
-    return tuple(removed)
+            os.close(lock)
+    finally:
+        os.close(run)
