@@ -29,6 +29,7 @@ import httpx
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.mpi_launcher import LauncherError, find_launcher
 from meta_executor.private_files import NotPrivateError, copy_files, open_folder
+from meta_executor.supervise.exposure import shown_url, warning
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Listener, Message
@@ -161,6 +162,7 @@ class Launcher:
             RunFailed: A component died, or was not ready in time.
         """
         self._check_copies()
+        self._warn_of_listeners()
         base = Path(self._service.run_dir) if self._service.run_dir else default_base()
         for stale in remove_stale_runs(base):
             self._say(f"removed what a killed run had left in {stale}")
@@ -243,6 +245,23 @@ class Launcher:
         return found
 
     # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _warn_of_listeners(self) -> None:
+        """Name each listener that more than this machine can reach, before it is there."""
+        listeners = [
+            (f"{prefix}-{index}", section.hostname)
+            for role, prefix, section in (
+                ("context", "ctx", self._service.context_servers),
+                ("generation", "gen", self._service.generation_servers),
+            )
+            for index in range(section.num_instances)
+            if role in self._roles
+        ]
+        if self._with_front:
+            listeners.append(("front", self._service.hostname))
+        for name, hostname in listeners:
+            if (text := warning(name, hostname)) is not None:
+                self._say(text)
 
     def _write_spec(self) -> RunSpec:
         instances = []
@@ -471,7 +490,8 @@ class Launcher:
     def _say_ready(self, component: _Component) -> None:
         component.said_ready = True
         took = time.monotonic() - component.started_s
-        self._say(f"{component.owner_id}: ready at {component.url} after {took:.1f} s")
+        hostname = component.spec.config.hostname if component.spec is not None else self._service.hostname
+        self._say(f"{component.owner_id}: ready at {shown_url(hostname, component.url or '')} after {took:.1f} s")
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
