@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -19,10 +21,11 @@ import msgspec
 import pytest
 
 from meta_executor import wire
+from meta_executor.cli import main
 from meta_executor.config import apply_environment, service_config
 from meta_executor.supervise.launch import Launcher
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(110)]
+pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,17 @@ PROGRAM = (sys.executable, "-m", "meta_executor")
 
 
 def command(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=60)
+    """The program in this process: a dozen interpreters' starts would be most of this test. ``live_top`` starts a real one."""
+    words = [*map(str, arguments)]
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patched, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patched.setattr(sys, "argv", ["meta-executor", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+    assert isinstance(left.value.code, int)
+    for stream in (out, err):
+        stream.seek(0)
+    return subprocess.CompletedProcess(words, left.value.code, out.read(), err.read())
 
 
 def live_top(launcher: Launcher) -> tuple[int, str]:
