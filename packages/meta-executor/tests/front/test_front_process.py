@@ -104,6 +104,25 @@ async def until_seen(cluster: Any) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_a_body_with_two_lengths_ends_its_connection(make_cluster: Any, tmp_path: Path) -> None:
+    """Content-Length and Transfer-Encoding in one request, in either order: 400, and what is behind it is never read."""
+    async with make_cluster() as cluster:
+        process, listener = await start(cluster, tmp_path)
+        url = httpx.URL((await message(listener, "ready")).fields["url"])
+        lengths = (b"content-length: 5", b"transfer-encoding: chunked")
+        for first, second in (lengths, lengths[::-1]):
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n" + first + b"\r\n" + second + b"\r\n\r\n"
+            writer.write(head + b"0\r\n\r\nGET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), 20)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.count(b"HTTP/1.1") == 1
+            writer.close()
+        process.send_signal(signal.SIGTERM)
+        await asyncio.wait_for(process.communicate(), 20)
+        listener.close()
+
+
 async def test_second_signal_cuts(make_cluster: Any, tmp_path: Path) -> None:
     """A second signal does not wait for a request that never ends; the exit code says that something was cut."""
     async with make_cluster() as cluster:
