@@ -1,6 +1,7 @@
 """The boundary: any input is either normalised or refused by name and value; what is refused has changed nothing."""
 
 import enum
+import itertools
 import random
 
 import numpy as np
@@ -19,6 +20,7 @@ from adp_router import (
     RouterConfigError,
     RouteRequest,
 )
+from adp_router._check import digest_of
 
 POLICIES = ("balanced", "round_robin", "prefix", "conversation")
 RANKS = [RankState(0), RankState(1)]
@@ -188,6 +190,39 @@ def test_digests_are_equal_exactly_where_inputs_are():
         for pair in two
     }
     assert len(found) == 4
+
+
+def test_every_row_of_every_column_is_in_the_digest():
+    """All tables of two requests by the values that could be taken for one another: no two digests are equal."""
+    values = {
+        "target_rank": (None, 0, 1), "strict": (False, True), "child_count": (0, 1, 256), "kv_block_count": (0, 1, 256),
+        "conversation_id": (None, "", "a", "aa"), "prefix_matches": ((), (0, 1), (1, 0)), "waited_rounds": (0, 1),
+        "token_count": (1, 256, 2**32, 2**40, 2**61, -1, "1"), "request_id": (1, 2, -1, 2**32, 2**64, 2**65),
+    }  # fmt: skip
+    found = set()
+    count = 0
+    for field, options in values.items():
+        for first, second in itertools.product(options, repeat=2):
+            if (first, second) == (options[0],) * 2 and field != "request_id":
+                continue
+            pair = [
+                RouteRequest(**{"request_id": 10 + row, "token_count": 1, field: value})
+                for row, value in enumerate((first, second))
+            ]
+            found.add(Router().route(pair, RANKS).digest)
+            count += 1
+    assert len(found) == count
+
+
+def test_parts_of_a_digest_do_not_run_into_each_other():
+    """However the same bytes are cut, the digest differs: empty parts, parts that look like lengths."""
+    for text in (b"", b"abc", b"1:a2:", b"0:0:0:"):
+        cuts = {
+            tuple(text[a:b] for a, b in itertools.pairwise((0, *ends, len(text))))
+            for n in range(4)
+            for ends in itertools.combinations_with_replacement(range(len(text) + 1), n)
+        }
+        assert len({digest_of(*parts) for parts in cuts}) == len(cuts)
 
 
 def test_columns_in_which_nothing_is_said_are_as_if_left_out():

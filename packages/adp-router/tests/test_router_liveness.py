@@ -194,6 +194,16 @@ def test_a_rank_is_kept_free_until_its_request_is_placed():
     assert Router(config=RouterConfig(starvation_rounds=1)).route([big, small], nearer).assignments == {0: (1,), 1: ()}
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_target_does_not_take_the_rank_that_is_kept_free(strict):
+    """Strict ones stay over and are told why; wishes go elsewhere; the rank empties."""
+    big = RouteRequest(0, 9, child_count=3, waited_rounds=99)
+    ranks = [RankState(0, 0, 1, 3, total_slots=4), RankState(1, 50, 3, 1, total_slots=4)]
+    result = Router().route([big, RouteRequest(1, 1, 0, strict=strict)], ranks)
+    assert result.assignments == {0: (), 1: () if strict else (1,)}
+    assert not strict or result.leftovers[1].reason is LeftoverReason.HELD_FOR_STARVING
+
+
 def test_a_rank_that_is_too_small_when_empty_is_not_kept_free():
     """Nearer now, but never enough: the other one is kept."""
     ranks = [RankState(0, 0, 1, 2, total_slots=3), RankState(1, 0, 3, 1, total_slots=4)]

@@ -24,6 +24,15 @@ def test_ties_rotate():
     assert found[:4] == [0, 1, 2, 3]
 
 
+def test_ties_of_nothing_to_compute_rotate_by_sequences():
+    """Loads of 0 tokens (requests decide, then turns): a request with three children is four of them."""
+    router = Router()
+    sizes = [3, 0, 0, 0, 0, 0, 0, 0]
+    idle = [RankState(0), RankState(1)]
+    found = [place(router, RouteRequest(i, 0, child_count=n), idle).rank for i, n in enumerate(sizes)]
+    assert found == [0, 1, 1, 1, 1, 0, 1, 0]
+
+
 def test_tokens_decide_for_one_request_not_counts():
     """10,000 tokens in one request against 2,000 in two: the second, and explain says the rule that decided."""
     result = Router().route([RouteRequest(7, 100)], [RankState(0, 10_000, 1), RankState(1, 2_000, 2)])
@@ -263,6 +272,17 @@ def test_a_turn_that_finds_no_room_does_not_lose_its_home():
         [RouteRequest(1, 1, conversation_id="c")], [RankState(r, free_slots=0) for r in range(2)]
     ).leftovers
     assert place(router, RouteRequest(2, 1, conversation_id="c"), [RankState(0), RankState(1)]).rank == home
+
+
+@pytest.mark.parametrize("use", [{}, {"target_rank": 1}, {"waited_rounds": 99}])
+def test_the_home_that_was_not_used_for_longest_is_forgotten(use):
+    """Any use renews: by the policy, by a target, by starving; not the order in which conversations began."""
+    router = Router("conversation", config=RouterConfig(conversations_max=2))
+    ranks = [RankState(0), RankState(1)]
+    for i, (name, how) in enumerate((("a", {}), ("b", {}), ("a", use), ("c", {}))):
+        router.route([RouteRequest(i, 1, conversation_id=name, **how)], ranks)
+    assert router.policy.home_of("b") is None
+    assert router.policy.home_of("a") is not None
 
 
 def test_the_table_is_never_read_whole():

@@ -130,6 +130,23 @@ def test_a_restarted_server_serves_the_request_it_refused() -> None:
     run_virtual(main())
 
 
+def test_a_restarted_server_keeps_the_request_though_another_is_free() -> None:
+    """What it may have cached is worth more than a turn: the other server gets nothing."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        async with net.directory.reserve("context", 0) as reservation:
+            busy = reservation.server
+        other = {A: B, B: A}[busy]
+        net.workers[other].restart()
+        assert await net.one(1) == (200, {"from": other})
+        assert net.sent == [other, other]
+        await net.end()
+
+    run_virtual(main())
+
+
 def test_a_server_that_drains_and_restarts_is_found_again() -> None:
     """A drained lifetime says nothing about the next one at the address."""
 
@@ -197,6 +214,21 @@ def test_an_overloaded_server_is_left_out_by_this_request_alone() -> None:
         assert net.directory.ready(context=2)
         net.overloaded = set()
         assert {(await net.one(number))[1]["from"] for number in range(10, 14)} == {A, B}
+        await net.end()
+
+    run_virtual(main())
+
+
+def test_an_overloaded_server_is_asked_once_though_it_looks_least_loaded() -> None:
+    """The other one holds more, so load alone would lead back to the one that refused."""
+
+    async def main() -> None:
+        net = Net(A, B)
+        await net.ready()
+        net.overloaded = {A}
+        async with net.directory.reserve("context", 1, exclude=[A]), net.directory.reserve("context", 2, exclude=[A]):
+            assert await net.one(3) == (200, {"from": B})
+        assert net.sent == [A, B]
         await net.end()
 
     run_virtual(main())
@@ -273,6 +305,29 @@ def test_a_refusal_needs_its_own_status() -> None:
     """A 500 that quotes one, or a 409 with another code, is the client's."""
     body = error_body(Draining("x"))
     assert [refusal_of(status, body) is None for status in (200, 409, 429, 500, 502, 503)] == [True] * 5 + [False]
+
+
+class Unread(dict[str, Any]):
+    """A body that must not be looked at."""
+
+    def get(self, *_: Any) -> Any:
+        raise AssertionError("the client's answer was read")
+
+    __getitem__ = __iter__ = get
+
+
+@pytest.mark.parametrize("status", [True, 200, 204, 400, 404, 500, 502, 504])
+def test_an_answer_that_is_the_clients_is_not_read(status: int) -> None:
+    """It may be long, or a stream that can be read once."""
+    assert refusal_of(status, Unread(error="DRAINING")) is None
+
+
+def test_a_refusal_is_looked_for_in_bodies_of_bearable_size() -> None:
+    """To the byte: a proxy's long page is not decoded."""
+    body = b'{"error":"DRAINING","message":""}'
+    for size, found in ((65_536, True), (65_537, False)):
+        for padded in (body.ljust(size), body.ljust(size).decode()):
+            assert isinstance(refusal_of(503, padded), Draining) is found
 
 
 # -- errors that are no Exceptions, tasks that others cancel, callbacks that raise --------------------------------------

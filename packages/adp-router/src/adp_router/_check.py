@@ -267,8 +267,6 @@ def _counts(field: str, column: list[Any], bad: dict[int, tuple[str, str]], pack
                 bad.setdefault(row, (field, f"must not be negative, got {shown(value)}"))
             elif value >= COUNT_END:
                 bad.setdefault(row, (field, f"must be below 2**62, got {shown(value)}"))
-        # A bad row is never placed; its number must not spoil a sum over the column.
-        values = [value if 0 <= value < COUNT_END else 0 for value in values]
     return values
 
 

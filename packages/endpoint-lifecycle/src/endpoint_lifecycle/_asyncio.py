@@ -709,7 +709,7 @@ class AsyncReservation:
         Raises:
             NoServer, EndpointTimeout: Nobody is left who could take it. The claim stands as it was, to be released by leaving.
             Overloaded: All that could are.
-            StaleGeneration, Unavailable: ``error`` itself, the 16th time.
+            StaleGeneration, Unavailable: ``error`` itself, after 16 moves of this reservation.
             DirectoryClosed: The directory was closed.
         """
         reservation = self._live()
