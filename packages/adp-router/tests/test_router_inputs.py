@@ -19,6 +19,7 @@ from adp_router import (
     RouterConfig,
     RouterConfigError,
     RouteRequest,
+    batch_from,
 )
 from adp_router._check import digest_of
 
@@ -312,3 +313,135 @@ def test_policies_that_are_not_known_are_refused(policy):
         Router(policy)
     with pytest.raises(RouterConfigError, match="config must be a RouterConfig"):
         Router(config={"starvation_rounds": 3})
+
+
+# -- said twice, said otherwise, read twice ----------------------------------------------------------------------------
+
+
+def test_settings_that_are_equal_have_equal_digests():
+    """However they are said: a string with ideas of its own, 1 for True, -0.0; and what cannot be used is refused."""
+    pairs = [
+        (Router("balanced"), Router(Name("balanced"))),
+        (Router(compat=True), Router(compat=1)),
+        (Router(compat=False), Router(compat=np.bool_(False))),
+        (Router("prefix", config=RouterConfig(load_weight=0)), Router("prefix", config=RouterConfig(load_weight=-0.0))),
+    ]
+    for first, second in pairs:
+        assert first.route([], RANKS).digest == second.route([], RANKS).digest
+        assert (first.policy_name, first.compat) == (second.policy_name, second.compat)
+    for value in (None, "no", 2, [], Angry()):
+        with pytest.raises(RouterConfigError, match="compat must be True or False"):
+            Router(compat=value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("value", [1.0, 1e15, 1e300, 1.7e308, float("inf")])
+def test_settings_of_any_size_place_requests(policy, value):
+    """A multiple of a fair share that no integer or float holds is no limit."""
+    weight = min(value, 1.7e308)
+    router = Router(policy, config=RouterConfig(count_multiplier=value, load_weight=weight, starvation_rounds=1 << 70))
+    requests = [RouteRequest(i, 2**40, prefix_matches=(5, 2**39), conversation_id="c") for i in range(40)]
+    for _ in range(3):
+        result = router.route(requests, [RankState(0, 2**61), RankState(1, 2**61, 5)])
+        assert sum(map(len, result.assignments.values())) == 40
+        assert result.explain()
+
+
+class Parameters:
+    def __init__(self, relax):
+        self.attention_dp_rank = 0
+        self.attention_dp_relax = relax
+
+
+class Wanting:
+    """An engine's request."""
+
+    def __init__(self, identity, relax=None, children=None):
+        self.request_id = identity
+        self.scheduling_params = Parameters(relax)
+        self.child_req_ids = children
+
+
+@pytest.mark.parametrize(
+    ("relax", "strict"),
+    [(None, False), (True, False), (False, True), (np.False_, True), (np.True_, False), (0, True), (1, False)],
+)
+def test_a_relax_of_any_type_is_the_truth_value_that_it_is(relax, strict):
+    """NumPy's False is no wish to be relaxed."""
+    assert [bool(s) for s in batch_from([Wanting(1, relax)], length=lambda r: 5).strict] == [strict]
+
+
+@pytest.mark.parametrize("relax", ["no", 2, 0.5, [], Angry()])
+def test_a_relax_that_is_no_truth_value_is_that_requests_error(relax):
+    """The others are placed."""
+    batch = batch_from([Wanting(1, relax), Wanting(2)], length=lambda r: 5)
+    result = Router().route(batch, RANKS)
+    assert [(e.request_id, e.field) for e in result.errors] == [(1, "strict")]
+    assert result.assignments[0] == (2,)
+
+
+@pytest.mark.parametrize("children", [3, 0, True, 1.5, object(), Angry()])
+def test_children_without_a_length_are_that_requests_error(children):
+    """A number is not a list of ids; an array of ids is."""
+    items = [Wanting(1, None, children), Wanting(2, None, np.array([7, 8])), Wanting(3, None, [])]
+    batch = batch_from(items, length=lambda r: 5)
+    result = Router().route(batch, RANKS)
+    assert [(e.request_id, e.field) for e in result.errors] == [(1, "child_count")]
+    assert batch.child_counts[1:] == [2, 0]
+
+
+def test_attributes_are_names_read_once():
+    """A generator, one name; what is no name is refused by its value."""
+    item = Wanting(1, False)
+    for names in (["scheduling_params"], (n for n in ["scheduling_params"]), "scheduling_params"):
+        assert batch_from([item], length=lambda r: 5, attributes=names).strict == [True]
+    for names in (None, 5, [None], [Angry()], ["nothing"], "conversation"):
+        with pytest.raises(RouterConfigError, match="attributes"):
+            batch_from([item], length=lambda r: 5, attributes=names)
+
+
+@pytest.mark.parametrize("objects", [None, 5, {1}, {1: 2}, Angry()])
+def test_what_is_not_a_sequence_of_objects_is_refused(objects):
+    """A set has no order that is equal on every rank."""
+    with pytest.raises(RouteBatchError, match="objects"):
+        batch_from(objects, length=lambda r: 5)
+
+
+def test_a_gate_reads_its_ranks_once():
+    """A generator holds as a list does; a rank over its limit has a room below 0; negative counts are refused."""
+    ranks = [GateRank(1, 1, -1), GateRank(0, 1, 1)]
+    from_list, from_generator = DpGate(GateConfig(3, 3)), DpGate(GateConfig(3, 3))
+    held = [(from_list.step(ranks), from_generator.step(r for r in ranks)) for _ in range(5)]
+    assert held == [(False, False)] * 3 + [(True, True), (False, False)]
+    assert from_list.statistics() == from_generator.statistics()
+    for bad in (GateRank(-1, 1, 1), GateRank(1, -1, 1)):
+        with pytest.raises(RankStateError, match="must not be negative"):
+            from_list.step([bad])
+    for bad in (None, 5, Angry()):
+        with pytest.raises(RankStateError, match="ranks"):
+            from_list.step(bad)
+    with pytest.raises(RouterConfigError, match="config must be a GateConfig"):
+        DpGate({"wait_steps_max": 3})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_what_a_callers_object_raises_ends_the_call_alone(policy, error):
+    """Nothing of the call is remembered, whichever value raises: an id, a length, a rank's load."""
+
+    class Bomb:
+        def __index__(self):
+            raise error
+
+    router, twin = Router(policy), Router(policy)
+    good = [RouteRequest(1, 5, conversation_id="c")]
+    calls = [
+        ([*good, RouteRequest(Bomb(), 5)], RANKS),
+        ([*good, RouteRequest(2, Bomb())], RANKS),
+        (good, [RankState(0), RankState(1, Bomb())]),
+    ]
+    for call in calls:
+        with pytest.raises(error):
+            router.route(*call)
+    assert router.statistics() == twin.statistics()
+    assert router.route(good, RANKS).digest == twin.route(good, RANKS).digest

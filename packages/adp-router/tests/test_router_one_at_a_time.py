@@ -3,12 +3,13 @@
 import heapq
 import random
 import statistics
-from operator import attrgetter
+import sys
+from collections import OrderedDict
 
 import pytest
 
 from adp_router import Exclusion, RankState, Router, RouterConfig, RouteRequest, Rule, Why
-from adp_router._policies import ConversationAffinity
+from adp_router._homes import Homes
 
 
 def place(router, request, ranks):
@@ -113,33 +114,48 @@ def test_a_result_is_frozen():
         result.log.index = ()
 
 
-def simulate(load, service, *, ranks=8, count=3000, seed=1):
-    """One at a time: lognormal lengths, exponential gaps, service times. Fullest over mean of the tokens that each rank served.
+def simulate(load, service, *, by_given=False, ranks=8, count=3000, seed=1):
+    """One at a time: lognormal lengths, exponential gaps, service times.
 
     Args:
         load: Requests in flight per rank (mean).
+        by_given: Instead of the router: whoever was given least.
+
+    Returns:
+        Fullest over mean of the tokens that each rank served, and of the load averaged over time.
     """
     rng, router = random.Random(seed), Router()
     tokens, counts, served = [0] * ranks, [0] * ranks, [0] * ranks
     now, ends = 0.0, []
+    last = most = mean = 0.0
+
+    def until(moment):
+        nonlocal last, most, mean
+        most += max(tokens) * (moment - last)
+        mean += statistics.fmean(tokens) * (moment - last)
+        last = moment
+
     for number in range(count):
         now += rng.expovariate(load * ranks)
         while ends and ends[0][0] <= now:
-            _, rank, length = heapq.heappop(ends)
+            end, rank, length = heapq.heappop(ends)
+            until(end)
             tokens[rank] -= length
             counts[rank] -= 1
         length = max(1, int(rng.lognormvariate(7, 1)))
-        result = router.route(
-            [RouteRequest(number, length)], [RankState(r, tokens[r], counts[r]) for r in range(ranks)]
-        )
-        rank = next(r for r, placed in result.assignments.items() if placed)
-        least = min(tokens)
-        assert tokens[rank] == least
+        until(now)
+        if by_given:
+            rank = served.index(min(served))
+        else:
+            rank = place(
+                router, RouteRequest(number, length), [RankState(r, tokens[r], counts[r]) for r in range(ranks)]
+            ).rank
+            assert tokens[rank] == min(tokens)
         tokens[rank] += length
         counts[rank] += 1
         served[rank] += length
         heapq.heappush(ends, (now + service(rng, length), rank, length))
-    return max(served) / statistics.mean(served)
+    return max(served) / statistics.mean(served), most / mean
 
 
 SERVICES = {
@@ -152,7 +168,15 @@ SERVICES = {
 @pytest.mark.parametrize("service", SERVICES)
 def test_at_low_load_every_rank_serves_as_much(service):
     """A service's low load, lognormal lengths with service times: fullest over mean at most 1.10."""
-    assert simulate(0.3, SERVICES[service]) <= 1.10
+    assert simulate(0.3, SERVICES[service])[0] <= 1.10
+
+
+@pytest.mark.parametrize("service", ["by length", "exponential"])
+def test_at_higher_load_the_fullest_rank_is_kept_low(service):
+    """At each moment, for that is what a step takes; those who are given least would serve as much and wait longer."""
+    for load in (2, 8):
+        ours = simulate(load, SERVICES[service], count=1000)[1]
+        assert ours <= 0.95 * simulate(load, SERVICES[service], count=1000, by_given=True)[1]
 
 
 def test_a_rank_that_returns_is_not_flooded():
@@ -261,7 +285,7 @@ def test_a_target_gives_a_new_home_where_the_old_one_drains():
     ranks = [RankState(r) for r in range(3)]
     router.route([RouteRequest(0, 1, target_rank=2, conversation_id="c")], ranks)
     router.route([RouteRequest(1, 1, target_rank=0, conversation_id="c")], [*ranks[:2], RankState(2, draining=True)])
-    assert router.policy.home_of("c") == 0
+    assert router.home_of("c") == 0
 
 
 def test_a_turn_that_finds_no_room_does_not_lose_its_home():
@@ -281,32 +305,151 @@ def test_the_home_that_was_not_used_for_longest_is_forgotten(use):
     ranks = [RankState(0), RankState(1)]
     for i, (name, how) in enumerate((("a", {}), ("b", {}), ("a", use), ("c", {}))):
         router.route([RouteRequest(i, 1, conversation_id=name, **how)], ranks)
-    assert router.policy.home_of("b") is None
-    assert router.policy.home_of("a") is not None
+    assert router.home_of("b") is None
+    assert router.home_of("a") is not None
 
 
 def test_the_table_is_never_read_whole():
-    """Any access that walks over the homes fails: a call costs the same at any size."""
+    """A call looks at as many homes as it uses or forgets: it costs the same at any size."""
 
-    class Walled(type(ConversationAffinity(1)._homes)):
+    class Watched(OrderedDict):
+        looks = 0
+
         def _no(self, *args):
             raise AssertionError("the table was walked over")
 
-        __iter__ = items = keys = values = copy = __reversed__ = _no
+        __iter__ = keys = values = copy = __reversed__ = _no
+
+        def items(self):
+            for item in super().items():
+                Watched.looks += 1
+                yield item
 
     router = Router("conversation", config=RouterConfig(conversations_max=50))
-    router.policy._homes = Walled()
+    router._memory.homes = Homes(Watched())
     ranks = [RankState(0), RankState(1)]
     for i in range(120):
+        Watched.looks = 0
         router.route([RouteRequest(i, 1, conversation_id=f"c{i % 70}")], ranks)
-    assert len(router.policy._homes) == 50
+        assert Watched.looks <= 2
+    assert len(router._memory.homes) == 50
 
 
-def test_the_running_digest_is_that_of_the_table():
-    """Kept up by each use, it is what one would get by adding up the marks of the homes that are there."""
-    rng, policy = random.Random(2), ConversationAffinity(5)
-    for _ in range(200):
-        policy._remember(f"c{rng.randrange(9)}", rng.randrange(3))
-        total = sum(map(attrgetter("mark"), policy._homes.values())) % (1 << 128)
-        assert policy.state_digest().endswith(b"%x" % total)
-        assert len(policy._homes) <= 5
+def test_homes_are_those_of_a_plain_list():
+    """Versions of a table, some of them dropped, against a list in order of use; the digest is that of the marks."""
+    rng = random.Random(2)
+    homes, plain = Homes(), []
+    for _ in range(400):
+        draft, after = homes.draft(), list(plain)
+        for _ in range(rng.randrange(4)):
+            key, rank = f"c{rng.randrange(9)}", rng.randrange(3)
+            draft.use(key, rank)
+            after = [entry for entry in after if entry[0] != key] + [(key, rank)]
+            assert all(draft.rank_of(k) == r for k, r in after[-5:])
+        after = after[-5:]
+        draft.trim(5)
+        if rng.random() < 0.3:
+            continue  # an interrupt: the draft is dropped
+        homes, plain = draft, after
+        assert len(homes) == len(plain)
+        assert [(key, home.rank) for key, home in homes._table.items()] == plain
+        assert homes.digest_part()[1] == sum(home.mark for home in homes._table.values()) % (1 << 128)
+
+
+def interrupts(body, *, every):
+    """Run a body again and again, with an interrupt at one bytecode of this package each time; stop when none is left.
+
+    Args:
+        body: Called with a function that it is to run under the interrupt.
+        every: Distance of the bytecodes tried.
+    """
+    point = 0
+    done = False
+    while not done:
+        point += every
+        count = 0
+
+        def trace(frame, event, arg, point=point):
+            nonlocal count
+            if "adp_router/_" not in frame.f_code.co_filename:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                count += 1
+                if count == point:
+                    raise KeyboardInterrupt
+            return trace
+
+        def shielded(step):
+            nonlocal done
+            sys.settrace(trace)
+            try:
+                step()
+                done = True
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+
+        body(shielded)
+    return point // every
+
+
+def busy_call(number):
+    """Targets, starving ones, conversations new and old, one that fits nowhere now, a rank that drains or comes back."""
+    ranks = [
+        RankState(0, 5, 1, 2), RankState(1, 0, 0, 4), RankState(2, draining=number % 2 == 0), RankState(3, 9, 2, 0),
+    ]  # fmt: skip
+    requests = [
+        RouteRequest(10 * number + i, 7 + i, 1 if i == 2 else None, child_count=9 * (i == 4), conversation_id=f"c{i + number}",
+                     waited_rounds=20 * (i in (3, 4)))
+        for i in range(6)
+    ]  # fmt: skip
+    return requests, ranks
+
+
+@pytest.mark.parametrize("policy", ["balanced", "round_robin", "prefix", "conversation"])
+def test_an_interrupt_at_any_bytecode_leaves_a_call_whole_or_not_made(policy):
+    """Afterwards the router is one that made the call, or one that did not: digest, homes and counts, for calls on end."""
+    config = RouterConfig(starvation_rounds=3, conversations_max=5)
+
+    def twin(calls):
+        router = Router(policy, config=config)
+        for number in range(calls):
+            router.route(*busy_call(number))
+        return router
+
+    def story(router):
+        found = [router.statistics(), [router.home_of(f"c{i}") for i in range(12)]]
+        return found + [router.route(*busy_call(number)).digest for number in (5, 6, 7)] + [router.statistics()]
+
+    before, after = story(twin(2)), story(twin(3))
+    seen = set()
+
+    def body(shielded):
+        router = twin(2)
+        shielded(lambda: router.route(*busy_call(2)))
+        found = story(router)
+        assert found in (before, after)
+        seen.add(found == after)
+
+    assert interrupts(body, every=53) > 25
+    assert seen == {True, False}
+
+
+def test_an_interrupt_while_homes_are_written_loses_none():
+    """The notes of the call before are written by the next one, from the start, however often that is interrupted."""
+    plain = Router("conversation", config=RouterConfig(conversations_max=5))
+    for number in range(3):
+        plain.route(*busy_call(number))
+    wanted = [plain.home_of(f"c{i}") for i in range(12)]
+
+    def body(shielded):
+        router = Router("conversation", config=RouterConfig(conversations_max=5))
+        for number in range(3):
+            router.route(*busy_call(number))
+        shielded(lambda: router.home_of("c0"))
+        assert [router.home_of(f"c{i}") for i in range(12)] == wanted
+        assert list(router._memory.homes._table.items()) == list(plain._memory.homes._table.items())
+
+    assert interrupts(body, every=3) > 20

@@ -9,7 +9,7 @@ Layout:
 - ``_starving``: liveness: seniority, ranks kept free, impossible requests; targets
 - ``_balance``: longest first to the least loaded, the hot loops
 - ``_policies``: balanced, round robin, prefix affinity, conversation affinity
-- ``_memory``: what a router remembers between calls
+- ``_memory``: what a router remembers between calls; ``_homes``: of conversations
 - ``_router``: order of the phases, settings, statistics
 - ``_result``: the frozen log, decisions and the rule behind each, in words
 - ``_gate``: waiting for fuller batches, bounded

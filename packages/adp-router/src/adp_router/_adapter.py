@@ -7,7 +7,8 @@ from itertools import repeat
 from operator import countOf
 from typing import Any
 
-from adp_router._batch import RouteBatch
+from adp_router._batch import RouteBatch, listed
+from adp_router._check import plain_flag
 from adp_router._errors import RouterConfigError
 from adp_router._text import shown
 from adp_router._types import RouteRequest
@@ -46,14 +47,11 @@ def batch_from(
 
     Raises:
         AttributeError: An object has no id, or neither a length nor tokens.
+        RouteBatchError: ``objects`` is not a sequence, or has no order.
         RouterConfigError: A name that is none of ``ATTRIBUTES``.
     """
-    for name in attributes:
-        if name not in ATTRIBUTES:
-            raise RouterConfigError(f"attributes: want some of {', '.join(ATTRIBUTES)}, got {shown(name)}")
-
-    items = list(objects)
-    wanted = frozenset(attributes)
+    wanted = _names(attributes)
+    items = listed("objects", objects)
     absent = _absent(items, wanted)
 
     def column(items: list[Any], name: str) -> list[Any] | None:
@@ -85,14 +83,14 @@ def batch_from(
         targets = _read(parameters, "attention_dp_rank")
     if parameters is not None and targets is not None:
         relax = _read(parameters, "attention_dp_relax") or repeat(None)
-        strict = [t is not None and r is False for t, r in zip(targets, relax, strict=False)]
+        strict = [t is not None and _strict(r) for t, r in zip(targets, relax, strict=False)]
     children = column(items, "child_req_ids")
     return RouteBatch(
         ids,
         counts,
         targets,
-        strict if strict is not None and any(strict) else None,
-        None if children is None else [len(c) if c else 0 for c in children],
+        strict,
+        None if children is None else [0 if c is None else _child_count(c) for c in children],
         None if kv_blocks is None else list(map(kv_blocks, inner)),
         column(inner, "conversation_id"),
         minus_one_is_no_target=False,
@@ -121,6 +119,34 @@ def requests_from(
             strict=True,
         )
     ]  # fmt: skip
+
+
+def _names(attributes: object) -> frozenset[str]:
+    """The names asked for; read once, for a generator can be."""
+    try:
+        names = (attributes,) if isinstance(attributes, str) else tuple(attributes)  # type: ignore[arg-type]
+    except Exception as error:
+        raise RouterConfigError(f"attributes: want names, got {shown(attributes)}") from error
+    for name in names:
+        if not isinstance(name, str) or name not in ATTRIBUTES:
+            raise RouterConfigError(f"attributes: want some of {', '.join(ATTRIBUTES)}, got {shown(name)}")
+    return frozenset(names)
+
+
+def _strict(relax: Any) -> Any:
+    """Whether only the target will do, by ``attention_dp_relax``; what is not a truth value stays, for ``route`` to refuse."""
+    if relax is None or relax is True or relax is False:
+        return relax is False
+    flag = plain_flag(relax)
+    return relax if flag is None else not flag
+
+
+def _child_count(children: Any) -> Any:
+    """How many ids there are; what has no length stays, for ``route`` to refuse (a number too: it is not a list of ids)."""
+    try:
+        return len(children)
+    except Exception:  # noqa: BLE001  a caller's object may fail in any way
+        return (children,)
 
 
 def _read(items: list[Any], name: str) -> list[Any] | None:

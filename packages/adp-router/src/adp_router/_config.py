@@ -15,7 +15,7 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
-        return float(value)
+        return float(value) + 0.0  # there is no -0.0: equal settings have equal texts
     except Exception:  # noqa: BLE001  a caller's object may fail in any way
         return None
 

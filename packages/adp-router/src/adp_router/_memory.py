@@ -1,8 +1,12 @@
 """What a router remembers between calls. It evolves from inputs alone, so it is equal on every rank of a group.
 
-Three things: who was given how much (ties go to whoever was given least, so that requests that come one at a time rotate);
-which rank is kept free for which starving request (a choice made anew in every call would keep none free); and what each rank
-could take when it was seen idle (one that could not take a request then will not take it by being kept free).
+Who was given how much (ties go to whoever was given least, so that requests that come one at a time rotate); which rank is kept
+free for which starving request (a choice made anew in every call would keep none free); what each rank could take when it was
+seen idle (one that could not take a request then will not take it by being kept free); whose turn it is, the homes of
+conversations, and counts.
+
+A call works on a draft, and the router takes the draft over by one assignment when the call is done: whatever ends a call in
+between, an interrupt too, leaves the memory as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +14,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from adp_router._types import RankState
+from adp_router._homes import Homes
+from adp_router._result import RoutingResult
+from adp_router._types import LeftoverReason, RankState, Why
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since construction."""
+
+    calls: int = 0
+    placed: int = 0
+    left_over: int = 0
+    refused: int = 0
+    by_rank: dict[int, int] = field(default_factory=dict)
+    by_reason: dict[Why, int] = field(default_factory=dict)
+    by_leftover: dict[LeftoverReason, int] = field(default_factory=dict)
+
+    def draft(self) -> Totals:
+        """A copy that can be added to."""
+        return Totals(
+            self.calls, self.placed, self.left_over, self.refused,
+            self.by_rank.copy(), self.by_reason.copy(), self.by_leftover.copy(),
+        )  # fmt: skip
+
+    def add(self, result: RoutingResult, why_counts: dict[Why, int]) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.placed += sum(why_counts.values())
+        self.left_over += len(result.leftovers)
+        self.refused += len(result.errors)
+        for rank, ids in result.assignments.items():
+            self.by_rank[rank] = self.by_rank.get(rank, 0) + len(ids)
+        for why, count in why_counts.items():
+            self.by_reason[why] = self.by_reason.get(why, 0) + count
+        for left in result.leftovers:
+            self.by_leftover[left.reason] = self.by_leftover.get(left.reason, 0) + 1
 
 
 @dataclass(slots=True)
@@ -21,16 +60,27 @@ class Memory:
         given: By rank: tokens and requests placed there more than on the rank that was given least.
         held: By request id: the rank that is kept free for it.
         idle: By rank: slots, KV blocks and tokens that were free when it was last seen idle, the largest of each.
+        cursor: Position whose turn it is, for policies with turns.
+        homes: Of conversations.
+        totals: Counts; not in the digest.
     """
 
     given: dict[int, tuple[int, int]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
     idle: dict[int, tuple[int | None, int | None, int | None]] = field(default_factory=dict)
+    cursor: int = 0
+    homes: Homes = field(default_factory=Homes)
+    totals: Totals = field(default_factory=Totals)
+
+    def draft(self) -> Memory:
+        """What a call works on; nothing of it is seen here."""
+        # The dictionaries are replaced by whoever changes them, never written to.
+        return Memory(self.given, self.held, self.idle, self.cursor, self.homes.draft(), self.totals.draft())
 
     def digest_part(self) -> bytes:
-        """Bytes that are equal where the memory is."""
+        """Bytes that are equal where the memory is; at a cost that does not grow with the number of conversations."""
         parts = (sorted(self.given.items()), sorted(self.held.items()), sorted(self.idle.items()))
-        return repr(parts).encode() if self.given or self.held or self.idle else b""
+        return repr((*parts, self.cursor, *self.homes.digest_part())).encode()
 
     def turns(self, ranks: Sequence[RankState]) -> list[int]:
         """Where each position stands among ranks of equal load: who was given least, then the one that stands first."""

@@ -1,10 +1,8 @@
-"""Policies: how what has no target finds its rank. One interface; state, where there is any, evolves from inputs only."""
+"""Policies: how what has no target finds its rank. One interface; what they remember is in the memory that they are given."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from adp_router._balance import place_balanced
 from adp_router._memory import Memory
@@ -21,14 +19,11 @@ class Policy(Protocol):
     def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """Put or leave every request."""
 
-    def prefers(self, placement: Placement, index: int) -> int | None:
+    def prefers(self, placement: Placement, index: int, memory: Memory) -> int | None:
         """Position that a request without a target would rather have, when it is placed outside of the policy."""
 
-    def observe(self, placement: Placement, index: int, position: int) -> None:
-        """A request was placed outside of the policy (its target, or starving); one with memory may learn from it."""
-
-    def state_digest(self) -> bytes:
-        """Bytes that are equal where the policy's memory is; at a cost that does not grow with it."""
+    def observe(self, placement: Placement, index: int, position: int, memory: Memory) -> None:
+        """A request was placed outside of the policy (its target, or starving); the policy may remember it."""
 
 
 class Balanced:
@@ -40,38 +35,27 @@ class Balanced:
         """See the class."""
         place_balanced(placement, indices)
 
-    def prefers(self, placement: Placement, index: int) -> int | None:
+    def prefers(self, placement: Placement, index: int, memory: Memory) -> int | None:
         """None."""
         return None
 
-    def observe(self, placement: Placement, index: int, position: int) -> None:
+    def observe(self, placement: Placement, index: int, position: int, memory: Memory) -> None:
         """Remembers nothing."""
-
-    def state_digest(self) -> bytes:
-        """Empty: there is no state."""
-        return b""
 
 
 class RoundRobin(Balanced):
     """In the order given, to the next rank in turn that can take it."""
 
-    def __init__(self) -> None:
-        self._cursor = 0
-
     def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """See the class."""
-        self._cursor %= placement.size
+        memory.cursor %= placement.size
         for index in indices:
-            position = next_in_turn(placement, index, self._cursor)
+            position = next_in_turn(placement, index, memory.cursor)
             if position is None:
                 placement.leave(index)
                 continue
             placement.put(index, position, Why.NEXT_IN_TURN)
-            self._cursor = (position + 1) % placement.size
-
-    def state_digest(self) -> bytes:
-        """The cursor."""
-        return self._cursor.to_bytes(8, "little")
+            memory.cursor = (position + 1) % placement.size
 
 
 class PrefixAffinity(Balanced):
@@ -117,108 +101,69 @@ class PrefixAffinity(Balanced):
         return placement.cost(index, position) + self._weight * (placement.tokens[position] + surplus[position] / 2)
 
 
-class _Home(NamedTuple):
-    rank: int
-    #: Hash of key, rank and the moment of its last use.
-    mark: int
-
-
 class ConversationAffinity:
     """A conversation stays on the rank of its first turn while that rank has room; an overflow does not move its home.
 
     A home that drains, or is not among the ranks any more, is given up: the next turn gets a new one.
-
-    Args:
-        conversations_max: Homes remembered; the least recently used goes first (count).
     """
 
     cached = False
 
-    def __init__(self, conversations_max: int) -> None:
-        self._max = conversations_max
-        self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._cursor = 0
-        #: Uses of homes so far, and the sum of all marks: the digest of a table that nobody has to read.
-        self._uses = 0
-        self._sum = 0
-
     def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
         """See the class. What has no home yet goes to the next rank in turn that can take it."""
         position_of = {state.rank: p for p, state in enumerate(placement.ranks)}
-        self._cursor %= placement.size
+        memory.cursor %= placement.size
         for index in indices:
             key = self._key(placement, index)
-            known = None if key is None else self._homes.get(key)
-            home = None if known is None else position_of.get(known.rank)
+            known = None if key is None else memory.homes.rank_of(key)
+            home = None if known is None else position_of.get(known)
             moves = known is not None and (home is None or not placement.open[home])
             if key is not None and home is not None and not moves:
-                self._remember(key, placement.ranks[home].rank)
+                memory.homes.use(key, placement.ranks[home].rank)
                 # A home takes its own beyond the fair share: only its capacities count.
                 if home not in placement.held and placement.fits(index, home) is None:
                     placement.put(index, home, Why.HOME)
                     continue
-            self._place_away(placement, index, key, overflows=home is not None and not moves, moves=moves)
+            self._place_away(placement, index, key, memory, overflows=home is not None and not moves, moves=moves)
 
-    def _place_away(self, placement: Placement, index: int, key: str | None, *, overflows: bool, moves: bool) -> None:
+    def _place_away(
+        self, placement: Placement, index: int, key: str | None, memory: Memory, *, overflows: bool, moves: bool
+    ) -> None:
         if overflows or moves:
             eligible = [p for p in range(placement.size) if placement.takes(index, p)]
             position = min(eligible, key=placement.load_key, default=None)
         else:
-            position = next_in_turn(placement, index, self._cursor)
+            position = next_in_turn(placement, index, memory.cursor)
         if position is None:
             placement.leave(index)
             return
         placement.put(index, position, Why.OVERFLOW if overflows else Why.REHOMED if moves else Why.NEXT_IN_TURN)
         if not overflows and not moves:
-            self._cursor = (position + 1) % placement.size
+            memory.cursor = (position + 1) % placement.size
         if key is not None and not overflows:
-            self._remember(key, placement.ranks[position].rank)
+            memory.homes.use(key, placement.ranks[position].rank)
 
-    def prefers(self, placement: Placement, index: int) -> int | None:
+    def prefers(self, placement: Placement, index: int, memory: Memory) -> int | None:
         """Its home."""
         key = self._key(placement, index)
-        known = None if key is None else self._homes.get(key)
+        known = None if key is None else memory.homes.rank_of(key)
         if known is None:
             return None
-        return next((p for p, state in enumerate(placement.ranks) if state.rank == known.rank), None)
+        return next((p for p, state in enumerate(placement.ranks) if state.rank == known), None)
 
-    def observe(self, placement: Placement, index: int, position: int) -> None:
+    def observe(self, placement: Placement, index: int, position: int, memory: Memory) -> None:
         """A placement gives a conversation its home where it has none, or one that drains; a home that is open stays."""
         key = self._key(placement, index)
         if key is None:
             return
-        known = self._homes.get(key)
-        stays = known is not None and any(s.rank == known.rank and not s.draining for s in placement.ranks)
-        self._remember(key, known.rank if known is not None and stays else placement.ranks[position].rank)
+        known = memory.homes.rank_of(key)
+        stays = known is not None and any(s.rank == known and not s.draining for s in placement.ranks)
+        memory.homes.use(key, known if known is not None and stays else placement.ranks[position].rank)
 
     @staticmethod
     def _key(placement: Placement, index: int) -> str | None:
         keys = placement.batch.conversation_ids
         return None if keys is None else keys[index]
-
-    def _remember(self, key: str, rank: int) -> None:
-        """A use of a home, now the most recent; the table's digest follows by what came and what went."""
-        before = self._homes.get(key)
-        if before is not None:
-            self._sum -= before.mark
-        self._uses += 1
-        text = b"%d %d " % (rank, self._uses) + key.encode("utf-8", "surrogatepass")
-        mark = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-        self._homes[key] = _Home(rank, mark)
-        self._homes.move_to_end(key)
-        self._sum += mark
-        while len(self._homes) > self._max:
-            _, gone = self._homes.popitem(last=False)
-            self._sum -= gone.mark
-
-    def home_of(self, conversation_id: str) -> int | None:
-        """The rank that a conversation is at home on."""
-        known = self._homes.get(conversation_id)
-        return None if known is None else known.rank
-
-    def state_digest(self) -> bytes:
-        """Homes with their order of use, and the cursor: kept up to date by each use, read at once."""
-        return b"%d %d %x" % (self._cursor, self._uses, self._sum % (1 << 128))
 
 
 def next_in_turn(placement: Placement, index: int, cursor: int) -> int | None:

@@ -242,7 +242,10 @@ def seed_limits(placement: Placement, rest: Sequence[int]) -> list[int]:
 
 
 def _share(total: int, size: int, multiplier: float) -> int:
-    return -(-total // size) if multiplier == 1.0 else -int(-(multiplier * total) // size)
+    """A multiple of a fair share, rounded up; no limit where it is beyond all counts (or beyond what a float can hold)."""
+    if multiplier == 1.0:
+        return -(-total // size)
+    return -int(-(multiplier * total) // size) if multiplier * total < NO_LIMIT else NO_LIMIT
 
 
 def gather(column: Sequence[T], indices: Sequence[int]) -> Sequence[T]:

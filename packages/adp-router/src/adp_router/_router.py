@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from adp_router._batch import RouteBatch
-from adp_router._check import Checked, check_ranks, check_requests, digest_of, plain_integer
+from adp_router._check import Checked, check_ranks, check_requests, digest_of, plain_flag, plain_integer
 from adp_router._config import number, take
 from adp_router._errors import RouterConfigError
 from adp_router._memory import Memory
@@ -16,7 +16,7 @@ from adp_router._result import RoutingResult
 from adp_router._route import NO_LIMIT, Placement, fair_limits, gather, seed_limits
 from adp_router._starving import place_starving, place_targets, split_impossible
 from adp_router._text import shown
-from adp_router._types import Leftover, LeftoverReason, RankState, RouteRequest, Why
+from adp_router._types import Leftover, LeftoverReason, RankState, RouteRequest
 
 PolicyName = Literal["balanced", "round_robin", "prefix", "conversation"]
 
@@ -67,17 +67,6 @@ class RouterStatistics:
     left_over_by_reason: dict[str, int]
 
 
-@dataclass
-class _Totals:
-    calls: int = 0
-    placed: int = 0
-    left_over: int = 0
-    refused: int = 0
-    by_rank: dict[int, int] = field(default_factory=dict)
-    by_reason: dict[Why, int] = field(default_factory=dict)
-    by_leftover: dict[LeftoverReason, int] = field(default_factory=dict)
-
-
 class Router:
     """Spreads batches of requests over ranks.
 
@@ -101,32 +90,35 @@ class Router:
             "balanced": Balanced(),
             "round_robin": RoundRobin(),
             "prefix": PrefixAffinity(self.config.match_fraction_min, self.config.load_weight),
-            "conversation": ConversationAffinity(self.config.conversations_max),
+            "conversation": ConversationAffinity(),
         }
-        if not isinstance(policy, str) or policy not in policies:
+        name = str.__str__(policy) if isinstance(policy, str) else None
+        if name not in policies:
             raise RouterConfigError(f"policy must be one of {', '.join(policies)}, got {shown(policy)}")
-        if compat and policy != "balanced":
-            raise RouterConfigError(f"compat goes with policy 'balanced' only, got {policy!r}")
-        self.policy_name = policy
-        self.compat = compat
-        self._policy = policies[policy]
+        flag = plain_flag(compat)
+        if flag is None:
+            raise RouterConfigError(f"compat must be True or False, got {shown(compat)}")
+        if flag and name != "balanced":
+            raise RouterConfigError(f"compat goes with policy 'balanced' only, got {name!r}")
+        self.policy_name = name
+        self.compat = flag
+        self._policy = policies[name]
         multiplier = self.config.count_multiplier
-        self._multiplier = 1.0 if compat else _MULTIPLIER[policy] if multiplier is None else multiplier
+        self._multiplier = 1.0 if flag else _MULTIPLIER[name] if multiplier is None else multiplier
         if self._multiplier == float("inf"):
             self._multiplier = None
-        self._totals = _Totals()
         self._memory = Memory()
-        self._settings = f"{policy}|{compat}|{self.config}".encode()
+        self._settings = repr((name, flag, *astuple(self.config))).encode()
 
-    @property
-    def policy(self) -> Policy:
-        """The policy object, for its state."""
-        return self._policy
+    def home_of(self, conversation_id: str) -> int | None:
+        """The rank that a conversation is at home on (policy ``conversation``), or None."""
+        return self._memory.homes.settled_rank_of(conversation_id)
 
     def route(self, requests: Sequence[RouteRequest] | RouteBatch, ranks: Sequence[RankState]) -> RoutingResult:
         """Place a batch. Equal inputs give equal outputs on every rank and in every process.
 
-        Everything is checked before anything is remembered: a call that raises has changed nothing.
+        The router takes over what the call remembers by one assignment at its end: a call that raises, whatever it raises, has
+        changed nothing. One thread at a time.
 
         Args:
             requests: In order of arrival; objects, or columns where there are thousands.
@@ -142,30 +134,34 @@ class Router:
         batch = requests if isinstance(requests, RouteBatch) else RouteBatch.of(requests)
         states, position_of, rank_bytes = check_ranks(ranks)
         checked = check_requests(batch, position_of, len(states))
-        memory = self._memory
-        digest = digest_of(
-            self._settings, self._policy.state_digest(), memory.digest_part(), rank_bytes, *checked.packed
-        )
+        memory = self._memory.draft()
+        digest = digest_of(self._settings, memory.digest_part(), rank_bytes, *checked.packed)
         turn = range(len(states)) if self.compat else memory.turns(states)
         placement = Placement(checked.batch, states, turn, as_seed=self.compat, cached=self._policy.cached)
         if self.compat:
             impossible: dict[int, str] = {}
-            self._place_as_seed(placement, checked.good, position_of)
+            self._place_as_seed(placement, checked.good, position_of, memory)
         else:
             memory.see_idle(states)
-            impossible = self._place(placement, checked.good, position_of)
+            impossible = self._place(placement, checked.good, position_of, memory)
+            memory.homes.trim(self.config.conversations_max)
         result = self._result(placement, checked, impossible, digest)
-        self._count(result, placement)
+        memory.totals.add(result, placement.why_counts)
+        self._memory = memory
         return result
 
-    def _place_as_seed(self, placement: Placement, good: list[int], position_of: dict[int, int]) -> None:
+    def _place_as_seed(
+        self, placement: Placement, good: list[int], position_of: dict[int, int], memory: Memory
+    ) -> None:
         rest = place_targets(placement, good, position_of)
         placement.limit_to(seed_limits(placement, rest))
-        self._policy.place(placement, rest, self._memory)
+        self._policy.place(placement, rest, memory)
 
-    def _place(self, placement: Placement, good: list[int], position_of: dict[int, int]) -> dict[int, str]:
+    def _place(
+        self, placement: Placement, good: list[int], position_of: dict[int, int], memory: Memory
+    ) -> dict[int, str]:
         """The phases in order; returns what each impossible request lacks."""
-        memory, policy = self._memory, self._policy
+        policy = self._policy
         rest, impossible = split_impossible(placement, good, position_of)
         for index in impossible:
             placement.leave(index, LeftoverReason.IMPOSSIBLE)
@@ -175,13 +171,13 @@ class Router:
             position_of,
             memory,
             self.config.starvation_rounds,
-            lambda index: policy.prefers(placement, index),
+            lambda index: policy.prefers(placement, index, memory),
         )
         placement.limit_to(placement.limits)
         rest = place_targets(placement, rest, position_of)
         for index, position in zip(placement.log_index, placement.log_position, strict=True):
-            policy.observe(placement, index, position)
-        self._place_in_shares(placement, rest)
+            policy.observe(placement, index, position, memory)
+        self._place_in_shares(placement, rest, memory)
         memory.give(
             placement.ranks,
             [after - state.token_count for after, state in zip(placement.tokens, placement.ranks, strict=True)],
@@ -189,14 +185,14 @@ class Router:
         )
         return impossible
 
-    def _place_in_shares(self, placement: Placement, rest: list[int]) -> None:
+    def _place_in_shares(self, placement: Placement, rest: list[int], memory: Memory) -> None:
         """Fair shares among the ranks that can take something; what a full rank cannot take is shared by the others again."""
         for attempt in range(placement.size + 1):
             among = placement.able(rest) or range(placement.size)
             # Each round fills a rank for good, or nearly so; the last one only asks for capacity.
             multiplier = self._multiplier if attempt < placement.size else None
             placement.limit_to(fair_limits(placement, rest, multiplier, among))
-            self._policy.place(placement, rest, self._memory)
+            self._policy.place(placement, rest, memory)
             rest = placement.take_back()
             if not rest:
                 return
@@ -233,22 +229,9 @@ class Router:
         )
         return max(fullest, *ends, 0)
 
-    def _count(self, result: RoutingResult, placement: Placement) -> None:
-        totals = self._totals
-        totals.calls += 1
-        totals.placed += len(placement.log_index)
-        totals.left_over += len(result.leftovers)
-        totals.refused += len(result.errors)
-        for rank, ids in result.assignments.items():
-            totals.by_rank[rank] = totals.by_rank.get(rank, 0) + len(ids)
-        for why, count in placement.why_counts.items():
-            totals.by_reason[why] = totals.by_reason.get(why, 0) + count
-        for left in result.leftovers:
-            totals.by_leftover[left.reason] = totals.by_leftover.get(left.reason, 0) + 1
-
     def statistics(self) -> RouterStatistics:
         """A frozen snapshot."""
-        totals = self._totals
+        totals = self._memory.totals
         return RouterStatistics(
             calls=totals.calls,
             placed=totals.placed,
