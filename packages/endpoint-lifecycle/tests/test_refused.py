@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from endpoint_lifecycle import (
     AsyncEndpointDirectory,
     AsyncReservation,
+    ConfigError,
     DirectoryConfig,
     Draining,
     EndpointError,
@@ -445,6 +447,33 @@ def test_no_server_names_the_roles_that_are_known() -> None:
         with pytest.raises(NoServer, match=r"none is known \(roles that are: context\)"):
             async with net.directory.reserve("ctx", 1):
                 pass
+        await net.end()
+
+    run_virtual(main())
+
+
+NUMBERS = [field.name for field in fields(DirectoryConfig) if type(field.default) in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["3", True, float("nan"), [], object()])
+def test_settings_that_are_no_numbers_are_refused_by_name(name: str, value: Any) -> None:
+    """Never a bare TypeError, never nan, which compares false with every deadline."""
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        DirectoryConfig(**{name: value})
+
+
+def test_waits_and_exclusions_of_a_reservation_are_what_they_say() -> None:
+    """nan would wait for ever; one string would exclude every server whose name is part of it."""
+
+    async def main() -> None:
+        net = Net(A)
+        for wrong in (float("nan"), "1", True):
+            with pytest.raises(ConfigError, match="timeout_s"):
+                net.directory.reserve("context", 1, timeout_s=wrong)  # type: ignore[arg-type]
+        for exclude in (A, None, 5):
+            with pytest.raises(ConfigError, match="exclude"):
+                await net.one(1, exclude=exclude)
         await net.end()
 
     run_virtual(main())

@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from endpoint_lifecycle._backoff import CAP_S, FIRST_S, BackoffSchedule, BackoffStatistics
 from endpoint_lifecycle._directory import EndpointDirectory
 from endpoint_lifecycle._errors import (
+    ConfigError,
     DirectoryClosed,
     Draining,
     EndpointError,
@@ -34,7 +35,7 @@ from endpoint_lifecycle._errors import (
     Unavailable,
 )
 from endpoint_lifecycle._http import refusal_of
-from endpoint_lifecycle._record import EndpointRecord
+from endpoint_lifecycle._record import EndpointRecord, check_number
 from endpoint_lifecycle._slots import Effects, Flight, PickPolicy, Reservation, Ticket
 from endpoint_lifecycle._views import (
     DirectoryAudit,
@@ -394,7 +395,14 @@ class AsyncEndpointDirectory:
             timeout_s: Wait at most so long; None: ``total_timeout_s``.
             exclude: Servers not to pick.
             affinity: Handed to the policy.
+
+        Raises:
+            ConfigError: ``timeout_s`` is not a number, or ``exclude`` is not a collection of names (one string is not).
         """
+        if timeout_s is not None:
+            check_number(timeout_s, "timeout_s")
+        if isinstance(exclude, str) or not isinstance(exclude, Collection):
+            raise ConfigError("exclude", f"is {exclude!r}, not a collection of servers")
         return AsyncReservation(self, role, request_id, weight, revalidate, timeout_s, exclude, affinity)
 
     async def dispatch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import msgspec
@@ -322,6 +323,12 @@ def record_from_disaggregated_params(
         "profile": {"address_scope": "dp_rank", "dp_size": dp_size, "dp_rank": params.get("ctx_dp_rank")},
     }
     return parse_record(record, server=server, role=role, require_generation=False)
+
+
+def check_number(value: object, field: str, *, whole: bool = False) -> None:
+    """Raise ConfigError naming ``field`` unless it is a number (an integer where ``whole``). Truth values and nan are none."""
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real) or value != value:
+        raise ConfigError(field, f"is {value!r}, not {'an integer' if whole else 'a number'}")
 
 
 def check_field(ok: bool, field: str, reason: str) -> None:

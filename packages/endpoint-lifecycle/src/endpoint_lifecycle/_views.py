@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from endpoint_lifecycle._record import check_field
+from endpoint_lifecycle._record import check_field, check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,26 @@ class DirectoryConfig:
     layout_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
+        for name in (
+            "attempts",
+            "concurrent_fetches",
+            "waiters_max",
+            "payload_bytes_max",
+            "reservations_max",
+            "probe_failures_max",
+        ):
+            check_number(getattr(self, name), name, whole=True)
+        for name in (
+            "attempt_timeout_s",
+            "total_timeout_s",
+            "negative_ttl_s",
+            "reservation_ttl_s",
+            "probe_first_s",
+            "probe_max_s",
+        ):
+            check_number(getattr(self, name), name)
+        if self.probe_ready_s is not None:
+            check_number(self.probe_ready_s, "probe_ready_s")
         check_field(0 < self.attempt_timeout_s <= 600, "attempt_timeout_s", "must be in (0, 600]")
         check_field(0 < self.total_timeout_s <= 3600, "total_timeout_s", "must be in (0, 3600]")
         check_field(1 <= self.attempts <= 100, "attempts", "must be in [1, 100]")
