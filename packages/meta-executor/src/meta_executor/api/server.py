@@ -258,8 +258,7 @@ class ApiServer:
             counters,
             uptime_s=time.monotonic() - self._started_s,
             local_submits=proxy.local_submits,
-            rpc_submits=proxy.rpc_submits,
-            submit_calls=proxy.batches,
+            rpc_submits=counters.rpc_submits - proxy.local_submits,
         )
 
     async def _server_info(self, request: Request) -> Response:
