@@ -127,6 +127,8 @@ def test_bounce_around_a_ring_of_devices(world_comm: Any, gpus: int) -> None:
                 seen.append(type(event).__name__)
                 if seen[-1] == "TransferSucceeded":
                     assert [tier for _, tier, _ in event.tiers] == ["bounce"], event.tiers
+                if seen[-1] == "RequestServed":
+                    sender.session.seal(event.request)
                 if seen[-1] in ("MemoryReleased", "SourceReleased"):
                     free(event.proven)
     assert {"TransferSucceeded", "MemoryReleased", "SourceReleased"} <= set(seen), seen

@@ -53,21 +53,28 @@ def drive(
     next_s = 0.0
     row_s = FIRST_WAIT_S
     rung = False
+    #: Something has moved since the counters were last looked at.
+    unseen = True
     while not loop.left and not loop.fault:
         now_s = clock()
         moved = loop.iterate(now_s)
-        if moved:
-            row_s = FIRST_WAIT_S
-        else:
-            cap_s = loop.poll_cap_s
-            wait_s = idle_s if cap_s is None else min(cap_s, idle_s)
-            if wait_s <= MOVING_CAP_S:
-                wait_s = min(row_s, wait_s)
-                row_s *= 2
-            elif rung:
-                # What announced itself is not whole yet (a long broadcast): look once more soon.
-                wait_s = min(AGAIN_S, wait_s)
-            rung = bell.wait(wait_s)
+        unseen = unseen or moved
+        # Before the wait, which may be long: who asks a rank that has just come to rest gets its last counters.
         if now_s >= next_s:
             next_s = now_s + every_s
+            unseen = False
             periodically(now_s)
+        if moved:
+            row_s = FIRST_WAIT_S
+            continue
+        cap_s = loop.poll_cap_s
+        wait_s = idle_s if cap_s is None else min(cap_s, idle_s)
+        if unseen:
+            wait_s = min(wait_s, max(next_s - now_s, 0.0))
+        if wait_s <= MOVING_CAP_S:
+            wait_s = min(row_s, wait_s)
+            row_s *= 2
+        elif rung:
+            # What announced itself is not whole yet (a long broadcast): look once more soon.
+            wait_s = min(AGAIN_S, wait_s)
+        rung = bell.wait(wait_s)
