@@ -206,9 +206,14 @@ class RunningPair:
         return tokens
 
     def statistics(self, owner: str) -> wire.InstanceStatistics:
-        """Counters of an instance."""
-        response = self.client.get(f"{self.urls[owner]}/internal/statistics")
-        return msgspec.json.decode(response.content, type=wire.InstanceStatistics)
+        """Counters of an instance, once every rank has told rank 0 its own (they travel beside the readiness)."""
+        deadline_s = time.monotonic() + 20.0
+        while True:
+            response = self.client.get(f"{self.urls[owner]}/internal/statistics")
+            counters = msgspec.json.decode(response.content, type=wire.InstanceStatistics)
+            if all(rank.kv_blocks_total for rank in counters.ranks) or time.monotonic() > deadline_s:
+                return counters
+            time.sleep(0.02)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
