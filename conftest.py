@@ -14,11 +14,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
 
 from lifeline import Tethered
 from worlds import launcher
+
+# A loaded machine draws slowly: that is no fault of what is tested, and tests have a limit of their own.
+settings.register_profile("repository", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repository")
 
 #: Set in the worlds that this file starts, for launchers that say the size in a way of their own (Slurm's).
 _WORLD = "REPOSITORY_TEST_WORLD"

@@ -26,14 +26,14 @@ TOLD_WITHIN_S = 10.0
 
 
 def settings(run_dir, **more):
-    """A service of six ranks without a model; answers take seconds."""
+    """A service of four ranks without a model; answers take seconds."""
     pool = {"tokens_per_block": 16, "max_tokens": 8192}
     return {
         "port": 0,
         "run_dir": str(run_dir),
         "engine": {"kind": "synthetic", "synthetic": {"step_ms": 20.0, "layer_count": 8, "context_tokens_max": 4096}},
         "context_servers": {
-            "pipeline_parallel_size": 4,
+            "pipeline_parallel_size": 2,
             "kv_cache_config": pool,
             "cache_transceiver_config": {
                 "enable_async_terminal_agreement": True,
@@ -88,7 +88,11 @@ class Client(threading.Thread):
         self.ended_s = time.monotonic()
 
 
-VICTIMS = ["ctx-0/rank2", "ctx-0/rank0", "gen-0/rank1", "gen-0/rank0", "ctx-0/mpiexec", "gen-0/hydra0", "front"]
+#: Kinds of process; what differs by role or rank only is the nightly's.
+VICTIMS = [
+    *("ctx-0/rank1", "gen-0/rank0", "gen-0/hydra0", "front"),
+    *(pytest.param(v, marks=pytest.mark.slow) for v in ("ctx-0/rank0", "gen-0/rank1", "ctx-0/mpiexec")),
+]
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
@@ -134,7 +138,7 @@ def test_kill_9_of_the_launcher(short_folder, tmp_path):
             if line.startswith("serving "):
                 break
         children = {str(pid): ProcessIdentity.of(pid) for pid in descendants(process.pid)}
-        assert len(children) > 12
+        assert len(children) > 8
         process.kill()
     end = time.monotonic() + 20
     while living(children):
@@ -230,7 +234,7 @@ def test_a_stopped_rank_is_not_dead(short_folder):
     with launcher.started():
         url = launcher.front_url
         model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
-        for victim in ("ctx-0/rank2", "gen-0/rank1"):
+        for victim in ("ctx-0/rank1", "gen-0/rank1"):
             pid = launcher.processes()[victim]
             os.kill(pid, signal.SIGSTOP)
             timer = threading.Timer(5.0, os.kill, (pid, signal.SIGCONT))

@@ -70,15 +70,19 @@ class End:
         self.peer, self.pool = peer, pool
         self.slot = torch.zeros(32 << 20, dtype=torch.uint8, device=pool.device)
         torch.cuda.synchronize(pool.device)
-        transport = NixlTransport(peer)
-        transport.register([MemoryRegion(m.data_ptr(), m.numel(), "VRAM", device) for m in (pool, self.slot)])
+        self.transport = NixlTransport(peer)
+        self.transport.register([MemoryRegion(m.data_ptr(), m.numel(), "VRAM", device) for m in (pool, self.slot)])
         arena = BounceArena(self.slot.data_ptr(), self.slot.numel(), memory_kind="VRAM", device_id=device)
         self.channel = ZmqControlChannel(peer, KEY, "tcp://127.0.0.1:*")
         copier = TritonCopier(pool.device)
         self.session: Any = kind(
             peer,
-            SessionResources(transport, self.channel, arena, copier=copier, memory_kind="VRAM", device_id=device),
+            SessionResources(self.transport, self.channel, arena, copier=copier, memory_kind="VRAM", device_id=device),
         )
+
+    def close(self) -> None:
+        self.session.close()
+        self.transport.close()
 
     def of(self, rank: int) -> PeerId:
         return PeerId(self.peer.instance_id, self.peer.generation, rank)
@@ -137,6 +141,8 @@ def test_bounce_around_a_ring_of_devices(world_comm: Any, gpus: int) -> None:
     wanted[torch.from_numpy(np.sort(places(1)) // SIZE)] = pool_of(torch, before).reshape(-1, SIZE)[places(2) // SIZE]
     assert torch.equal(receiver.pool.cpu().reshape(-1, SIZE), wanted)
     comm.barrier()  # nobody's agent goes while a neighbour may still look at it
+    for end in (sender, receiver):
+        end.close()
 
 
 GEOMETRY_TENSORS = {"qkv": (256, 128), "output": (128, 128), "gate_up": (512, 128), "down": (128, 256)}

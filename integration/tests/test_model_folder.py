@@ -76,8 +76,15 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("schedule", ["context_first", "generation_first"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("device", "schedule"),
+    [
+        pytest.param("cpu", "context_first", marks=pytest.mark.slow),
+        ("cpu", "generation_first"),
+        pytest.param("cuda", "context_first", marks=pytest.mark.gpu),
+        pytest.param("cuda", "generation_first", marks=pytest.mark.gpu),
+    ],
+)
 def test_eight_requests_equal_one_process(folder, short_folder, device, schedule):
     """Pipeline ranks, attention-DP ranks and NIXL between them, on the CPU and on a GPU, in both schedules."""
     pool = {"tokens_per_block": 16, "max_tokens": 4096}

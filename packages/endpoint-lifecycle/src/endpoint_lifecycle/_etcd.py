@@ -61,9 +61,12 @@ class EtcdClient:
         check_field(parts.scheme in ("http", "https") and bool(parts.hostname), "url", f"is {url!r}")
         self.url = url
         self.timeout_s = timeout_s
-        self.client = client or Etcd3Client(
-            host=parts.hostname or "", port=parts.port or 2379, protocol=parts.scheme, timeout=timeout_s
-        )
+        if client is None:
+            client = Etcd3Client(
+                host=parts.hostname or "", port=parts.port or 2379, protocol=parts.scheme, timeout=timeout_s
+            )
+            client.session.trust_env = False  # a proxy of the environment is no part of the control plane
+        self.client = client
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
-from endpoint_lifecycle._errors import LocalProtocolError
+from endpoint_lifecycle._errors import LocalProtocolError, StoreError
 from endpoint_lifecycle._http import server_info_body
 from endpoint_lifecycle._owner import EndpointOwner, EndpointSlot, PublishCapability
 from endpoint_lifecycle._record import EndpointProfile
@@ -715,6 +715,13 @@ async def check_lease_store(
     third = await store.put("/check/b", b"3", short)
     await wait_for_expiry(1.0)
     require(not await store.keep_alive(short), "an expired lease was kept alive")
+    try:
+        await store.put("/check/d", b"4", short)
+    except StoreError:
+        pass
+    else:
+        raise AssertionError("a lease that is gone took a value")
+    require("/check/d" not in (await store.snapshot(prefix)).items, "a refused put left a value")
     # A value that a new lease took over outlives the old lease: a restart inside the lease time.
     old, new = await store.grant(1.0), await store.grant(60.0)
     await store.put("/check/c", b"old", old)

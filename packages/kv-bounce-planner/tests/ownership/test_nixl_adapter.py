@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -49,6 +51,16 @@ def test_nixl_transport_conforms(tls, strided):
         return pair
 
     check_transport(make, register=register)
+
+
+def test_importing_the_adapter_leaves_torch_and_nixls_own_choice_alone():
+    """No torch for an engine that has none, and nothing of nixl stays changed."""
+    program = (
+        "import sys, kv_bounce_planner, nixl_meta_utils; kv_bounce_planner.NixlTransport\n"
+        "print('nixl' in sys.modules, 'torch' in sys.modules, nixl_meta_utils.detect_cuda_major.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["True", "False", "detect_cuda_major"], done.stdout + done.stderr
 
 
 def test_fake_transport_conforms():

@@ -120,7 +120,8 @@ def test_what_ranks_are_told(environ, size, rank):
 @pytest.mark.service
 def test_a_world_starts_within_a_rank():
     """A rank that starts a world of its own gives it an environment without the outer one's."""
-    inner = "from mpi4py import MPI; print('inner', MPI.COMM_WORLD.size)"
+    # one write a line: what `print` writes in pieces the launcher may mix with another rank's
+    inner = "import os; from mpi4py import MPI; os.write(1, f'inner {MPI.COMM_WORLD.size};'.encode())"
     outer = (
         "import subprocess, sys, os\nfrom meta_executor.mpi_launcher import find_launcher, outside_of_a_world\n"
         f"print(subprocess.run(find_launcher().command(2, [sys.executable, '-c', {inner!r}]),"
@@ -130,4 +131,4 @@ def test_a_world_starts_within_a_rank():
         find_launcher().command(1, [sys.executable, "-c", outer]), capture_output=True, text=True, timeout=100,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
-    assert done.stdout.count("inner 2") == 2, done.stdout + done.stderr
+    assert done.stdout.count("inner 2;") == 2, done.stdout + done.stderr

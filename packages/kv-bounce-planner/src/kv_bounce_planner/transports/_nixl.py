@@ -17,13 +17,15 @@ going on: both live until their agent is destroyed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -45,8 +47,33 @@ from kv_bounce_planner.transports.interface import (
 )
 from kv_bounce_planner.transports.pacing import BYTES_PER_UNIT, PostPace
 
+
+@contextlib.contextmanager
+def _torch_is_not_asked() -> Iterator[None]:
+    """Importing nixl leaves torch alone where torch can add nothing.
+
+    nixl chooses its CUDA variant by what the process has imported, then by torch's version on the disk; where that names no
+    CUDA (a CPU build) it imports torch, seconds of processor time, to hear the same again. Its answer is given here.
+    """
+    try:
+        chooser: Any = importlib.import_module("nixl_meta_utils")
+        asked, on_disk = chooser.detect_cuda_major, chooser._torch_cuda_version_from_disk
+    except (ImportError, AttributeError):
+        yield  # another version of nixl: it does as it likes
+        return
+    if {"torch", "cuda.bindings", "cupy"} & set(sys.modules) or on_disk() is not None:
+        yield
+        return
+    chooser.detect_cuda_major = lambda: None
+    try:
+        yield
+    finally:
+        chooser.detect_cuda_major = asked
+
+
 _raise_exceptions = logging.raiseExceptions
-from nixl._api import nixl_agent, nixl_agent_config  # noqa: E402 - its import changes global logging, undone below
+with _torch_is_not_asked():
+    from nixl._api import nixl_agent, nixl_agent_config  # its import changes global logging, undone below
 
 # Importing nixl turns off logging.raiseExceptions for the whole process and sets its logger to INFO on stdout, two lines
 # per agent. Both are put right here.
