@@ -356,8 +356,8 @@ def test_an_interrupt_after_a_fault_keeps_the_first_diagnosis():
     assert [fault.code for fault in told] == [FaultCode.HOST, FaultCode.HOST]
 
 
-def test_an_interrupt_between_the_effects_of_a_step_stops_the_domain():
-    """The step is over, its events are not all in hand yet: what is lost must not be lost quietly."""
+def test_an_interrupt_between_two_events_stops_the_domain():
+    """Of two decisions of one frame the second is not told: what is lost must not be lost quietly."""
     _network, (zero, one) = pair()
     keys = [zero.admit(n, n, ready=False) for n in (1, 2)]
     for key in keys:
@@ -368,16 +368,34 @@ def test_an_interrupt_between_the_effects_of_a_step_stops_the_domain():
 
     class Interrupted(list):
         def append(self, event):
-            if len(self) == 1:
-                one._events = [*self]
+            if len(self) == 1 and isinstance(event, Committed):
                 raise KeyboardInterrupt
             super().append(event)
 
-    one._events = Interrupted()
+    one._core.context.events = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         one.poll()
     assert one.stopped.code is FaultCode.INTERNAL
     assert [type(e) for e in one.poll()] == [Committed, Fault]
+    assert any(isinstance(e, Fault) for e in zero.poll())
+
+
+def test_a_poll_that_is_broken_off_stops_the_domain():
+    """A frame was taken from the transport and not heard: nothing may follow it, or its sender would be blamed for the gap."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    zero.vote_terminal(key, Outcome.COMPLETED)
+    zero.poll()
+
+    def interrupt(_peer, _data):
+        del one._codec.decode
+        raise KeyboardInterrupt
+
+    one._codec.decode = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.poll()
+    assert one.stopped.code is FaultCode.INTERNAL
+    one.poll()
     assert any(isinstance(e, Fault) for e in zero.poll())
 
 

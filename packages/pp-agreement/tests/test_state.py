@@ -8,17 +8,20 @@ from pp_agreement._state import (
     CONTRACT,
     COORDINATOR_RULE,
     COORDINATOR_RULES,
+    COORDINATOR_SAYS,
     FENCE,
     MEMBER_NEXT,
     MEMBER_TRANSITIONS,
+    MEMBERS_SAY,
     MESSAGES,
     PHASE_NEXT,
     PHASE_TRANSITIONS,
     READY_OPEN,
     REPLACES,
     SCHEDULER_NEXT,
+    SCHEDULER_SAYS,
     SCHEDULER_TRANSITIONS,
-    TERMINAL_NEXT,
+    TERMINAL_AFTER,
     TERMINAL_TRANSITIONS,
     WITHDRAW_ANSWERS,
     Decision,
@@ -35,7 +38,6 @@ AT_SCHEDULER = {ReadyState.RELEASED, ReadyState.REVOKED}
 TABLES = [
     (MEMBER_TRANSITIONS, MEMBER_NEXT, ReadyState, ReadyInput),
     (SCHEDULER_TRANSITIONS, SCHEDULER_NEXT, ReadyState, ReadyInput),
-    (TERMINAL_TRANSITIONS, TERMINAL_NEXT, TerminalState, TerminalInput),
     (PHASE_TRANSITIONS, PHASE_NEXT, Phase, Decision),
 ]
 
@@ -117,6 +119,22 @@ def test_compiled_rules_equal_the_rules():
             assert COORDINATOR_RULE[phase][kind] is COORDINATOR_RULES[phase][kind]
     for kind in Kind:
         assert CONTRACT[kind] is MESSAGES[kind]
+
+
+def test_the_terminal_table_holds_the_fence():
+    for given in TerminalInput:
+        for state in TerminalState:
+            for ready in ReadyState:
+                wanted = TERMINAL_TRANSITIONS[state].get(given) if ready in FENCE[given] else None
+                assert TERMINAL_AFTER[given][state][ready] is wanted
+
+
+@pytest.mark.parametrize("code", range(256))
+def test_who_may_say_a_kind_is_in_the_table(code):
+    author = CONTRACT[code].author if CONTRACT[code] else "nobody"
+    assert MEMBERS_SAY[code] == (author in ("member", "scheduler", "any"))
+    assert SCHEDULER_SAYS[code] == (author == "scheduler")
+    assert COORDINATOR_SAYS[code] == (author in ("coordinator", "any"))
 
 
 @pytest.mark.parametrize("kind", Kind)

@@ -28,23 +28,22 @@ from pp_agreement._events import (
     Disposition,
     Fault,
     FaultCode,
+    Frame,
     Key,
     Outcome,
     PublishResult,
     Reason,
     RevokeResult,
-    SendFrame,
     WithdrawResult,
 )
 from pp_agreement._evidence import evidence_of
-from pp_agreement._machine import AgreementCore
+from pp_agreement._machine import NOTHING, PEER, SLOT, AgreementCore
 from pp_agreement._state import ReadyState, RoundState
 from pp_agreement._statistics import AgreementStatistics, DrainReport
 from pp_agreement._transport import Transport
 
 BUCKETS = 40
-VERDICTS = (ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)
-VERDICTS_MAX = 256
+_REVOCABLE = (ev.Prepared, ev.Released)
 
 
 class BaseAgreement:
@@ -65,12 +64,12 @@ class BaseAgreement:
         self._clock = clock
         session = secrets.randbits(64) or 1
         self._core = AgreementCore(domain, rank, config, replicated=replicated, session=session)
-        self._events: list[AgreementEvent] = []
+        self._events: list[AgreementEvent] = []  # what drain() and close() kept for the next poll
         self._opened = False
         self._ended = False
         self._clean = False
         self._polling = False
-        self._failing: ev.HostFailed | None = None  # said while a call was running
+        self._failing: tuple[FaultCode, str] | None = None  # said while a call was running
         self.polls = 0
         self.poll_sum_s = 0.0
         self.poll_max_s = 0.0
@@ -79,75 +78,37 @@ class BaseAgreement:
         self._last_poll_s: float | None = None
         self._opened_at_s = 0.0
         self.busy_reason = ""
-        self.verdicts: list[AgreementEvent] = []
 
     # -- plumbing ----------------------------------------------------------------------------------------------------------
 
-    def _apply(self, event: ev.Input) -> Any:
-        """One step; events are kept for the next poll, a frame goes out at once, the answer is returned."""
+    def _call(self, work: Callable[..., Any], *given: Any) -> Any:
+        """One local call; its events wait in the core for the next poll."""
         if self._ended:
             raise LocalProtocolError("after close()", rank=self.rank)
         if self._failing is not None:
             self._fail_now()
-        return self._step(event, self._clock())
-
-    def _step(self, event: ev.Input, now_s: float) -> Any:
-        return self._carry_out(self._core.step, event, now_s)
-
-    def _carry_out(self, call: Callable[..., tuple[ev.Effect, ...]], *arguments: Any) -> Any:
-        """One step of the core and its effects; whatever breaks either off stops the domain."""
-        core = self._core
-        try:
-            effects = call(*arguments)
-            return self._keep(effects) if effects else None
-        except (LocalProtocolError, WouldBlock, DomainStopped, ConcurrentCallError):
-            self._keep(
-                core.salvage()
-            )  # of a refusal nothing; of a step that a nested call's error broke off, the fault
-            raise
-        except BaseException as error:  # a defect or an interrupt, in the step or between its effects
-            self._keep(core.salvage())
-            if core.fault is None:
-                failed = ev.HostFailed(FaultCode.INTERNAL, f"broken off: {error!r}")
-                self._keep(core.step(failed, self._clock()))
-            raise
+        answer = self._core.call(work, given, self._clock())
+        return None if answer is NOTHING else answer
 
     def _fail_now(self) -> None:
-        failed, self._failing = self._failing, None
-        if failed is not None:
-            self._step(failed, self._clock())
-
-    def _keep(self, effects: tuple[ev.Effect, ...]) -> Any:
-        answer: Any = None
-        for effect in effects:
-            if isinstance(effect, AgreementEvent):
-                if isinstance(effect, Fault):  # suppress what was not handed out yet and no longer binds
-                    self._events = [e for e in self._events if isinstance(e, SURVIVES_FAULT)]
-                elif isinstance(effect, VERDICTS):
-                    self.verdicts.append(effect)
-                    del self.verdicts[:-VERDICTS_MAX]
-                self._events.append(effect)
-            elif isinstance(effect, SendFrame):
-                self._transmit(effect)
-            else:
-                answer = effect.value
-        return answer
-
-    def _transmit(self, effect: SendFrame) -> None:
-        raise NotImplementedError
+        failing, self._failing = self._failing, None
+        if failing is not None:
+            self._core.fail(*failing, self._clock())
 
     def _take(self) -> tuple[AgreementEvent, ...]:
-        if not self._events:
-            return ()
-        events, self._events = self._events, []
-        if self._core.fault is not None:  # also what drain() and close() kept from before the fault
-            return tuple([e for e in events if isinstance(e, SURVIVES_FAULT)])
-        return tuple([e for e in events if not isinstance(e, (ev.Prepared, ev.Released)) or self._binds(e)])
+        """What the host has not been given yet, as far as it still binds."""
+        core = self._core
+        events = core.take()
+        if self._events:
+            events, self._events = (*self._events, *events), []
+        if core.fault is not None:  # also what drain() and close() kept from before the fault
+            return tuple([event for event in events if isinstance(event, SURVIVES_FAULT)])
+        return tuple([event for event in events if type(event) not in _REVOCABLE or self._binds(event)])
 
-    def _binds(self, event: ev.Prepared | ev.Released) -> bool:
+    def _binds(self, event: Any) -> bool:
         """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
         round_ = self._core.rounds.get(event.key.incarnation)
-        wanted = ReadyState.PREPARED if isinstance(event, ev.Prepared) else ReadyState.RELEASED
+        wanted = ReadyState.PREPARED if type(event) is ev.Prepared else ReadyState.RELEASED
         return round_ is not None and round_.own.attempt == event.key.attempt and round_.own.ready is wanted
 
     def _begin_poll(self) -> float:
@@ -223,10 +184,10 @@ class BaseAgreement:
             LocalProtocolError: Out of order, in use, after the drain, or of a wrong type. Nothing changed.
             DomainStopped: After a fault, or by this call: the broadcast contradicts what peers said, or the drain.
         """
-        answer = self._apply(ev.RequestAdmitted(request_id, incarnation, ready))
-        if answer is None and self._core.fault is not None:  # the broadcast contradicts what peers said, or the drain
-            raise DomainStopped(self._core.fault)
-        return cast(Key, answer)
+        answer: Key | None = self._call(self._core.admit, request_id, incarnation, ready)
+        if answer is None:  # the broadcast contradicts what peers said, or the drain
+            raise DomainStopped(cast(Fault, self._core.fault))
+        return answer
 
     # -- readiness -----------------------------------------------------------------------------------------------------------
 
@@ -240,7 +201,8 @@ class BaseAgreement:
         Raises:
             LocalProtocolError: Not admitted here, readiness not used, or after the terminal vote. Nothing changed.
         """
-        return cast(PublishResult, self._apply(ev.ReadyPublished(key)))
+        answer: PublishResult = self._call(self._core.member.publish, key)
+        return answer
 
     def withdraw(self, key: Key, reason: Reason = Reason.CANCELLED) -> WithdrawResult:
         """Take readiness back, or refuse it without having voted.
@@ -249,15 +211,16 @@ class BaseAgreement:
             WILL_ABORT is a promise: this attempt ends in ABORT at every rank. LEASED: this rank's lease is irrevocable,
             see ``revoke`` and ``recall``. ACTIVATED, FINAL, TERMINAL, NOT_USED: nothing to withdraw.
         """
-        return cast(WithdrawResult, self._apply(ev.WithdrawRequested(key, reason)))
+        answer: WithdrawResult = self._call(self._core.member.withdraw, key, reason)
+        return answer
 
     def acknowledge_prepare(self, key: Key) -> bool:
         """Grant this rank's lease after ``Prepared``. False: the attempt is being aborted meanwhile."""
-        return bool(self._apply(ev.PrepareAcknowledged(key)))
+        return self._call(self._core.member.acknowledge_prepare, key) is True
 
     def acknowledge_abort(self, key: Key) -> None:
         """Say that this rank let go of an attempt, after ``Aborted``."""
-        self._apply(ev.AbortAcknowledged(key))
+        self._call(self._core.member.acknowledge_abort, key)
 
     def activate(self, keys_in_schedule_order: Iterable[Key]) -> int:
         """The schedule names these requests: at the scheduling rank call it before anyone can see the schedule.
@@ -273,15 +236,16 @@ class BaseAgreement:
         """
         if not isinstance(keys_in_schedule_order, Iterable) or isinstance(keys_in_schedule_order, Key):
             raise LocalProtocolError(f"{keys_in_schedule_order!r} is not a sequence of keys", rank=self.rank)
-        return int(self._apply(ev.ScheduleActivated(tuple(keys_in_schedule_order))) or 0)
+        return int(self._call(self._core.member.activate, tuple(keys_in_schedule_order)) or 0)
 
     def revoke(self, key: Key, reason: Reason = Reason.CANCELLED) -> RevokeResult:
         """Scheduling rank: a leased request will not be scheduled."""
-        return cast(RevokeResult, self._apply(ev.RevokeRequested(key, reason)))
+        answer: RevokeResult = self._call(self._core.member.revoke, key, reason)
+        return answer
 
     def recall(self, key: Key, reason: Reason = Reason.CANCELLED) -> bool:
         """A leased rank advises the scheduling rank to revoke. Promises nothing."""
-        return bool(self._apply(ev.RecallRequested(key, reason)))
+        return self._call(self._core.member.recall, key, reason) is True
 
     # -- terminal ------------------------------------------------------------------------------------------------------------
 
@@ -301,11 +265,11 @@ class BaseAgreement:
             LocalProtocolError: A different vote was cast, readiness is open here, COMPLETED with QUARANTINE, or
                 QUARANTINE too early. Nothing changed.
         """
-        return bool(self._apply(ev.TerminalVoted(key, outcome, disposition, reason)))
+        return self._call(self._core.member.vote, key, outcome, disposition, reason) is True
 
     def doubt(self, key: Key, reason: Reason = Reason.DOUBT) -> bool:
         """This rank has no proof of quiescence. The first call starts the deadline; later ones do not move it."""
-        return bool(self._apply(ev.DoubtRaised(key, reason)))
+        return self._call(self._core.member.doubt, key, reason) is True
 
     # -- domain --------------------------------------------------------------------------------------------------------------
 
@@ -317,18 +281,18 @@ class BaseAgreement:
         """
         if type(code) is not FaultCode:
             raise LocalProtocolError(f"{code!r} is not a FaultCode", rank=self.rank)
-        failed = ev.HostFailed(code, str(detail)[:1000])
+        failing = (code, str(detail)[:1000])
         if self._core.stepping:
-            self._failing = self._failing or failed
+            self._failing = self._failing or failing
         else:
-            self._step(failed, self._clock())
+            self._core.fail(*failing, self._clock())
 
     def start_drain(self, last_incarnation: int) -> None:
         """Nothing after ``last_incarnation`` is admitted. The scheduling rank's call starts the drain for all.
 
         Its unscheduled leases are revoked, its other undecided attempts withdrawn.
         """
-        self._apply(ev.DrainRequested(last_incarnation))
+        self._call(self._core.ending.start, last_incarnation)
 
     def drain_state(self) -> DrainReport:
         """What is proven so far."""
@@ -405,6 +369,11 @@ class BaseAgreement:
     def validate(self) -> None:
         """Check the invariants that one rank can see; raises ``InvariantViolation``."""
         self._core.validate()
+
+    @property
+    def verdicts(self) -> list[AgreementEvent]:
+        """The last verdicts about silence and death, oldest first."""
+        return self._core.context.verdicts
 
     def _traffic(self) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
@@ -554,17 +523,21 @@ class Agreement(BaseAgreement):
     def _traffic(self) -> tuple[int, int, int, int]:
         return self._bytes_sent, self._bytes_received, self._refused_slots, self._outstanding_max
 
-    def _transmit(self, effect: SendFrame) -> None:
-        try:
-            data = self._codec.encode(effect.peer, effect.frame)
-            self._transport.send(effect.peer, data)
-        except BaseException as error:
-            # The records left their queue and may or may not arrive: nothing may be sent again, so the domain stops.
-            self._step(ev.SendFailed(effect.peer, str(error) or repr(error)), self._clock())
-            if not isinstance(error, (WouldBlock, TransportError)):
-                raise  # a defect, or an interrupt
-            return
-        self._bytes_sent += len(data)
+    def _send(self) -> None:
+        """Give the transport what the core has made: one frame, or also one of a poll that was broken off."""
+        frames = self._core.context.frames
+        while frames:
+            peer, frame = frames.pop(0)
+            try:
+                data = self._codec.encode(peer, frame)
+                self._transport.send(peer, data)
+            except BaseException as error:
+                # The records left their queue and may or may not arrive: nothing may be sent again, so the domain stops.
+                self._core.notice(ev.SendFailed(peer, str(error) or repr(error)), self._clock())
+                if not isinstance(error, (WouldBlock, TransportError)):
+                    raise  # a defect, or an interrupt
+            else:
+                self._bytes_sent += len(data)
 
     def poll(self) -> tuple[AgreementEvent, ...]:
         """Receive what has arrived, send at most one frame to each peer, judge silence; bounded, never blocks.
@@ -577,7 +550,7 @@ class Agreement(BaseAgreement):
             LocalProtocolError: Not open.
             ConcurrentCallError: Another poll of this agreement runs.
         """
-        if self._ended and self._events:
+        if self._ended and (self._events or self._core.context.events):
             return self._take()
         began_s = self._begin_poll()
         core, transport = self._core, self._transport
@@ -585,8 +558,9 @@ class Agreement(BaseAgreement):
             try:
                 frames, empty = transport.receive(self.config.frames_per_poll_max)
                 if frames:
-                    self._receive(frames, began_s)
-                self._carry_out(core.sweep, empty, began_s)
+                    self._receive(frames, empty, began_s)
+                else:
+                    core.call(core.sweep, ((), empty), began_s, PEER)
                 deaths = transport.deaths()
                 if deaths or self._dead:
                     self._bury(deaths, empty, began_s)
@@ -597,23 +571,29 @@ class Agreement(BaseAgreement):
             wanting = core.streams.wanting()
             if wanting:
                 self._flush(wanting, began_s)
+            elif core.context.frames:  # of a poll that was broken off
+                self._send()
             self._end_poll(began_s)
+        except BaseException as error:  # a defect or an interrupt, with a frame in hand perhaps: nothing may follow it
+            core.fail(FaultCode.INTERNAL, f"broken off: {error!r}", began_s)
+            raise
         finally:
             self._polling = False
-        return self._take() if self._events else ()
+        return self._take() if self._events or core.context.events else ()
 
-    def _receive(self, frames: list[tuple[int, bytes]], now_s: float) -> None:
+    def _receive(self, frames: list[tuple[int, bytes]], empty: int, now_s: float) -> None:
+        """One step of the core for a whole sweep; bytes that are no frame stop the domain after what came before them."""
         core, decode = self._core, self._codec.decode
-        for peer, data in frames:
-            self._bytes_received += len(data)
-            if self._failing is not None:
-                self._fail_now()
-            try:
-                frame = decode(peer, data)
-            except RemoteProtocolError as error:
-                self._step(ev.FrameRejected(peer, str(error)), now_s)
-            else:
-                self._carry_out(core.receive, peer, frame, now_s)
+        decoded: list[tuple[int, Frame]] = []
+        try:
+            for peer, data in frames:
+                self._bytes_received += len(data)
+                decoded.append((peer, decode(peer, data)))
+        except RemoteProtocolError as error:
+            core.call(core.hear, (decoded,), now_s, PEER)
+            self._core.notice(ev.FrameRejected(peer, str(error)), now_s)
+        else:
+            core.call(core.sweep, (decoded, empty), now_s, PEER)
 
     def _bury(self, deaths: Iterable[tuple[int, str]], empty: int, now_s: float) -> None:
         """Evidence of death counts once everything that the dead member said has been heard."""
@@ -625,7 +605,7 @@ class Agreement(BaseAgreement):
             if empty >> member & 1 or not links >> member & 1:
                 del self._dead[member]
                 self._buried.add(member)
-                self._step(ev.PeerDied(member, evidence), now_s)
+                self._core.notice(ev.PeerDied(member, evidence), now_s)
 
     def _flush(self, wanting: Iterable[int], now_s: float) -> None:
         core, transport = self._core, self._transport
@@ -634,12 +614,13 @@ class Agreement(BaseAgreement):
                 outstanding = transport.outstanding(peer)
                 free = transport.can_send(peer)
             except TransportError as error:
-                self._step(ev.SendFailed(peer, str(error)), now_s)
+                self._core.notice(ev.SendFailed(peer, str(error)), now_s)
                 continue
             if outstanding > self._outstanding_max:
                 self._outstanding_max = outstanding
             if free:
-                self._carry_out(core.fill, peer, outstanding, now_s)
+                core.call(core.streams.fill, (peer, outstanding), now_s, SLOT)
+                self._send()
             else:
                 self._refused_slots += 1
 
@@ -651,7 +632,7 @@ class Agreement(BaseAgreement):
         """
         if not self._opened or self._ended:
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
-        self._apply(ev.BusyDeclared(max_s))
+        self._call(self._core.busy, max_s)
         self.busy_reason = str(reason)[:200]
         self._flush(self._core.streams.wanting(), self._clock())
         return not self._core.streams.busy_pending
@@ -666,7 +647,7 @@ class Agreement(BaseAgreement):
             if member not in self._buried:
                 self._dead.setdefault(member, str(evidence)[:1000])
             return
-        self._step(ev.PeerDied(member, str(evidence)[:1000]), self._clock())
+        self._core.notice(ev.PeerDied(member, str(evidence)[:1000]), self._clock())
 
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """End this rank's part. After a proven drain all ranks shake hands, then the transport is freed.
@@ -699,7 +680,7 @@ class Agreement(BaseAgreement):
                 self._fail_now()
             if self._opened:
                 if core.drained and core.fault is None:
-                    self._apply(ev.CloseRequested())
+                    self._call(self._core.ending.close)
                 self._shake_hands(until_s, wait)
         except BaseException:  # an interrupt ends the waiting for good: nothing stays open
             self._end(False)

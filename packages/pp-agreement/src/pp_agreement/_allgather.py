@@ -18,7 +18,8 @@ from pp_agreement import _events as ev
 from pp_agreement._agreement import BaseAgreement
 from pp_agreement._config import RECORD_BYTES, AgreementConfig, Domain
 from pp_agreement._errors import ConcurrentCallError, LocalProtocolError, TransportError
-from pp_agreement._events import AgreementEvent, FaultCode, Record, SendFrame
+from pp_agreement._events import AgreementEvent, FaultCode, Record
+from pp_agreement._machine import PEER, SLOT
 from pp_agreement._statistics import DrainReport
 from pp_agreement._streams import EXCHANGE
 from pp_agreement._words import TEXT_BYTES_MAX, text_of
@@ -115,7 +116,6 @@ class AllgatherAgreement(BaseAgreement):
         self._comm = comm
         self._exchange: Exchange | None = comm if hasattr(comm, "exchange") else None
         self._sessions: dict[int, int] = {}
-        self._outgoing: tuple[Record, ...] = ()
         self._poisoned = False
         self._leaving = False
         self._somebody_leaves = False
@@ -142,16 +142,13 @@ class AllgatherAgreement(BaseAgreement):
     def _traffic(self) -> tuple[int, int, int, int]:
         return self._bytes_sent, self._bytes_received, 0, 0
 
-    def _transmit(self, effect: SendFrame) -> None:
-        self._outgoing = effect.frame.records
-
     def poll(self) -> tuple[AgreementEvent, ...]:
         """One exchange: blocks until every rank has called it as often. After a fault: one poisoned exchange, then ().
 
         Returns:
             Events in order, each once. After ``close``: what ``drain`` and ``close`` kept, once.
         """
-        if self._ended and self._events:
+        if self._ended and (self._events or self._core.context.events):
             return self._take()
         began_s = self._begin_poll()
         try:
@@ -165,13 +162,13 @@ class AllgatherAgreement(BaseAgreement):
     def _exchange_once(self, began_s: float) -> None:
         poison = self._core.fault is not None
         self._poisoned = poison
-        self._outgoing = ()
         if not poison:
-            self._step(ev.SlotFreed(EXCHANGE, 0), began_s)
+            self._core.call(self._core.streams.fill, (EXCHANGE, 0), began_s, SLOT)
+        frames, self._core.context.frames = self._core.context.frames, []
         flags = _LEAVING if self._leaving else 0
         mark = _POISON if poison else _MARK
         head = _HEAD.pack(mark, self.domain.domain_id, self.domain.epoch, flags, self._core.context.session)
-        outgoing: tuple[Record, ...] = self._outgoing  # set by _transmit
+        outgoing = [record for _peer, frame in frames for record in frame.records]
         said = (
             self._core.fault.detail.encode("utf-8", "replace")[:TEXT_BYTES_MAX] if self._core.fault is not None else b""
         )
@@ -192,10 +189,12 @@ class AllgatherAgreement(BaseAgreement):
             decoded = tuple(self._decode(member, data) for member, data in enumerate(contributions))
             self._bytes_received += sum(len(data) for data in contributions)
             if not poison:
-                self._apply(ev.ExchangeCompleted(decoded))
+                if self._failing is not None:
+                    self._fail_now()
+                self._core.notice(ev.ExchangeCompleted(decoded), self._clock())
                 if self._core.fault is not None and any(d is None or isinstance(d, str) for d in decoded):
                     self._poisoned = True  # everybody saw the poison in this exchange
-                self._step(ev.SweepCompleted(0), began_s)
+                self._core.call(self._core.sweep, ((), 0), began_s, PEER)
 
     def _decode(self, member: int, data: bytes) -> tuple[Record, ...] | str | None:
         """A member's records; what it said, of a failed one; None where the bytes are not this member's in this domain."""
@@ -217,7 +216,7 @@ class AllgatherAgreement(BaseAgreement):
         """Nothing to declare: the others wait in their poll anyway."""
         if not self._opened or self._ended:
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
-        self._apply(ev.BusyDeclared(max_s))
+        self._call(self._core.busy, max_s)
         self.busy_reason = str(reason)[:200]
         return True
 
@@ -251,7 +250,7 @@ class AllgatherAgreement(BaseAgreement):
 
     def peer_died(self, rank: int, evidence: str) -> None:
         """Stops this rank; the others stop with the next exchange, if there can be one."""
-        self._step(ev.PeerDied(self.domain.index_of(rank), str(evidence)[:1000]), self._clock())
+        self._core.notice(ev.PeerDied(self.domain.index_of(rank), str(evidence)[:1000]), self._clock())
 
     def close(self, deadline_s: float = 5.0, wait: Callable[[float], object] = time.sleep) -> bool:
         """Collective after a proven drain (one exchange); otherwise leaves at once.
@@ -269,7 +268,7 @@ class AllgatherAgreement(BaseAgreement):
             if self._failing is not None:
                 self._fail_now()
             if self._opened and self._core.drained and self._core.fault is None:
-                self._apply(ev.CloseRequested())
+                self._call(self._core.ending.close)
                 self._events[:0] = self.poll()
             clean = self._core.closed and self._core.fault is None
         finally:

@@ -12,20 +12,26 @@ The checksum covers everything but itself. Meaning (who may say what, when) is t
 from __future__ import annotations
 
 import struct
+from typing import NoReturn
 from zlib import crc32
 
 from pp_agreement._config import HEADER_BYTES, RECORD_BYTES, Domain
 from pp_agreement._errors import RemoteProtocolError
-from pp_agreement._events import Frame
+from pp_agreement._events import Frame, Record, frame_of
 
 MAGIC = b"PPAG"
 WIRE_VERSION = 2
 _HEADER = struct.Struct("<4sBBHIIHHQIQ")
-_CRC = struct.Struct("<I")
 _RECORD = struct.Struct("<BBBBIQQ")
 _COUNT = struct.Struct("<H")
 _COUNT_OFFSET = 6
 _HEAD = _HEADER.size
+# A stream's header is the same in every frame up to the target's rank, but for the count: two runs of bytes around it.
+_IDENTITY = struct.Struct("<IIHH")
+_FIXED = struct.Struct("<6sH12sQIQ")
+_VARYING = struct.Struct("<6xH12xQIQI")
+_FIRST = MAGIC + bytes((WIRE_VERSION, 0))
+_FIRST_END, _SECOND, _SECOND_END = 6, 8, 20
 
 
 class Codec:
@@ -43,17 +49,25 @@ class Codec:
         self._ranks = domain.ranks
         self._rank = rank
         self._count_max = (frame_bytes_max - HEADER_BYTES) // RECORD_BYTES
+        self._size_max = HEADER_BYTES + self._count_max * RECORD_BYTES
+        identity, epoch = domain.domain_id, domain.epoch
+        self._sent = [_IDENTITY.pack(identity, epoch, rank, other) for other in domain.ranks]
+        self._received = [_IDENTITY.pack(identity, epoch, other, rank) for other in domain.ranks]
+        # What was encoded last: a decision goes to every follower in the same words.
+        self._packed: tuple[Record, ...] = ()
+        self._payload = b""
 
     def encode(self, target: int, frame: Frame) -> bytes:
         """The bytes of ``frame`` for member ``target`` (an index); at most ``frame_bytes_max`` long."""
-        sequence, busy_ms, records, session, _checksum = frame
-        header = _HEADER.pack(
-            MAGIC, WIRE_VERSION, 0, len(records), self._domain_id, self._epoch, self._rank, self._ranks[target],
-            sequence, busy_ms, session,
-        )  # fmt: skip
-        pack = _RECORD.pack
-        payload = b"".join([pack(*record) for record in records])
-        return b"%b%b%b" % (header, _CRC.pack(crc32(payload, crc32(header))), payload)
+        sequence, busy_ms, records, session, _content = frame
+        if records == self._packed:
+            payload = self._payload
+        else:
+            pack = _RECORD.pack
+            payload = b"".join([pack(*record) for record in records])
+            self._packed, self._payload = records, payload
+        header = _FIXED.pack(_FIRST, len(records), self._sent[target], sequence, busy_ms, session)
+        return header + crc32(payload, crc32(header)).to_bytes(4, "little") + payload
 
     def decode(self, source: int, data: bytes | bytearray | memoryview) -> Frame:
         """The frame in ``data``, which member ``source`` (an index) sent to this rank.
@@ -61,31 +75,43 @@ class Codec:
         Raises:
             RemoteProtocolError: ``data`` is not exactly one valid frame of this stream. Discard it whole.
         """
+        if type(data) is not bytes:
+            data = bytes(data)
         size = len(data)
         if size < HEADER_BYTES:
             raise RemoteProtocolError(f"{size} bytes are shorter than a header", rank=self._ranks[source])
-        magic, version, flags, count, domain_id, epoch, origin, target, sequence, busy_ms, session = (
+        count, sequence, busy_ms, session, checksum = _VARYING.unpack_from(data)
+        payload = data[HEADER_BYTES:]
+        if (
+            data[:_FIRST_END] != _FIRST
+            or data[_SECOND:_SECOND_END] != self._received[source]
+            or size != HEADER_BYTES + count * RECORD_BYTES
+            or size > self._size_max
+            or checksum != crc32(payload, crc32(data[:_HEAD]))
+            or sequence < 1
+        ):
+            self._reject(source, data)
+        return frame_of((sequence, busy_ms, tuple(_RECORD.iter_unpack(payload)), session, data))
+
+    def _reject(self, source: int, data: bytes) -> NoReturn:
+        """Say what is wrong with a frame."""
+        magic, version, flags, count, domain_id, epoch, origin, target, sequence, _busy_ms, _session = (
             _HEADER.unpack_from(data)
         )
+        size, whole = len(data), data[:_HEAD] + data[HEADER_BYTES:]
         if magic != MAGIC or version != WIRE_VERSION:
-            self._reject(source, f"magic {magic!r}, version {version}; this is version {WIRE_VERSION}")
-        if count > self._count_max or size != HEADER_BYTES + count * RECORD_BYTES:
-            self._reject(source, f"{count} records in {size} bytes; at most {self._count_max}")
-        view = memoryview(data)
-        payload = view[HEADER_BYTES:]
-        checksum = crc32(payload, crc32(view[:_HEAD]))
-        if _CRC.unpack_from(data, _HEAD)[0] != checksum:
-            self._reject(source, "checksum does not match")
-        if domain_id != self._domain_id or epoch != self._epoch:
-            self._reject(source, f"domain {domain_id} epoch {epoch}; this is {self._domain_id} epoch {self._epoch}")
-        if origin != self._ranks[source] or target != self._rank:
-            self._reject(source, f"from rank {origin} to rank {target}; this is rank {self._rank}")
-        if flags or sequence < 1:
-            self._reject(source, f"flags {flags}, sequence {sequence}")
-        return Frame(sequence, busy_ms, tuple(_RECORD.iter_unpack(payload)), session, checksum)
-
-    def _reject(self, source: int, message: str) -> None:
-        raise RemoteProtocolError(message, rank=self._ranks[source])
+            told = f"magic {magic!r}, version {version}; this is version {WIRE_VERSION}"
+        elif count > self._count_max or size != HEADER_BYTES + count * RECORD_BYTES:
+            told = f"{count} records in {size} bytes; at most {self._count_max}"
+        elif data[_HEAD:HEADER_BYTES] != crc32(whole).to_bytes(4, "little"):
+            told = "checksum does not match"
+        elif domain_id != self._domain_id or epoch != self._epoch:
+            told = f"domain {domain_id} epoch {epoch}; this is {self._domain_id} epoch {self._epoch}"
+        elif origin != self._ranks[source] or target != self._rank:
+            told = f"from rank {origin} to rank {target}; this is rank {self._rank}"
+        else:
+            told = f"flags {flags}, sequence {sequence}"
+        raise RemoteProtocolError(told, rank=self._ranks[source])
 
 
 def frame_length(buffer: bytes | bytearray | memoryview) -> int:

@@ -6,7 +6,17 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NoReturn
 
 from pp_agreement._errors import LocalProtocolError
-from pp_agreement._events import AgreementEvent, Answer, Effect, Fault, FaultCode, Key
+from pp_agreement._events import (
+    SURVIVES_FAULT,
+    AgreementEvent,
+    DeathVerdict,
+    Fault,
+    FaultCode,
+    Frame,
+    Key,
+    SilenceEnded,
+    SilenceVerdict,
+)
 
 if TYPE_CHECKING:
     from pp_agreement._config import AgreementConfig, Domain
@@ -14,6 +24,9 @@ if TYPE_CHECKING:
 
 JUMP_MAX_S = 1e9
 """A clock that moves further between two steps has no meaning, and does not move the timers."""
+
+VERDICTS_MAX = 256
+"""Verdicts that are kept for the evidence."""
 
 
 class Violation(Exception):
@@ -39,7 +52,7 @@ class Violation(Exception):
 
 
 class Context:
-    """One core's identity, time and running step.
+    """One core's identity, its time, and what has not been taken from it yet: events for the host, frames for the transport.
 
     Two times: ``now_s`` is the caller's reading, for stories; ``elapsed_s`` adds up its forward movements, so a clock that
     jumps ahead makes timers due once and one that goes back makes none late. All timers run on ``elapsed_s``.
@@ -62,19 +75,29 @@ class Context:
         self.peers: tuple[int, ...] = () if replicated else (others if self.is_coordinator else (self.coordinator,))
         self.now_s = float("nan")  # no reading yet
         self.elapsed_s = 0.0
-        self.effects: list[Effect] = []
-        self.event_counts: dict[str, int] = {}
+        self.events: list[AgreementEvent] = []
+        self.frames: list[tuple[int, Frame]] = []  # by peer; given to the transport in this order
+        self.event_counts: dict[type[AgreementEvent], int] = {}
+        self.verdicts: list[AgreementEvent] = []  # the last ones, for the evidence
         self.fault: Fault | None = None
 
     def emit(self, event: AgreementEvent) -> None:
-        """Hand an event to the host."""
-        self.effects.append(event)
-        name = type(event).__name__
-        self.event_counts[name] = self.event_counts.get(name, 0) + 1
+        """Have an event for the host."""
+        self.events.append(event)
+        kind = type(event)
+        self.event_counts[kind] = self.event_counts.get(kind, 0) + 1
 
-    def answer(self, value: object) -> None:
-        """The result of the local call that runs."""
-        self.effects.append(Answer(value))
+    def judge(self, verdict: SilenceVerdict | SilenceEnded | DeathVerdict) -> None:
+        """Have a verdict for the host, and remember it."""
+        self.emit(verdict)
+        self.verdicts.append(verdict)
+        del self.verdicts[:-VERDICTS_MAX]
+
+    def stop(self, fault: Fault) -> None:
+        """Keep the diagnosis; what the host was not given yet and no longer binds is suppressed."""
+        self.events[:] = [event for event in self.events if isinstance(event, SURVIVES_FAULT)]
+        self.fault = fault
+        self.emit(fault)
 
     def name(self, member: int) -> int:
         """The rank of a member."""
@@ -112,6 +135,8 @@ class Context:
         """An independent copy, for explorers."""
         twin = Context.__new__(Context)
         twin.__dict__.update(self.__dict__)
-        twin.effects = []
+        twin.events = list(self.events)
+        twin.frames = list(self.frames)
+        twin.verdicts = list(self.verdicts)
         twin.event_counts = dict(self.event_counts)
         return twin

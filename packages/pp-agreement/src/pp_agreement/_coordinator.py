@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason
-from pp_agreement._round import Round, Tally
+from pp_agreement._round import PLAIN_VOTE, Round, Tally
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     COORDINATOR_RULE,
@@ -24,16 +24,23 @@ from pp_agreement._state import (
 )
 from pp_agreement._streams import Streams
 
-_VOTE, _WITHDRAW, _ACK, _ACTIVATE_ACK = int(Kind.VOTE), int(Kind.WITHDRAW), int(Kind.ACK), int(Kind.ACTIVATE_ACK)
-_TOLD = {
-    Decision.PREPARE: Kind.PREPARE,
-    Decision.RELEASE: Kind.RELEASE,
-    Decision.COMPLETE: Kind.COMPLETE,
-    Decision.ABORT: Kind.ABORT,
-    Decision.FINALIZE_REOPEN: Kind.FINALIZE,
-    Decision.FINALIZE_LAST: Kind.FINALIZE,
-    Decision.COMMIT: Kind.COMMIT,
-}
+# Names of the hot path: looking a member up on its Enum class, and its name on it, takes as long as ten lines.
+_VOTE, _REVOKE, _REASONS, _TERMINAL_VOTE = (
+    int(Kind.VOTE),
+    int(Kind.REVOKE),
+    int(Kind.REASONS),
+    int(Reason.TERMINAL_VOTE),
+)
+_PREPARE, _RELEASE, _COMPLETE, _ABORT = Decision.PREPARE, Decision.RELEASE, Decision.COMPLETE, Decision.ABORT
+_COMMIT = Decision.COMMIT
+_GATHERING, _FINAL = Phase.GATHERING, Phase.FINAL
+_FAULT, _IGNORE, _COUNTED, _ADVISE, _NOTE = Rule.FAULT, Rule.IGNORE, Rule.COUNT, Rule.ADVISE, Rule.NOTE
+_ABORT_UNLESS_LEASED, _ABORT_UNLESS_ACTIVATED = Rule.ABORT_UNLESS_LEASED, Rule.ABORT_UNLESS_ACTIVATED
+_TOLD = [
+    (int(kind), kind.name)
+    for kind in (Kind.PREPARE, Kind.RELEASE, Kind.COMPLETE, Kind.ABORT, Kind.FINALIZE, Kind.FINALIZE, Kind.COMMIT)
+]
+"""By decision: the kind that tells it, and its name."""
 
 
 class Coordinator:
@@ -65,28 +72,28 @@ class Coordinator:
                 return
             context.blame(source, f"is in attempt {attempt} before {tally.attempt} was finalized", round_)
         rule = COORDINATOR_RULE[tally.phase][kind]
-        if rule is Rule.COUNT:
+        if rule is _COUNTED:
             _COUNT[kind](self, round_, tally, source, reason)
-        elif rule is Rule.IGNORE:
+        elif rule is _IGNORE:
             self.ignored += 1
-        elif rule is Rule.ADVISE:
+        elif rule is _ADVISE:
             if tally.recalled >> source & 1:
                 self.streams.duplicates += 1
             else:
                 tally.recalled |= 1 << source
                 self._advise(round_, tally, source, AdviceKind.RECALL, reason)
-        elif rule is Rule.NOTE:
+        elif rule is _NOTE:
             tally.withdrawn |= 1 << source
             tally.abort_reason = max(tally.abort_reason, reason)
-        elif rule is Rule.ABORT_UNLESS_LEASED and tally.acks >> source & 1:
+        elif rule is _ABORT_UNLESS_LEASED and tally.acks >> source & 1:
             self.ignored += 1
-        elif rule is Rule.FAULT:
+        elif rule is _FAULT:
             self._unexpected(round_, source, kind, f"in phase {tally.phase.name}")
-        elif rule is Rule.ABORT_UNLESS_ACTIVATED and tally.activated:
+        elif rule is _ABORT_UNLESS_ACTIVATED and tally.activated:
             self._unexpected(round_, source, kind, "after an activation")
         else:
             tally.withdrawn |= 1 << source
-            self.rounds.note(round_, "revoke" if kind == Kind.REVOKE else "withdraw", source)
+            self.rounds.note(round_, "revoke" if kind == _REVOKE else "withdraw", source)
             self.abort(round_, tally, reason)
 
     def _count_vote(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
@@ -95,21 +102,21 @@ class Coordinator:
         tally.votes |= 1 << source
         self.rounds.note(round_, "vote", source)
         if tally.terminal_mask:
-            self.abort(round_, tally, int(Reason.TERMINAL_VOTE))
+            self.abort(round_, tally, _TERMINAL_VOTE)
         elif tally.votes == self.context.all_mask:
-            self._decide(round_, tally, Decision.PREPARE)
+            self._decide(round_, tally, _PREPARE)
 
     def _count_ack(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
         tally.acks |= 1 << source
         self.rounds.note(round_, "ack", source)
         if tally.acks == self.context.all_mask:
-            self._decide(round_, tally, Decision.RELEASE)
+            self._decide(round_, tally, _RELEASE)
 
     def _count_activation(self, round_: Round, tally: Tally, source: int, _reason: int) -> None:
         tally.activated |= 1 << source
         self.rounds.note(round_, "activate ack", source)
         if tally.activated == self.context.all_mask:
-            self._decide(round_, tally, Decision.COMPLETE)
+            self._decide(round_, tally, _COMPLETE)
 
     def _count_abort_ack(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
         tally.abort_acks |= 1 << source
@@ -123,9 +130,8 @@ class Coordinator:
     ) -> None:
         """A member's one vote."""
         context, bit = self.context, 1 << source
-        vote = (outcome, disposition, reason)
         if tally.terminal_mask & bit:
-            if tally.terminal_votes[source] != vote:
+            if tally.terminal_votes.get(source, PLAIN_VOTE) != (outcome, disposition, reason):
                 context.blame(source, "changed its terminal vote", round_)
             self.streams.duplicates += 1
             return
@@ -133,19 +139,18 @@ class Coordinator:
             context.blame(source, "voted COMPLETED with QUARANTINE", round_)
         phase = tally.phase
         took_part = tally.votes | tally.withdrawn | tally.abort_acks
-        if phase is not Phase.FINAL and not tally.activated & bit and took_part & bit:
+        if took_part & bit and phase is not _FINAL and not tally.activated & bit:
             context.blame(source, "voted terminal while its readiness attempt is open", round_)
-        tally.terminal_votes[source] = vote
-        tally.terminal_mask |= bit
+        if outcome or disposition or reason:
+            tally.terminal_votes[source] = (outcome, disposition, reason)
+        tally.terminal_mask = voted = tally.terminal_mask | bit
         self.rounds.note(round_, "terminal vote", source)
-        if phase is Phase.GATHERING and tally.votes:
-            self.abort(round_, tally, int(Reason.TERMINAL_VOTE))
-        elif (
-            phase is Phase.GATHERING and round_.heard and round_.uses_ready and tally.terminal_mask != context.all_mask
-        ):
+        if phase is _GATHERING and tally.votes:
+            self.abort(round_, tally, _TERMINAL_VOTE)
+        elif voted == context.all_mask:
+            self._commit(round_, tally)
+        elif phase is _GATHERING and round_.uses_ready and round_.heard:
             self.end_attempt(round_)
-        else:
-            self._maybe_commit(round_, tally)
 
     def count_doubt(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
         """A member lacks proof: passed on once."""
@@ -175,7 +180,7 @@ class Coordinator:
         """The attempt ends."""
         tally.abort_acks = 0
         tally.abort_reason = max(tally.abort_reason, reason)
-        self._decide(round_, tally, Decision.ABORT, reason=tally.abort_reason)
+        self._decide(round_, tally, _ABORT, reason=tally.abort_reason)
 
     def finalize(self, round_: Round, tally: Tally) -> None:
         """Everybody let go of the attempt: what follows depends on the greatest reason."""
@@ -191,12 +196,21 @@ class Coordinator:
             tally.next_attempt()
         else:
             self._decide(round_, tally, Decision.FINALIZE_LAST, outcome=int(mode), reason=reason)
-            self._maybe_commit(round_, tally)
+            if tally.terminal_mask == self.context.all_mask:
+                self._commit(round_, tally)
 
-    def _maybe_commit(self, round_: Round, tally: Tally) -> None:
-        """All votes, and no readiness attempt in progress: the decision, once."""
-        if tally.terminal_mask != self.context.all_mask or PHASE_NEXT[tally.phase][Decision.COMMIT] is None:
+    def _commit(self, round_: Round, tally: Tally) -> None:
+        """All have voted: the decision, once, as soon as no readiness attempt is in progress."""
+        if PHASE_NEXT[tally.phase][_COMMIT] is None:
             return
+        if tally.terminal_votes:
+            outcome, disposition = self._reduce(round_, tally)
+            self._decide(round_, tally, _COMMIT, outcome, disposition)
+        else:
+            self._decide(round_, tally, _COMMIT)
+
+    def _reduce(self, round_: Round, tally: Tally) -> tuple[int, int]:
+        """The greatest outcome and disposition; the reasons are told first."""
         outcome = disposition = packed = 0
         for member, (one_outcome, one_disposition, one_reason) in tally.terminal_votes.items():
             if one_outcome > outcome:
@@ -206,30 +220,23 @@ class Coordinator:
             packed |= one_reason << (8 * member)
         chunk = 0
         while packed:  # eight members' reasons per record, before the COMMIT on every stream alike
-            self.streams.fan_out((int(Kind.REASONS), chunk, 0, 0, 0, packed & (2**64 - 1), round_.incarnation))
+            self.streams.fan_out((_REASONS, chunk, 0, 0, 0, packed & (2**64 - 1), round_.incarnation))
             packed >>= 64
             chunk += 1
-        self._decide(round_, tally, Decision.COMMIT, outcome=outcome, disposition=disposition)
+        return outcome, disposition
 
     def _decide(
-        self,
-        round_: Round,
-        tally: Tally,
-        decision: Decision,
-        *,
-        outcome: int = 0,
-        disposition: int = 0,
-        reason: int = 0,
+        self, round_: Round, tally: Tally, decision: Decision, outcome: int = 0, disposition: int = 0, reason: int = 0
     ) -> None:
         """Make a decision, where the table allows it: one record to everybody whom it concerns, in this one step."""
         after = PHASE_NEXT[tally.phase][decision]
-        kind = _TOLD[decision]
+        kind, name = _TOLD[decision]
         if after is None:
             raise Violation(FaultCode.INTERNAL, f"{decision.name} decided in phase {tally.phase.name}", round_)
         tally.phase = after
-        self.rounds.note(round_, kind.name, self.context.me)
-        record = (int(kind), outcome, disposition, reason, tally.attempt, round_.request_id, round_.incarnation)
-        if decision is Decision.RELEASE:
+        self.rounds.note(round_, name, self.context.me)
+        record = (kind, outcome, disposition, reason, tally.attempt, round_.request_id, round_.incarnation)
+        if decision is _RELEASE:
             self.streams.tell_scheduler(record)
         else:
             self.streams.fan_out(record)
@@ -243,7 +250,7 @@ class Coordinator:
 
 _COUNT = {
     _VOTE: Coordinator._count_vote,
-    _ACK: Coordinator._count_ack,
-    _ACTIVATE_ACK: Coordinator._count_activation,
+    int(Kind.ACK): Coordinator._count_ack,
+    int(Kind.ACTIVATE_ACK): Coordinator._count_activation,
     int(Kind.ABORT_ACK): Coordinator._count_abort_ack,
 }

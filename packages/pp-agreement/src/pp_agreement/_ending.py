@@ -50,9 +50,9 @@ class Ending:
 
     # -- the host's calls -------------------------------------------------------------------------------------------
 
-    def start(self, event: ev.DrainRequested) -> None:
+    def start(self, last: int) -> None:
         """Nothing after this incarnation was or will be admitted."""
-        last, context, rounds = event.last_incarnation, self.context, self.rounds
+        context, rounds = self.context, self.rounds
         if type(last) is not int or last < rounds.heard or (context.is_scheduler and last != rounds.heard):
             context.refuse(f"drain at {last!r}, but {rounds.heard} were admitted here")
         if last > REQUEST_ID_MAX:
@@ -67,9 +67,8 @@ class Ending:
             self.streams.control(Kind.DRAIN, incarnation=last)
             for round_ in tuple(rounds.open.values()):
                 self.member.end_unscheduled(round_)
-        context.answer(None)
 
-    def close(self, _event: ev.CloseRequested) -> None:
+    def close(self) -> None:
         """This rank is drained and will say nothing more."""
         if not self.drained:
             self.context.refuse("close before the drain is proven")
@@ -78,7 +77,6 @@ class Ending:
             self.silence.over = True
             self.streams.muted = not self.context.is_coordinator
             self.streams.control(Kind.CLOSE)
-        self.context.answer(None)
 
     def report(self) -> None:
         """Say so, once, when everything up to the last admission was heard and decided here."""

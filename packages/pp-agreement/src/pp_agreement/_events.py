@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 REQUEST_ID_MAX = 2**63 - 1
@@ -23,6 +24,10 @@ class Key(NamedTuple):
     request_id: int
     incarnation: int
     attempt: int = 0
+
+
+key_of = partial(tuple.__new__, Key)
+"""A key of a tuple of its three numbers; half the time of ``Key(...)``."""
 
 
 class Outcome(IntEnum):
@@ -130,14 +135,18 @@ Record = tuple[int, int, int, int, int, int, int]
 class Frame(NamedTuple):
     """One decoded frame of a stream: ``sequence`` counts from 1; ``busy_ms`` extends the sender's silence.
 
-    ``session`` tells one life of the sender from another; ``checksum`` is that of the bytes that came.
+    ``session`` tells one life of the sender from another; ``content`` holds the bytes that came, which a repetition equals.
     """
 
     sequence: int
     busy_ms: int
     records: tuple[Record, ...]
     session: int = 0
-    checksum: int = 0
+    content: bytes = b""
+
+
+frame_of = partial(tuple.__new__, Frame)
+"""A frame of a tuple of all its fields; half the time of ``Frame(...)``."""
 
 
 # -- effects: to the host ------------------------------------------------------------------------------------------------
@@ -220,6 +229,21 @@ class Committed(AgreementEvent):
     def ends_request(self) -> bool:
         """Always."""
         return True
+
+
+_set_key, _set_outcome, _set_disposition, _set_reasons = (
+    getattr(Committed, name).__set__ for name in ("key", "outcome", "disposition", "reasons")
+)
+
+
+def committed(key: Key, outcome: Outcome, disposition: Disposition, reasons: tuple[Reason, ...]) -> Committed:
+    """A ``Committed`` in half the time: a frozen class sets its fields by name, this by slot."""
+    event = Committed.__new__(Committed)
+    _set_key(event, key)
+    _set_outcome(event, outcome)
+    _set_disposition(event, disposition)
+    _set_reasons(event, reasons)
+    return event
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,8 @@ class InProcessTransport:
 
     def deaths(self) -> tuple[tuple[int, str], ...]:
         """See :class:`Transport`."""
+        if not self._network.dead:
+            return ()
         new = tuple((m, e) for m, e in self._network.dead.items() if m not in self._seen_dead and m != self._me)
         self._seen_dead.update(m for m, _e in new)
         return new

@@ -8,7 +8,7 @@ one entry, who hears a record, and how a domain stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from pp_agreement import _events as ev
@@ -18,8 +18,8 @@ from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
 from pp_agreement._errors import ConcurrentCallError, DomainStopped, LocalProtocolError, WouldBlock
 from pp_agreement._events import (
-    SURVIVES_FAULT,
     AdviceKind,
+    AgreementEvent,
     Answer,
     Effect,
     Fault,
@@ -36,10 +36,13 @@ from pp_agreement._rounds import Rounds
 from pp_agreement._silence import Silence
 from pp_agreement._state import (
     CONTRACT,
+    COORDINATOR_SAYS,
     DISPOSITIONS,
+    MEMBERS_SAY,
     OUTCOMES,
     REASON_MAX,
     REASONS,
+    SCHEDULER_SAYS,
     Kind,
     Phase,
     ReadyInput,
@@ -52,8 +55,15 @@ from pp_agreement._streams import EXCHANGE, Streams
 from pp_agreement._validate import InvariantViolation, validate
 from pp_agreement._words import chunk_of, records_of, text_of
 
+HOST, PEER, SLOT = range(3)
+"""Whose doing a step is; see ``AgreementCore.call``."""
+
+NOTHING: Any = object()
+"""In place of an answer: the call was no call, or it stopped the domain."""
+
 # Names the hot path uses; attribute lookups on an Enum class are slow.
 _TERMINAL, _DOUBT, _PREPARE, _ADVICE = int(Kind.TERMINAL), int(Kind.DOUBT), int(Kind.PREPARE), int(Kind.ADVICE)
+_REVOKE, _ABORTING = int(Kind.REVOKE), ReadyState.ABORTING
 _VERDICT, _FAIL_STOP, _TEXT = int(Kind.VERDICT), int(Kind.FAIL_STOP), int(Kind.TEXT)
 _FINAL_KINDS = frozenset(
     map(int, (Kind.COMPLETE, Kind.FINALIZE, Kind.COMMIT, Kind.REASONS, Kind.VERDICT, Kind.DRAINED))
@@ -94,7 +104,6 @@ class AgreementCore:
         self.ending = Ending(self.context, self.streams, self.book, self.member, self.silence, self._deliver_local)
         self._words: dict[int, bytes] = {}  # by member: what it said before its FAIL_STOP
         self._stepping = False
-        self._broken_off: tuple[Effect, ...] = ()
 
     # -- the one entry ----------------------------------------------------------------------------------------------
 
@@ -106,7 +115,8 @@ class AgreementCore:
             now_s: A monotonic clock's reading in seconds; going backwards is harmless.
 
         Returns:
-            Effects in the order in which they must be carried out.
+            The answer of a local call first, then the frame to be sent, then events in the order in which the host must
+            hear them.
 
         Raises:
             LocalProtocolError: A local call broke the contract; nothing changed.
@@ -114,49 +124,67 @@ class AgreementCore:
             DomainStopped: A local call after a fault; nothing changed.
             ConcurrentCallError: Another step is running (a thread, a signal handler); nothing changed.
 
-        Anything else (a defect, an interrupt) breaks the step off half done: the domain stops; see ``salvage``.
+        Anything else (a defect, an interrupt) breaks the step off half done: the domain stops, and what still binds, with
+        the fault, waits for ``take``.
         """
-        kind = type(event)
-        return self._run(_HANDLERS[kind], event, now_s, kind.__name__, kind in _LOCAL_INPUTS)
+        effects: list[Effect] = []
+        if isinstance(event, ev.SlotFreed):
+            self.call(self.streams.fill, (event.peer, event.outstanding), now_s, SLOT)
+            frames, self.context.frames = self.context.frames, []
+            effects.extend(SendFrame(peer, frame) for peer, frame in frames)
+        elif type(event) in _CALLS:
+            answer = self.call(_CALLS[type(event)], (self, event), now_s)
+            if answer is not NOTHING:
+                effects.append(Answer(answer))
+        else:
+            self.notice(event, now_s)
+        return (*effects, *self.take())
 
-    def receive(self, peer: int, frame: Frame, now_s: float) -> tuple[Effect, ...]:
-        """The same as ``step(FrameReceived(peer, frame), now_s)``, without the event."""
-        return self._run(AgreementCore._on_frame, (peer, frame), now_s, "receive", False)
+    def notice(self, event: ev.Input, now_s: float) -> None:
+        """What the transport or the operating system says; events wait for ``take``."""
+        self.call(_HANDLERS[type(event)], (self, event), now_s, PEER)
 
-    def sweep(self, empty: int, now_s: float) -> tuple[Effect, ...]:
-        """The same as ``step(SweepCompleted(empty), now_s)``, without the event."""
-        return self._run(AgreementCore._on_sweep, empty, now_s, "sweep", False)
+    def fail(self, code: FaultCode, detail: str, now_s: float) -> None:
+        """The host, or the shell for it, stops the domain."""
+        self.call(self._on_failed, (code, detail), now_s, PEER)
 
-    def fill(self, peer: int, outstanding: int, now_s: float) -> tuple[Effect, ...]:
-        """The same as ``step(SlotFreed(peer, outstanding), now_s)``, without the event."""
-        return self._run(AgreementCore._on_slot, (peer, outstanding), now_s, "fill", False)
+    def take(self) -> tuple[AgreementEvent, ...]:
+        """The events that the host has not been given yet, in their order, each once."""
+        context = self.context
+        if not context.events:
+            return ()
+        events, context.events = context.events, []
+        return tuple(events)
 
-    def _run(
-        self,
-        handler: Callable[[AgreementCore, Any], None],
-        given: Any,
-        now_s: float,
-        name: str,
-        is_local: bool,
-    ) -> tuple[Effect, ...]:
+    def call(self, work: Callable[..., Any], given: tuple[Any, ...], now_s: float, who: int = HOST) -> Any:
+        """One step: ``work`` of a room with what was given.
+
+        Args:
+            who: After a fault the ``HOST`` is refused, what a ``PEER`` says is without effect, and a frame for a
+                free ``SLOT`` is made all the same: it says why.
+
+        Returns:
+            The answer; ``NOTHING`` where the step stopped the domain or was without effect.
+        """
         context = self.context
         if self._stepping:
-            raise ConcurrentCallError(f"rank {self.rank}: {name} while another call runs")
-        if context.fault is not None:
-            if is_local:
+            raise ConcurrentCallError(
+                f"rank {self.rank}: {getattr(work, '__name__', 'a call')} while another call runs"
+            )
+        if context.fault is not None and who != SLOT:
+            if who == HOST:
                 raise DomainStopped(context.fault)
-            if handler not in _AFTER_FAULT:
-                return ()
-        effects: list[Effect] = []
-        context.effects = effects
+            return NOTHING
+        answer: Any = NOTHING
         self._stepping = True
         try:
             passed_s = now_s - context.now_s
-            if 0.0 < passed_s < JUMP_MAX_S:
-                context.elapsed_s += passed_s
-            if now_s == now_s:  # a NaN is no reading, and nothing can be measured against it
-                context.now_s = now_s
-            handler(self, given)
+            if passed_s:
+                if 0.0 < passed_s < JUMP_MAX_S:
+                    context.elapsed_s += passed_s
+                if now_s == now_s:  # a NaN is no reading, and nothing can be measured against it
+                    context.now_s = now_s
+            answer = work(*given)
             if self.streams.local:
                 self._deliver_local()
             if self.book.last is not None and not self.ending.reported and context.fault is None:
@@ -167,48 +195,40 @@ class AgreementCore:
             raise
         except BaseException as error:
             self._stop(Violation(FaultCode.INTERNAL, f"broken off: {error!r}"))
-            self._broken_off = tuple(effects)
             raise
         finally:
             self._stepping = False
-        return tuple(effects) if effects else ()
+        return answer
 
     @property
     def stepping(self) -> bool:
         """Whether a step is running: seen from a signal handler, a callback or another thread."""
         return self._stepping
 
-    def salvage(self) -> tuple[Effect, ...]:
-        """Effects of a step that an exception broke off, once: what still binds, and the fault."""
-        effects, self._broken_off = self._broken_off, ()
-        return effects
-
     def _deliver_local(self) -> None:
         """Empty this rank's own queue: never from inside a decision, always in decision order."""
         local = self.streams.local
         while local:
-            upward, record = local.popleft()
-            if upward:
+            record = local.popleft()
+            if record[0] < _PREPARE:
                 self._from_member(self.me, record)
             else:
                 self._from_coordinator(record)
 
     # -- local calls ------------------------------------------------------------------------------------------------
 
-    def _on_admitted(self, event: ev.RequestAdmitted) -> None:
+    def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
+        """The authoritative broadcast named a request. For ``call``."""
         heard = self.book.heard
-        round_ = self.member.admit(event.request_id, event.incarnation, event.ready)
-        if self.book.heard == heard:
-            return  # a repetition
+        round_ = self.member.admit(request_id, incarnation, ready)
+        if not ready or self.book.heard == heard:
+            return round_.key  # nothing can have happened to it, or a repetition
         tally = round_.tally
-        if event.ready and tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
+        if tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
             self._end_attempt(round_)
-        if round_.own.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
-            self.context.emit(
-                ev.Aborted(
-                    Key(round_.request_id, round_.incarnation, round_.own.attempt), REASONS[round_.own.aborted_for]
-                )
-            )
+        if round_.own.ready is _ABORTING:  # the tombstone: aborted before the request existed here
+            self.context.emit(ev.Aborted(round_.key, REASONS[round_.own.aborted_for]))
+        return round_.key
 
     def _end_attempt(self, round_: Round) -> None:
         """A terminal vote, and nobody is ready: nobody needs to become it. End the attempt, so that everybody votes terminal.
@@ -222,51 +242,38 @@ class AgreementCore:
         elif round_.own.ready is ReadyState.IDLE and round_.own.terminal < TerminalState.VOTED:
             self.member.end(round_, ReadyInput.WITHDRAW, int(Reason.TERMINAL_VOTE))
 
-    def _on_busy(self, event: ev.BusyDeclared) -> None:
-        max_s = event.max_s
+    def busy(self, max_s: float) -> None:
+        """This rank will not poll for up to ``max_s``. For ``call``."""
         if type(max_s) not in (int, float) or not 0 <= max_s <= self.config.busy_max_s:
             self.context.refuse(f"busy({max_s!r}): a number in 0..{self.config.busy_max_s} s")
         for peer in self.peers:
             self.streams.busy_pending[peer] = max(1, int(max_s * 1000))
-        self.context.answer(None)
 
-    def _on_host_failed(self, event: ev.HostFailed) -> None:
-        raise Violation(event.code, event.detail, text=event.detail)
+    def _on_failed(self, code: FaultCode, detail: str) -> None:
+        raise Violation(code, detail, text=detail)
 
     # -- who hears a record -----------------------------------------------------------------------------------------
 
     def _from_member(self, source: int, record: Record) -> None:
         """The coordinator hears a member."""
         kind, outcome, disposition, reason, attempt, request_id, incarnation = record
-        context = self.context
-        row = CONTRACT[kind]
-        if row is None or row.author == "coordinator":
-            context.blame(source, f"may not send kind {kind}")
-        if outcome > row.outcome_max or disposition > row.disposition_max:
-            context.blame(source, f"sent {Kind(kind).name} with outcome {outcome}, disposition {disposition}")
-        if kind == _TEXT:
-            self._hear_words(source, record)
-            return
-        if kind == _FAIL_STOP:
-            if outcome != source and not context.replicated:
-                context.blame(source, "reports another rank's fault")
-            self._failed_elsewhere(source, record)
-        if reason > REASON_MAX:
-            context.blame(source, f"sent the unknown reason {reason}")
-        if row.author == "scheduler" and source != context.scheduler:
-            context.blame(source, f"is not the scheduling rank: {Kind(kind).name}")
+        if not MEMBERS_SAY[kind]:
+            self.context.blame(source, f"may not send kind {kind}")
+        if outcome or disposition or reason:
+            self._check_fields(source, record)
         if kind > _DOUBT:
-            self.ending.from_member(source, kind, request_id, incarnation)
+            self._about_the_domain(source, record)
             return
+        if kind == _REVOKE:
+            self._check_scheduler(source, kind)
         round_ = self.rounds.get(incarnation)
         if round_ is None:
             round_ = self.book.unheard(source, request_id, incarnation)
             if round_ is None:
                 return
         elif round_.request_id != request_id:
-            context.blame(
-                source, f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}", round_
-            )
+            told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
+            self.context.blame(source, told, round_)
         tally = round_.tally
         if tally is None:
             raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
@@ -277,15 +284,43 @@ class AgreementCore:
         else:
             self.coordinator.count_ready(round_, tally, source, kind, reason, attempt)
 
+    def _check_fields(self, source: int, record: Record) -> None:
+        kind, outcome, disposition, reason = record[:4]
+        row = CONTRACT[kind]
+        if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
+            told = f"sent {Kind(kind).name} with outcome {outcome}, disposition {disposition}"
+            self.context.blame(source, told)
+        if reason > REASON_MAX and kind < _FAIL_STOP:
+            self.context.blame(source, f"sent the unknown reason {reason}")
+
+    def _check_scheduler(self, source: int, kind: int) -> None:
+        if source != self.context.scheduler:
+            self.context.blame(source, f"is not the scheduling rank: {Kind(kind).name}")
+
+    def _about_the_domain(self, source: int, record: Record) -> None:
+        """The coordinator hears a member about no round."""
+        kind = record[0]
+        if kind == _TEXT:
+            self._hear_words(source, record)
+        elif kind == _FAIL_STOP:
+            if record[1] != source and not self.context.replicated:
+                self.context.blame(source, "reports another rank's fault")
+            self._failed_elsewhere(source, record)
+        else:
+            if SCHEDULER_SAYS[kind]:
+                self._check_scheduler(source, kind)
+            self.ending.from_member(source, kind, record[5], record[6])
+
     def _from_coordinator(self, record: Record) -> None:
         """A member hears the coordinator."""
         kind, outcome, disposition, _reason, attempt, request_id, incarnation = record
         context = self.context
-        row = CONTRACT[kind]
-        if row is None or kind < _PREPARE:
+        if not COORDINATOR_SAYS[kind]:
             context.blame_coordinator(f"kind {kind} came from the coordinator")
-        if outcome > row.outcome_max or disposition > row.disposition_max:
-            context.blame_coordinator(f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}")
+        if outcome or disposition:
+            row = CONTRACT[kind]
+            if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
+                context.blame_coordinator(f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}")
         if kind < _ADVICE:
             self.member.decided(record)
         elif kind == _ADVICE:
@@ -315,26 +350,23 @@ class AgreementCore:
 
     # -- from the transport -----------------------------------------------------------------------------------------
 
-    def _on_frame(self, given: tuple[int, Frame]) -> None:
-        peer, frame = given
-        streams = self.streams
-        if not streams.accept(peer, frame):
-            return
-        self.silence.heard_from(peer, frame.busy_ms)
+    def hear(self, frames: Iterable[tuple[int, Frame]]) -> None:
+        """Frames came, each as in ``step(FrameReceived(peer, frame))``. For ``call``."""
+        streams, silence, deliver = self.streams, self.silence, self._deliver_local
         kinds, local = streams.received_kinds, streams.local
-        upward = self.is_coordinator
-        for record in frame.records:
-            if record[0] < 128:
+        hear = self._from_member if self.is_coordinator else None
+        for peer, frame in frames:
+            if not streams.accept(peer, frame):
+                continue
+            silence.heard_from(peer, frame.busy_ms)
+            for record in frame.records:
                 kinds[record[0]] += 1
-            if upward:
-                self._from_member(peer, record)
-            else:
-                self._from_coordinator(record)
-            if local:
-                self._deliver_local()
-
-    def _on_slot(self, given: tuple[int, int]) -> None:
-        self.streams.fill(*given)
+                if hear is not None:
+                    hear(peer, record)
+                else:
+                    self._from_coordinator(record)
+                if local:
+                    deliver()
 
     def _on_exchange(self, event: ev.ExchangeCompleted) -> None:
         if len(event.contributions) != self.context.size:
@@ -349,8 +381,7 @@ class AgreementCore:
                     suspect=member,
                 )
             for record in records:
-                if record[0] < 128:
-                    kinds[record[0]] += 1
+                kinds[record[0]] += 1
                 self._from_member(member, record)
                 self._deliver_local()
 
@@ -367,12 +398,16 @@ class AgreementCore:
             return  # after the last handshake everybody may leave
         if ending.closing and not context.replicated and event.peer not in self.peers:
             return  # it may have left by the handshake that is still on its way here; the coordinator knows
-        context.emit(ev.DeathVerdict(self.rank, context.name(event.peer), event.evidence))
+        context.judge(ev.DeathVerdict(self.rank, context.name(event.peer), event.evidence))
         told = f"rank {context.name(event.peer)} died: {event.evidence}"
         raise Violation(FaultCode.DEATH, told, suspect=event.peer)
 
-    def _on_sweep(self, empty: int) -> None:
-        self.silence.sweep(empty)
+    def sweep(self, frames: Iterable[tuple[int, Frame]], empty: int) -> None:
+        """A whole receive sweep: its frames, then what ``step(SweepCompleted(empty))`` does. For ``call``."""
+        since_s = self.silence.pass_time()
+        if frames:
+            self.hear(frames)
+        self.silence.sweep(empty, since_s)
         timers, now_s = self.book.timers, self.context.elapsed_s
         if now_s >= timers.doubts.earliest_s:
             for incarnation in timers.doubts.due(now_s):
@@ -380,7 +415,7 @@ class AgreementCore:
         if now_s >= timers.leases.earliest_s:
             for incarnation in timers.leases.due(now_s):
                 self.member.lease_expired(self.rounds[incarnation])
-        if now_s >= timers.rounds.earliest_s:
+        if now_s >= timers.idle_due_s:
             timers.watch(self.context, self.rounds, now_s)
 
     # -- failing ----------------------------------------------------------------------------------------------------
@@ -415,18 +450,18 @@ class AgreementCore:
         suspect, elsewhere = violation.suspect, violation.origin is not None
         origin = self.me if violation.origin is None else violation.origin
         round_ = violation.round
-        context.effects[:] = [e for e in context.effects if isinstance(e, (*SURVIVES_FAULT, SendFrame, Answer))]
         if elsewhere and violation.code is FaultCode.DEATH and suspect is not None:
-            context.emit(ev.DeathVerdict(context.name(origin), context.name(suspect), "reported"))
-        context.fault = Fault(
-            violation.code,
-            violation.detail,
-            context.name(origin),
-            None if suspect is None else context.name(suspect),
-            None if round_ is None else Key(round_.request_id, round_.incarnation, round_.own.attempt),
-            () if round_ is None else context.tell(round_),
+            context.judge(ev.DeathVerdict(context.name(origin), context.name(suspect), "reported"))
+        context.stop(
+            Fault(
+                violation.code,
+                violation.detail,
+                context.name(origin),
+                None if suspect is None else context.name(suspect),
+                None if round_ is None else round_.key,
+                () if round_ is None else context.tell(round_),
+            )
         )
-        context.emit(context.fault)
         record = (_FAIL_STOP, origin, 0 if suspect is None else suspect + 1, int(violation.code), 0, 0, 0)
         self.streams.stop([*records_of(violation.text), record], _FINAL_KINDS, tell=context.replicated or not elsewhere)
 
@@ -480,7 +515,7 @@ class AgreementCore:
 
     def undecided(self) -> tuple[Key, ...]:
         """Keys of all rounds open here, oldest first."""
-        return tuple(Key(r.request_id, r.incarnation, r.own.attempt) for _i, r in sorted(self.rounds.items()))
+        return tuple(round_.key for _incarnation, round_ in sorted(self.rounds.items()))
 
     def statistics(self) -> CoreStatistics:
         """Counters since construction."""
@@ -500,13 +535,13 @@ class AgreementCore:
             heartbeats_sent=streams.heartbeats_sent,
             records_sent=_by_kind(streams.sent_kinds),
             records_received=_by_kind(streams.received_kinds),
-            events=tuple(sorted(self.context.event_counts.items())),
+            events=tuple(sorted((kind.__name__, count) for kind, count in self.context.event_counts.items())),
             outcomes=(member.outcome_counts[0], member.outcome_counts[1], member.outcome_counts[2]),
             quarantined=member.quarantined,
             activated=member.activated_count,
             digest=member.digest.hex(),
             activation_digest=member.activation_digest.hex(),
-            latency_count=member.latency_count,
+            latency_count=sum(member.latency_buckets),
             latency_sum_s=member.latency_sum_s,
             latency_max_s=member.latency_max_s,
             latency_buckets=tuple(member.latency_buckets),
@@ -553,37 +588,30 @@ def _by_kind(counts: list[int]) -> tuple[tuple[str, int], ...]:
     return tuple((kind.name, counts[kind]) for kind in Kind if counts[kind])
 
 
-Handler = Callable[[AgreementCore, Any], None]
-_HANDLERS: dict[type, Handler] = {
-    ev.RequestAdmitted: AgreementCore._on_admitted,
-    ev.ReadyPublished: lambda core, event: core.member.publish(event),
-    ev.WithdrawRequested: lambda core, event: core.member.withdraw(event),
-    ev.PrepareAcknowledged: lambda core, event: core.member.acknowledge_prepare(event),
-    ev.AbortAcknowledged: lambda core, event: core.member.acknowledge_abort(event),
-    ev.ScheduleActivated: lambda core, event: core.member.activate(event),
-    ev.RevokeRequested: lambda core, event: core.member.revoke(event),
-    ev.RecallRequested: lambda core, event: core.member.recall(event),
-    ev.TerminalVoted: lambda core, event: core.member.vote(event),
-    ev.DoubtRaised: lambda core, event: core.member.doubt(event),
-    ev.BusyDeclared: AgreementCore._on_busy,
-    ev.DrainRequested: lambda core, event: core.ending.start(event),
-    ev.CloseRequested: lambda core, event: core.ending.close(event),
-    ev.HostFailed: AgreementCore._on_host_failed,
-    ev.FrameReceived: lambda core, event: core._on_frame((event.peer, event.frame)),
+# What ``step`` makes of an input. Local calls answer; the rest is heard.
+_CALLS: dict[type, Callable[[AgreementCore, Any], Any]] = {
+    ev.RequestAdmitted: lambda core, event: core.admit(event.request_id, event.incarnation, event.ready),
+    ev.ReadyPublished: lambda core, event: core.member.publish(event.key),
+    ev.WithdrawRequested: lambda core, event: core.member.withdraw(event.key, event.reason),
+    ev.PrepareAcknowledged: lambda core, event: core.member.acknowledge_prepare(event.key),
+    ev.AbortAcknowledged: lambda core, event: core.member.acknowledge_abort(event.key),
+    ev.ScheduleActivated: lambda core, event: core.member.activate(event.keys),
+    ev.RevokeRequested: lambda core, event: core.member.revoke(event.key, event.reason),
+    ev.RecallRequested: lambda core, event: core.member.recall(event.key, event.reason),
+    ev.TerminalVoted: lambda core, event: core.member.vote(event.key, event.outcome, event.disposition, event.reason),
+    ev.DoubtRaised: lambda core, event: core.member.doubt(event.key, event.reason),
+    ev.BusyDeclared: lambda core, event: core.busy(event.max_s),
+    ev.DrainRequested: lambda core, event: core.ending.start(event.last_incarnation),
+    ev.CloseRequested: lambda core, _event: core.ending.close(),
+}
+_HANDLERS: dict[type, Callable[[AgreementCore, Any], None]] = {
+    ev.HostFailed: lambda core, event: core._on_failed(event.code, event.detail),
+    ev.FrameReceived: lambda core, event: core.hear(((event.peer, event.frame),)),
     ev.FrameRejected: AgreementCore._on_rejected,
-    ev.SweepCompleted: lambda core, event: core._on_sweep(event.empty),
-    ev.SlotFreed: lambda core, event: core.streams.fill(event.peer, event.outstanding),
+    ev.SweepCompleted: lambda core, event: core.sweep((), event.empty),
     ev.SendFailed: AgreementCore._on_send_failed,
     ev.PeerDied: AgreementCore._on_peer_died,
     ev.ExchangeCompleted: AgreementCore._on_exchange,
 }
-_LOCAL_INPUTS = frozenset(
-    {
-        ev.RequestAdmitted, ev.ReadyPublished, ev.WithdrawRequested, ev.PrepareAcknowledged, ev.AbortAcknowledged,
-        ev.ScheduleActivated, ev.RevokeRequested, ev.RecallRequested, ev.TerminalVoted, ev.DoubtRaised,
-        ev.BusyDeclared, ev.DrainRequested, ev.CloseRequested,
-    }
-)  # fmt: skip
-_AFTER_FAULT = (_HANDLERS[ev.SlotFreed], AgreementCore._on_slot)
 
-__all__ = ["EXCHANGE", "AgreementCore", "CoreStatistics", "InvariantViolation"]
+__all__ = ["EXCHANGE", "NOTHING", "AgreementCore", "CoreStatistics", "InvariantViolation"]

@@ -31,7 +31,6 @@ from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     ACKNOWLEDGE_ANSWERS,
     DISPOSITIONS,
-    FENCE,
     MEMBER_NEXT,
     MODES,
     OUTCOMES,
@@ -41,7 +40,7 @@ from pp_agreement._state import (
     REASONS,
     REVOKE_ANSWERS,
     SCHEDULER_NEXT,
-    TERMINAL_NEXT,
+    TERMINAL_AFTER,
     TRANSIENT_MAX,
     WITHDRAW_ANSWERS,
     Kind,
@@ -53,16 +52,23 @@ from pp_agreement._state import (
 from pp_agreement._streams import DOUBT_SLOT, READY_SLOT, RECALL_SLOT, TERMINAL_SLOT, Streams
 from pp_agreement._timers import LEASED
 
-EMPTY_DIGEST = bytes(16)
+NO_DIGEST = bytes(16)
 LATENCY_BUCKETS = 40  # powers of two of a microsecond
-_FINAL_PACK = struct.Struct("<QQIBBBB").pack
+_FINAL_PACK = struct.Struct("<QQIBB").pack
 _KEY_PACK = struct.Struct("<QQI").pack
 _CLOSED_MARK = 0xC0  # stands where a COMMIT has its outcome
+# Names of the hot path: looking a member up on its Enum class, and its name on it, takes as long as ten lines.
+_PREPARE, _RELEASE, _ABORT, _FINALIZE = int(Kind.PREPARE), int(Kind.RELEASE), int(Kind.ABORT), int(Kind.FINALIZE)
+_COMMIT, _REASONS, _TERMINAL = int(Kind.COMMIT), int(Kind.REASONS), Kind.TERMINAL
+_NOT_USED, _VOTED, _BY_VOTE, _BY_COMMIT = (
+    ReadyState.NOT_USED, TerminalState.VOTED, TerminalInput.VOTE, TerminalInput.COMMIT,
+)  # fmt: skip
+_BY_NOT_USED = ReadyInput.NOT_USED
 _DECIDED = {
-    int(Kind.PREPARE): ReadyInput.PREPARE,
-    int(Kind.RELEASE): ReadyInput.RELEASE,
-    int(Kind.COMPLETE): ReadyInput.COMPLETE,
-    int(Kind.ABORT): ReadyInput.ABORT,
+    _PREPARE: (ReadyInput.PREPARE, "PREPARE"),
+    _RELEASE: (ReadyInput.RELEASE, "RELEASE"),
+    int(Kind.COMPLETE): (ReadyInput.COMPLETE, "COMPLETE"),
+    _ABORT: (ReadyInput.ABORT, "ABORT"),
 }
 _SAID_WHEN_ENDING = {ReadyState.WITHDRAWN: Kind.WITHDRAW, ReadyState.REVOKED: Kind.REVOKE}
 _UNLEASED = (ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED)
@@ -77,18 +83,29 @@ class Member:
         self.streams = streams
         self.rounds = rounds
         self.ready_next = SCHEDULER_NEXT if context.is_scheduler else MEMBER_NEXT
+        self.notes = not streams.counts_own  # whether stories tell what this rank says: else its own tally does
         self.committed = 0
         self.closed_rounds = 0
         self.quarantined = 0
         self.activated_count = 0
-        self.digest = EMPTY_DIGEST
-        self.activation_digest = EMPTY_DIGEST
+        self._finals = blake2b(digest_size=16)
+        self._activations = blake2b(digest_size=16)
+        self._no_reasons = (REASONS[0],) * context.size
         self.outcome_counts = [0, 0, 0]
         self.ignored = 0
-        self.latency_count = 0
         self.latency_sum_s = 0.0
         self.latency_max_s = 0.0
         self.latency_buckets = [0] * LATENCY_BUCKETS
+
+    @property
+    def digest(self) -> bytes:
+        """Of all final decisions, in their order; zeros before the first."""
+        return self._finals.digest() if self.committed or self.closed_rounds else NO_DIGEST
+
+    @property
+    def activation_digest(self) -> bytes:
+        """Of all activations, in their order; zeros before the first."""
+        return self._activations.digest() if self.activated_count else NO_DIGEST
 
     # -- moving -----------------------------------------------------------------------------------------------------
 
@@ -104,8 +121,8 @@ class Member:
     def _move_terminal(self, round_: Round, given: TerminalInput) -> bool:
         """False: the table or the fence forbids it, and nothing has changed."""
         own = round_.own
-        after = TERMINAL_NEXT[own.terminal][given]
-        if after is None or own.ready not in FENCE[given]:
+        after = TERMINAL_AFTER[given][own.terminal][own.ready]
+        if after is None:
             return False
         own.terminal = after
         return True
@@ -116,27 +133,24 @@ class Member:
         """The authoritative broadcast named a request."""
         context, rounds = self.context, self.rounds
         known = self._check_admission(request_id, incarnation, ready)
-        if known is not None and known.heard:
-            context.answer(_key(known))
-            return known
         if known is None:
-            if len(rounds.blocked) >= context.config.credits:
+            if len(rounds.blocked) >= rounds.credits:
                 context.refuse("the authority spent more credits than there are", Key(request_id, incarnation))
-            waits = request_id in rounds.by_request or rounds.open_count >= context.config.credits
+            waits = request_id in rounds.by_request or rounds.open_count >= rounds.credits
             known = rounds.new(request_id, incarnation, blocked=waits)
+        elif known.heard:
+            return known
         known.heard = True
         known.uses_ready = ready
         if not ready:
-            self._move(known, ReadyInput.NOT_USED)
+            self._move(known, _BY_NOT_USED)
         rounds.heard = incarnation
         rounds.note(known, "admitted", context.me)
-        context.answer(_key(known))
         return known
 
     def _check_admission(self, request_id: int, incarnation: int, ready: bool) -> Round | None:
         """The round that peers have opened already, or that was admitted before in the same words."""
         context, rounds = self.context, self.rounds
-        key = Key(request_id, incarnation)
         if type(request_id) is not int or not 0 <= request_id <= REQUEST_ID_MAX:
             context.refuse(f"request_id {request_id!r} is not an integer in 0..2**63-1")
         if type(incarnation) is not int or incarnation < 1:
@@ -144,25 +158,21 @@ class Member:
         if type(ready) is not bool:
             context.refuse(f"ready={ready!r} is neither True nor False")
         known = rounds.open.get(incarnation)
-        if incarnation <= rounds.heard:
-            if known is not None and known.request_id == request_id and known.uses_ready == ready:
-                return known
-            context.refuse(
-                f"incarnation {incarnation} was admitted before, as another request or decided since", key, known
-            )
         if incarnation != rounds.heard + 1:
-            context.refuse(f"incarnation {incarnation} after {rounds.heard}: the broadcast order has no gaps", key)
+            self._check_repetition(request_id, incarnation, ready, known)
+            return known
         if rounds.last is not None and incarnation > rounds.last:
             if context.is_scheduler:
-                context.refuse(f"admission after the drain at {rounds.last}", key)
+                context.refuse(f"admission after the drain at {rounds.last}", Key(request_id, incarnation))
             # The broadcast and the drain contradict each other: refusing alone would leave the others waiting.
             raise Violation(FaultCode.DRAIN_MISMATCH, f"admission {incarnation} after the drain at {rounds.last}")
         if context.is_scheduler:
             others = rounds.by_request.get(request_id)
             if others:
-                context.refuse(f"request is still undecided as incarnation {others[0]}", key, rounds.open[others[0]])
-            if rounds.open_count >= context.config.credits:
-                raise WouldBlock(f"all {context.config.credits} credits are spent")
+                told = f"request is still undecided as incarnation {others[0]}"
+                context.refuse(told, Key(request_id, incarnation), rounds.open[others[0]])
+            if rounds.open_count >= rounds.credits:
+                raise WouldBlock(f"all {rounds.credits} credits are spent")
         if known is not None:
             tally = known.tally
             used = known.own.ready is not ReadyState.IDLE or (tally is not None and tally.votes | tally.withdrawn)
@@ -174,27 +184,37 @@ class Member:
                 )
         return known
 
+    def _check_repetition(self, request_id: int, incarnation: int, ready: bool, known: Round | None) -> None:
+        """An admission out of turn: the same one again, or refused."""
+        key, heard = Key(request_id, incarnation), self.rounds.heard
+        if incarnation > heard:
+            self.context.refuse(f"incarnation {incarnation} after {heard}: the broadcast order has no gaps", key)
+        if known is None or known.request_id != request_id or known.uses_ready != ready:
+            told = f"incarnation {incarnation} was admitted before, as another request or decided since"
+            self.context.refuse(told, key, known)
+
     def _round_of(self, key: Key) -> Round | None:
         """The open round of ``key``; None when it is decided here. Refuses what was never admitted here."""
         refuse = self.context.refuse
         if type(key) is not Key:
             refuse(f"{key!r} is not a Key")
-        if type(key.incarnation) is not int or type(key.attempt) is not int or key.attempt < 0:
+        request_id, incarnation, attempt = key
+        if type(incarnation) is not int or type(attempt) is not int or attempt < 0:
             refuse(f"{key!r} holds something else than counts")
-        round_ = self.rounds.open.get(key.incarnation)
+        round_ = self.rounds.open.get(incarnation)
         if round_ is None:
-            if key.incarnation > self.rounds.heard or key.incarnation < 1:
+            if incarnation > self.rounds.heard or incarnation < 1:
                 refuse("unknown incarnation: not admitted here", key)
             return None
         if not round_.heard:
             refuse("not admitted here yet", key, round_)
-        if round_.request_id != key.request_id:
+        if round_.request_id != request_id:
             refuse(f"the incarnation belongs to request {round_.request_id}", key, round_)
         return round_
 
     def _attempt_of(self, key: Key, round_: Round) -> int:
         """Whether the key's attempt is over, runs, or is the next one after an open one. Refuses any other."""
-        distance = key.attempt - round_.own.attempt
+        distance = key[2] - round_.own.attempt
         if distance == 0:
             return _NOW
         if distance < 0:
@@ -207,17 +227,16 @@ class Member:
 
     # -- readiness: the host's calls --------------------------------------------------------------------------------
 
-    def publish(self, event: ev.ReadyPublished) -> None:
+    def publish(self, key: Key) -> PublishResult:
         """The host is ready for an attempt."""
-        key, context = event.key, self.context
+        context = self.context
         round_ = self._round_of(key)
         if round_ is None:
-            context.answer(PublishResult.FINAL)
-            return
+            return PublishResult.FINAL
         if not round_.uses_ready:
             context.refuse("readiness is not used by this admission", key, round_)
         own = round_.own
-        if own.terminal >= TerminalState.VOTED:
+        if own.terminal >= _VOTED:
             context.refuse("readiness after this rank's terminal vote", key, round_)
         when = self._attempt_of(key, round_)
         if when is _PAST:
@@ -232,21 +251,20 @@ class Member:
                 self._vote_ready(round_)
                 if round_.blocked:
                     answer = PublishResult.DEFERRED
-        context.answer(answer)
+        return answer
 
     def _vote_ready(self, round_: Round) -> None:
         self._move(round_, ReadyInput.PUBLISH)
-        self.rounds.note(round_, "vote", self.context.me)
+        if self.notes:
+            self.rounds.note(round_, "vote", self.context.me)
         self.streams.say(round_, READY_SLOT, Kind.VOTE)
 
-    def withdraw(self, event: ev.WithdrawRequested) -> None:
+    def withdraw(self, key: Key, why: Reason) -> WithdrawResult:
         """The host takes its readiness back, or refuses it."""
-        key, context = event.key, self.context
-        reason = context.known(Reason, event.reason)
+        reason = self.context.known(Reason, why)
         round_ = self._round_of(key)
         if round_ is None or key.attempt < round_.own.attempt:
-            context.answer(WithdrawResult.FINAL)
-            return
+            return WithdrawResult.FINAL
         own = round_.own
         answer = WITHDRAW_ANSWERS[own.ready]
         if own.ready is not ReadyState.NOT_USED:
@@ -260,18 +278,17 @@ class Member:
                 answer = WithdrawResult.TERMINAL
             elif self._can(round_, ReadyInput.WITHDRAW):
                 self.end(round_, ReadyInput.WITHDRAW, reason)
-        context.answer(answer)
+        return answer
 
-    def revoke(self, event: ev.RevokeRequested) -> None:
+    def revoke(self, key: Key, why: Reason) -> RevokeResult:
         """The scheduling rank's host will not schedule a leased request."""
-        key, context = event.key, self.context
+        context = self.context
         if not context.is_scheduler:
             context.refuse("only the scheduling rank revokes", key if type(key) is Key else None)
-        reason = context.known(Reason, event.reason)
+        reason = context.known(Reason, why)
         round_ = self._round_of(key)
         if round_ is None or key.attempt < round_.own.attempt:
-            context.answer(RevokeResult.FINAL)
-            return
+            return RevokeResult.FINAL
         answer = REVOKE_ANSWERS[round_.own.ready]
         if round_.own.ready is not ReadyState.NOT_USED:
             when = self._attempt_of(key, round_)
@@ -281,7 +298,7 @@ class Member:
                 answer = RevokeResult.NOT_LEASED
             elif self._can(round_, ReadyInput.REVOKE):
                 self.end(round_, ReadyInput.REVOKE, reason)
-        context.answer(answer)
+        return answer
 
     def end(self, round_: Round, given: ReadyInput, reason: int) -> None:
         """The one rule of withdrawing and revoking, where the table allows it.
@@ -304,7 +321,8 @@ class Member:
         said = _SAID_WHEN_ENDING.get(own.ready)
         if own.ready is not before:
             self.rounds.timers.leases.drop(round_.incarnation)
-            self.rounds.note(round_, "revoke" if said is Kind.REVOKE else "withdraw", self.context.me)
+            if self.notes:
+                self.rounds.note(round_, "revoke" if said is Kind.REVOKE else "withdraw", self.context.me)
         elif not grown or said is None or not self.streams.is_unsent(round_, READY_SLOT):
             return
         if said is not None:
@@ -323,7 +341,7 @@ class Member:
             self.end(round_, ReadyInput.WITHDRAW, int(Reason.DRAIN))
 
     def _revoke_unasked(self, round_: Round, reason: Reason) -> None:
-        self.context.emit(ev.Revoked(_key(round_), reason))
+        self.context.emit(ev.Revoked(round_.key, reason))
         self.end(round_, ReadyInput.REVOKE, int(reason))
 
     def lease_expired(self, round_: Round) -> None:
@@ -331,13 +349,12 @@ class Member:
         if round_.own.ready in LEASED:
             self._revoke_unasked(round_, Reason.LEASE_EXPIRED)
 
-    def acknowledge_prepare(self, event: ev.PrepareAcknowledged) -> None:
+    def acknowledge_prepare(self, key: Key) -> bool:
         """The host grants its lease."""
-        key, context = event.key, self.context
+        context = self.context
         round_ = self._round_of(key)
         if round_ is None or key.attempt < round_.own.attempt:
-            context.answer(False)
-            return
+            return False
         own = round_.own
         answer = ACKNOWLEDGE_ANSWERS.get(own.ready)
         if answer is None or key.attempt != own.attempt:
@@ -347,26 +364,27 @@ class Member:
             own.leased_at_s = context.elapsed_s
             if context.is_scheduler:
                 self.rounds.timers.leased(round_.incarnation, context.elapsed_s)
-            self.rounds.note(round_, "ack", context.me)
+            if self.notes:
+                self.rounds.note(round_, "ack", self.context.me)
             self.streams.say(round_, READY_SLOT, Kind.ACK)
-        context.answer(answer)
+        return answer
 
-    def acknowledge_abort(self, event: ev.AbortAcknowledged) -> None:
+    def acknowledge_abort(self, key: Key) -> None:
         """The host let go of an attempt."""
-        key, context = event.key, self.context
+        context = self.context
         round_ = self._round_of(key)
         if round_ is None or key.attempt != round_.own.attempt or not self._can(round_, ReadyInput.ABORT_ACK):
             context.refuse("acknowledged an ABORT that did not arrive, or twice", key, round_)
         self._move(round_, ReadyInput.ABORT_ACK)
-        self.rounds.note(round_, "abort ack", context.me)
+        if self.notes:
+            self.rounds.note(round_, "abort ack", self.context.me)
         self.streams.say(round_, READY_SLOT, Kind.ABORT_ACK, reason=round_.own.told_reason)
-        context.answer(None)
 
-    def activate(self, event: ev.ScheduleActivated) -> None:
-        """The schedule names these requests, in this order: all of them, or none."""
+    def activate(self, keys: tuple[Key, ...]) -> int:
+        """The schedule names these requests, in this order: all of them, or none. How many there were."""
         context = self.context
         chosen: list[Round] = []
-        for key in event.keys:
+        for key in keys:
             round_ = self._round_of(key)
             if round_ is None:
                 context.refuse("activation of a decided request", key)
@@ -381,16 +399,16 @@ class Member:
             self._move(round_, ReadyInput.ACTIVATE)
             self.rounds.timers.leases.drop(round_.incarnation)
             self.activated_count += 1
-            packed = _KEY_PACK(round_.request_id, round_.incarnation, round_.own.attempt)
-            self.activation_digest = blake2b(self.activation_digest + packed, digest_size=16).digest()
-            self.rounds.note(round_, "activate", context.me)
+            self._activations.update(_KEY_PACK(*round_.key))
+            if self.notes:
+                self.rounds.note(round_, "activate", self.context.me)
             self.streams.say(round_, READY_SLOT, Kind.ACTIVATE_ACK)
-        context.answer(len(chosen))
+        return len(chosen)
 
-    def recall(self, event: ev.RecallRequested) -> None:
-        """The host advises the scheduling rank to revoke."""
-        key, context = event.key, self.context
-        reason = context.known(Reason, event.reason)
+    def recall(self, key: Key, why: Reason) -> bool:
+        """The host advises the scheduling rank to revoke. Whether it is told."""
+        context = self.context
+        reason = context.known(Reason, why)
         round_ = self._round_of(key)
         if context.is_scheduler:
             context.refuse("the scheduling rank revokes; it does not recall", key, round_)
@@ -401,68 +419,80 @@ class Member:
             if sent:
                 own.advised = True
                 self.streams.say(round_, RECALL_SLOT, Kind.RECALL, reason=reason)
-        context.answer(sent)
+        return sent
 
     # -- terminal: the host's calls ---------------------------------------------------------------------------------
 
-    def vote(self, event: ev.TerminalVoted) -> None:
-        """The host's one vote."""
-        key, context = event.key, self.context
-        outcome = context.known(Outcome, event.outcome)
-        disposition = context.known(Disposition, event.disposition)
-        reason = context.known(Reason, event.reason)
+    def vote(self, key: Key, outcome: Outcome, disposition: Disposition, why: Reason) -> bool:
+        """The host's one vote. False: the same one was cast before."""
+        context = self.context
+        if type(outcome) is not Outcome or type(disposition) is not Disposition or type(why) is not Reason:
+            context.known(Outcome, outcome)
+            context.known(Disposition, disposition)
+            context.known(Reason, why)
         round_ = self._round_of(key)
         if round_ is None:
             context.refuse("terminal vote for a decided request", key)
         own = round_.own
-        if own.terminal >= TerminalState.VOTED:
-            if (outcome, disposition, reason) == (own.outcome, own.disposition, own.reason):
-                context.answer(False)
-                return
-            context.refuse("a terminal vote is immutable", key, round_)
-        if own.ready not in FENCE[TerminalInput.VOTE]:
-            context.refuse("terminal vote while this rank's readiness attempt is open", key, round_)
-        if disposition and not outcome:
-            context.refuse("COMPLETED with QUARANTINE", key, round_)
-        if disposition and not own.doubt_expired and not self._doubt_is_due(round_):
-            context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
-        self._move_terminal(round_, TerminalInput.VOTE)
-        own.outcome, own.disposition, own.reason = outcome, disposition, reason
+        after = TERMINAL_AFTER[_BY_VOTE][own.terminal][own.ready]
+        if after is None:
+            self._check_same_vote(key, round_, outcome, disposition, why)
+            return False
+        if disposition:
+            if not outcome:
+                context.refuse("COMPLETED with QUARANTINE", key, round_)
+            if not own.doubt_expired and not self._doubt_is_due(round_):
+                context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
+        own.terminal = after
+        own.outcome, own.disposition, own.reason = outcome + 0, disposition + 0, why + 0
         own.next_intent = NEXT_NOTHING
         own.voted_at_s = context.elapsed_s
-        self.rounds.timers.doubts.drop(round_.incarnation)
-        self.rounds.note(round_, "terminal vote", context.me)
-        self.streams.say(round_, TERMINAL_SLOT, Kind.TERMINAL, outcome, disposition, reason)
-        context.answer(True)
+        if own.doubt_at_s is not None:
+            self.rounds.timers.doubts.drop(round_.incarnation)
+        if self.notes:
+            self.rounds.note(round_, "terminal vote", self.context.me)
+        self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, own.outcome, own.disposition, own.reason)
+        return True
+
+    def _check_same_vote(
+        self, key: Key, round_: Round, outcome: Outcome, disposition: Disposition, why: Reason
+    ) -> None:
+        """No vote is taken in this state: it is a repetition, or refused."""
+        own = round_.own
+        if own.terminal < _VOTED:
+            self.context.refuse("terminal vote while this rank's readiness attempt is open", key, round_)
+        if (outcome, disposition, why) != (own.outcome, own.disposition, own.reason):
+            self.context.refuse("a terminal vote is immutable", key, round_)
 
     def _doubt_is_due(self, round_: Round) -> bool:
         since_s = round_.own.doubt_at_s
         return since_s is not None and self.context.elapsed_s >= since_s + self.context.config.doubt_deadline_s
 
-    def doubt(self, event: ev.DoubtRaised) -> None:
-        """The host has no proof of quiescence."""
-        key, context = event.key, self.context
-        reason = context.known(Reason, event.reason)
+    def doubt(self, key: Key, why: Reason) -> bool:
+        """The host has no proof of quiescence. False: it has said so before."""
+        context = self.context
+        reason = context.known(Reason, why)
         round_ = self._round_of(key)
         if round_ is None:
             context.refuse("doubt about a decided request", key)
         own = round_.own
-        if own.terminal >= TerminalState.VOTED:
+        if own.terminal >= _VOTED:
             context.refuse("doubt after this rank's terminal vote", key, round_)
-        if own.ready not in FENCE[TerminalInput.DOUBT]:
-            context.refuse("doubt about a request that never ran here", key, round_)
         first = self._move_terminal(round_, TerminalInput.DOUBT)
+        if not first and own.terminal is TerminalState.OPEN:
+            context.refuse("doubt about a request that never ran here", key, round_)
         if first:
             own.doubt_at_s = context.elapsed_s
             self.rounds.timers.doubted(round_.incarnation, context.elapsed_s)
-            self.rounds.note(round_, "doubt", context.me)
+            if self.notes:
+                self.rounds.note(round_, "doubt", self.context.me)
             self.streams.say(round_, DOUBT_SLOT, Kind.DOUBT, reason=reason)
-        context.answer(first)
+        return first
 
     def doubt_expired(self, round_: Round) -> None:
         """The deadline of this rank's first doubt has passed."""
         round_.own.doubt_expired = True
-        self.context.emit(ev.DoubtExpired(_key(round_)))
+        self.context.emit(ev.DoubtExpired(round_.key))
 
     # -- the coordinator's decisions --------------------------------------------------------------------------------
 
@@ -474,16 +504,15 @@ class Member:
             context.blame_coordinator(f"unknown reason {reason}")
         round_ = rounds.open.get(incarnation)
         if round_ is None:
-            if not 1 <= incarnation <= rounds.heard and kind != Kind.ABORT:
+            if not 1 <= incarnation <= rounds.heard and kind != _ABORT:
                 context.blame_coordinator(
                     f"{Kind(kind).name} for incarnation {incarnation}, which this rank never heard of"
                 )
             round_ = rounds.unheard(context.coordinator, request_id, incarnation)
             if round_ is None:
                 return
-        own = round_.own
-        if kind == Kind.REASONS:
-            own.reasons |= request_id << (64 * outcome)
+        if kind == _REASONS:
+            round_.own.reasons |= request_id << (64 * outcome)
             return
         if round_.request_id != request_id:
             context.blame_coordinator(
@@ -492,15 +521,16 @@ class Member:
             )
         if round_.blocked:
             self._impossible(round_, kind, "before an older round was decided here")
-        if kind == Kind.COMMIT:
+        if kind == _COMMIT:
             self.commit(round_, outcome, disposition)
             return
-        if attempt != own.attempt:
-            if attempt < own.attempt:
+        now = round_.own.attempt
+        if attempt != now:
+            if attempt < now:
                 rounds.stale += 1
                 return
-            self._impossible(round_, kind, f"for attempt {attempt} during {own.attempt}")
-        if kind == Kind.FINALIZE:
+            self._impossible(round_, kind, f"for attempt {attempt} during {now}")
+        if kind == _FINALIZE:
             self._finalized(round_, MODES[outcome], reason)
         else:
             self._attempt_decided(round_, kind, reason)
@@ -511,27 +541,28 @@ class Member:
     def _attempt_decided(self, round_: Round, kind: int, reason: int) -> None:
         """PREPARE, RELEASE, COMPLETE or ABORT."""
         own, context = round_.own, self.context
+        given, name = _DECIDED[kind]
         before = own.ready
-        after = self.ready_next[before][_DECIDED[kind]]
+        after = self.ready_next[before][given]
         if after is None:
             self._impossible(round_, kind, f"in {before.name}")
         own.ready = after
-        self.rounds.note(round_, Kind(kind).name, context.coordinator)
-        if kind == Kind.ABORT:
+        self.rounds.note(round_, name, context.coordinator)
+        if kind == _ABORT:
             own.aborted_for = reason
             own.leased_at_s = None
             self.rounds.timers.leases.drop(round_.incarnation)
             if round_.heard:
-                context.emit(ev.Aborted(_key(round_), REASONS[reason]))
+                context.emit(ev.Aborted(round_.key, REASONS[reason]))
         elif after is before:  # swallowed: PREPARE after a withdrawal, RELEASE after a revocation
             self.ignored += 1
-        elif kind == Kind.PREPARE:
-            context.emit(ev.Prepared(_key(round_)))
-        elif kind == Kind.RELEASE:
-            context.emit(ev.Released(_key(round_)))
+        elif kind == _PREPARE:
+            context.emit(ev.Prepared(round_.key))
+        elif kind == _RELEASE:
+            context.emit(ev.Released(round_.key))
         else:
             self._measure(own.leased_at_s)
-            context.emit(ev.Completed(_key(round_)))
+            context.emit(ev.Completed(round_.key))
 
     def _finalized(self, round_: Round, mode: FinalizeMode, reason: int) -> None:
         own = round_.own
@@ -539,7 +570,7 @@ class Member:
         given = ReadyInput.FINALIZE_REOPEN if reopened else ReadyInput.FINALIZE_LAST
         if not self._can(round_, given):
             self._impossible(round_, Kind.FINALIZE, f"in {own.ready.name}")
-        key = _key(round_)
+        key = round_.key
         if mode is FinalizeMode.CLOSED and not self._move_terminal(round_, TerminalInput.CLOSE):
             self._impossible(round_, Kind.FINALIZE, f"CLOSED although this rank is {own.terminal.name}")
         self._move(round_, given)
@@ -550,7 +581,7 @@ class Member:
         own.advised = False
         if mode is FinalizeMode.CLOSED:
             self.closed_rounds += 1
-            self._digest_final(round_, _CLOSED_MARK, 0)
+            self._finals.update(_FINAL_PACK(*round_.key, _CLOSED_MARK, 0))
             self.rounds.retire(round_)
         elif reopened:
             self._reopen(round_)
@@ -558,7 +589,7 @@ class Member:
     def _reopen(self, round_: Round) -> None:
         """The next attempt begins with what the host wanted of it."""
         own = round_.own
-        own.attempt += 1
+        round_.next_attempt()
         intent, wanted = own.next_intent, own.next_reason
         own.next_intent, own.next_reason = NEXT_NOTHING, 0
         if self.rounds.last is not None and self.context.is_scheduler:
@@ -572,40 +603,36 @@ class Member:
         """The decision: reclaim, or retire."""
         own, context = round_.own, self.context
         if outcome < own.outcome or disposition < own.disposition or (disposition and not outcome):
-            self._impossible(round_, Kind.COMMIT, f"{OUTCOMES[outcome].name} against this rank's {own.outcome}")
-        if not self._move_terminal(round_, TerminalInput.COMMIT):
-            self._impossible(round_, Kind.COMMIT, f"in {own.terminal.name}, {own.ready.name}")
-        self.rounds.note(round_, "COMMIT", context.coordinator)
-        packed = own.reasons
-        reasons = (
-            tuple(REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(context.size))
-            if packed
-            else (REASONS[0],) * context.size
-        )
+            self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {own.outcome}")
+        after = TERMINAL_AFTER[_BY_COMMIT][own.terminal][own.ready]
+        if after is None:
+            self._impossible(round_, _COMMIT, f"in {own.terminal.name}, {own.ready.name}")
+        own.terminal = after
         self._measure(own.voted_at_s)
         self.committed += 1
         self.outcome_counts[outcome] += 1
-        self._digest_final(round_, outcome, disposition)
-        context.emit(ev.Committed(_key(round_), OUTCOMES[outcome], DISPOSITIONS[disposition], reasons))
+        self._finals.update(_FINAL_PACK(*round_.key, outcome, disposition))
+        reasons = self._reasons(own.reasons) if own.reasons else self._no_reasons
+        context.emit(ev.committed(round_.key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons))
         self.rounds.retire(round_)
         if disposition:
             self.quarantined += 1
             if self.quarantined > context.config.quarantine_rounds_max:
+                self.rounds.note(round_, "COMMIT", context.coordinator)
                 raise Violation(FaultCode.QUARANTINE_BUDGET, f"{self.quarantined} rounds are in quarantine", round_)
 
-    def _digest_final(self, round_: Round, outcome: int, disposition: int) -> None:
-        packed = _FINAL_PACK(round_.request_id, round_.incarnation, round_.own.attempt, outcome, disposition, 0, 0)
-        self.digest = blake2b(self.digest + packed, digest_size=16).digest()
+    def _reasons(self, packed: int) -> tuple[Reason, ...]:
+        return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.size)])
 
     def _measure(self, since_s: float | None) -> None:
         if since_s is None:
             return
         latency_s = self.context.elapsed_s - since_s
-        self.latency_count += 1
         self.latency_sum_s += latency_s
         if latency_s > self.latency_max_s:
             self.latency_max_s = latency_s
-        self.latency_buckets[min(int(latency_s * 1e6).bit_length(), LATENCY_BUCKETS - 1)] += 1
+        bucket = int(latency_s * 1e6).bit_length()
+        self.latency_buckets[bucket if bucket < LATENCY_BUCKETS else -1] += 1
 
     # -- for explorers ----------------------------------------------------------------------------------------------
 
@@ -614,6 +641,7 @@ class Member:
         twin = Member.__new__(Member)
         twin.__dict__.update(self.__dict__)
         twin.context, twin.streams, twin.rounds = context, streams, rounds
+        twin._finals, twin._activations = self._finals.copy(), self._activations.copy()
         twin.outcome_counts = list(self.outcome_counts)
         twin.latency_buckets = list(self.latency_buckets)
         return twin
@@ -624,7 +652,3 @@ class Member:
             self.committed, self.closed_rounds, self.quarantined,
             (self.digest, self.activation_digest) if digests else (),
         )  # fmt: skip
-
-
-def _key(round_: Round) -> Key:
-    return Key(round_.request_id, round_.incarnation, round_.own.attempt)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pp_agreement._events import Record
+from pp_agreement._events import Key, Record, key_of
 from pp_agreement._state import Phase, ReadyState, TerminalState
 
+PLAIN_VOTE = (0, 0, 0)
+"""COMPLETED, RELEASE, without a reason: what nearly all votes are."""
 NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
+_IDLE, _OPEN, _GATHERING = ReadyState.IDLE, TerminalState.OPEN, Phase.GATHERING
 
 
 class Own:
@@ -32,8 +35,8 @@ class Own:
 
     def __init__(self) -> None:
         self.attempt = 0
-        self.ready: ReadyState = ReadyState.IDLE
-        self.terminal: TerminalState = TerminalState.OPEN
+        self.ready: ReadyState = _IDLE
+        self.terminal: TerminalState = _OPEN
         self.outcome = 0
         self.disposition = 0
         self.reason = 0
@@ -81,7 +84,7 @@ class Tally:
     )
 
     def __init__(self) -> None:
-        self.phase: Phase = Phase.GATHERING
+        self.phase: Phase = _GATHERING
         self.attempt = 0  # the attempt that ``phase`` speaks of
         self.votes = 0
         self.withdrawn = 0
@@ -92,7 +95,7 @@ class Tally:
         self.recalled = 0  # members whose advice was passed on: of each once
         self.doubted = 0
         self.terminal_mask = 0
-        self.terminal_votes: dict[int, tuple[int, int, int]] = {}
+        self.terminal_votes: dict[int, tuple[int, int, int]] = {}  # those that are not ``PLAIN_VOTE``
 
     def next_attempt(self) -> None:
         """Everything that speaks of one attempt only."""
@@ -119,12 +122,13 @@ class Round:
     """Everything one rank knows about one admission."""
 
     __slots__ = (
-        "blocked", "heard", "held", "incarnation", "own", "request_id", "story", "tally", "touched_s", "uses_ready",
+        "blocked", "heard", "held", "incarnation", "key", "own", "request_id", "story", "tally", "touched_s", "uses_ready",
     )  # fmt: skip
 
     def __init__(self, request_id: int, incarnation: int, counts: bool) -> None:
         self.request_id = request_id
         self.incarnation = incarnation
+        self.key: Key = key_of((request_id, incarnation, 0))  # of the attempt that runs: what hosts are given
         self.heard = False
         self.blocked = False  # admitted, but an older round must be decided here first; records are held
         self.held: list[tuple[int, Record]] | None = None
@@ -133,6 +137,12 @@ class Round:
         self.tally: Tally | None = Tally() if counts else None
         self.touched_s = 0.0  # last progress
         self.story: list[tuple[float, str, int]] = []
+
+    def next_attempt(self) -> None:
+        """This rank's next attempt begins."""
+        own = self.own
+        own.attempt += 1
+        self.key = key_of((self.request_id, self.incarnation, own.attempt))
 
     def copy(self) -> Round:
         """An independent copy, for the explorer."""

@@ -6,7 +6,7 @@ from pp_agreement._context import Context, Violation
 from pp_agreement._events import REQUEST_ID_MAX, FaultCode
 from pp_agreement._round import Round
 from pp_agreement._streams import Streams
-from pp_agreement._timers import Timers
+from pp_agreement._timers import NEVER_S, Timers
 
 
 class Rounds:
@@ -16,8 +16,10 @@ class Rounds:
         self.context = context
         self.streams = streams
         self.timers = Timers(context.config)
+        self.credits = context.config.credits
+        self.story_max = context.config.story_entries_max
         self.open: dict[int, Round] = {}
-        self.by_request: dict[int, list[int]] = {}  # an index: open incarnations of a request id, oldest first
+        self.by_request: dict[int, tuple[int, ...]] = {}  # an index: open incarnations of a request id, oldest first
         self.blocked: list[int] = []
         self.heard = 0
         self.last: int | None = None  # the last incarnation that will be admitted, once a drain has said so
@@ -29,52 +31,52 @@ class Rounds:
         """Open a round."""
         round_ = Round(request_id, incarnation, self.context.is_coordinator)
         self.open[incarnation] = round_
-        self.by_request.setdefault(request_id, []).append(incarnation)
-        self.timers.opened(incarnation, self.context.elapsed_s)
-        round_.touched_s = self.context.elapsed_s
+        siblings = self.by_request.get(request_id)
+        self.by_request[request_id] = (incarnation,) if siblings is None else (*siblings, incarnation)
+        round_.touched_s = now_s = self.context.elapsed_s
+        if self.timers.idle_due_s == NEVER_S:
+            self.timers.opened(now_s)
         if blocked:
             round_.blocked = True
             round_.held = []
             self.blocked.append(incarnation)
         else:
-            self._spend()
+            self.open_count += 1
+            if self.open_count > self.open_max:
+                self.open_max = self.open_count
         return round_
-
-    def _spend(self) -> None:
-        self.open_count += 1
-        if self.open_count > self.open_max:
-            self.open_max = self.open_count
 
     def retire(self, round_: Round) -> None:
         """The final decision: the round is over, and its credit free."""
         incarnation = round_.incarnation
         del self.open[incarnation]
-        siblings = self.by_request[round_.request_id]
-        siblings.remove(incarnation)
-        if not siblings:
-            del self.by_request[round_.request_id]
+        siblings = self.by_request.pop(round_.request_id)
+        if len(siblings) > 1:
+            self.by_request[round_.request_id] = tuple([i for i in siblings if i != incarnation])
         self.open_count -= 1
-        self.timers.retired(incarnation)
+        own = round_.own
+        if own.doubt_at_s is not None or own.leased_at_s is not None:
+            self.timers.retired(incarnation)
         if self.blocked:
             self._unblock()
 
     def _unblock(self) -> None:
         for incarnation in tuple(self.blocked):
-            if self.open_count >= self.context.config.credits:
+            if self.open_count >= self.credits:
                 return
             round_ = self.open[incarnation]
             if self.by_request[round_.request_id][0] != incarnation:
                 continue
             self.blocked.remove(incarnation)
             round_.blocked = False
-            self._spend()
+            self.open_count += 1  # never more than before: a round has just been retired
             held, round_.held = round_.held or (), None
             for slot, record in held:
                 self.streams.queue_up(slot, record)
 
     def unheard(self, source: int, request_id: int, incarnation: int) -> Round | None:
         """A record for a round that is not open here: stale, inside the credit window, or a fault."""
-        context, credits = self.context, self.context.config.credits
+        context, credits = self.context, self.credits
         if 1 <= incarnation <= self.heard:
             self.stale += 1
             return None
@@ -99,13 +101,12 @@ class Rounds:
 
     def note(self, round_: Round, what: str, source: int) -> None:
         """Progress of a round: an entry of its story, and its time without progress starts anew."""
-        context = self.context
+        context, story = self.context, round_.story
         round_.touched_s = context.elapsed_s
-        limit = context.config.story_entries_max
-        if limit:
-            story = round_.story
-            if len(story) >= limit:
-                del story[min(4, limit - 1)]
+        if len(story) < self.story_max:
+            story.append((context.now_s, what, source))
+        elif story:
+            del story[min(4, self.story_max - 1)]
             story.append((context.now_s, what, source))
 
     def copy(self, context: Context, streams: Streams) -> Rounds:
@@ -115,7 +116,7 @@ class Rounds:
         twin.context, twin.streams = context, streams
         twin.timers = self.timers.copy()
         twin.open = {i: r.copy() for i, r in self.open.items()}
-        twin.by_request = {i: list(v) for i, v in self.by_request.items()}
+        twin.by_request = dict(self.by_request)
         twin.blocked = list(self.blocked)
         return twin
 

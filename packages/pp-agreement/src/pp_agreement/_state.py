@@ -377,7 +377,14 @@ def _compiled(
 
 MEMBER_NEXT = _compiled(MEMBER_TRANSITIONS, ReadyState, ReadyInput)
 SCHEDULER_NEXT = _compiled(SCHEDULER_TRANSITIONS, ReadyState, ReadyInput)
-TERMINAL_NEXT = _compiled(TERMINAL_TRANSITIONS, TerminalState, TerminalInput)
+TERMINAL_AFTER: list[list[list[TerminalState | None]]] = [
+    [
+        [TERMINAL_TRANSITIONS[state].get(given) if ready in FENCE[given] else None for ready in ReadyState]
+        for state in TerminalState
+    ]
+    for given in TerminalInput
+]
+"""By input, terminal state and readiness: the table and the fence in one look."""
 PHASE_NEXT = _compiled(PHASE_TRANSITIONS, Phase, Decision)
 COORDINATOR_RULE: list[list[Rule]] = [
     [
@@ -389,6 +396,9 @@ COORDINATOR_RULE: list[list[Rule]] = [
 CONTRACT: list[Message | None] = [
     MESSAGES[Kind(code)] if code in Kind._value2member_map_ else None for code in range(256)
 ]
+MEMBERS_SAY = [row is not None and row.author != "coordinator" for row in CONTRACT]
+SCHEDULER_SAYS = [row is not None and row.author == "scheduler" for row in CONTRACT]
+COORDINATOR_SAYS = [row is not None and row.to != "coordinator" for row in CONTRACT]
 
 
 class RoundState(NamedTuple):

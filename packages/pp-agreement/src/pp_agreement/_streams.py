@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import deque
 
 from pp_agreement._context import Context, Violation
-from pp_agreement._events import FaultCode, Frame, Record, SendFrame
+from pp_agreement._events import FaultCode, Frame, Record, frame_of
 from pp_agreement._round import Round
 from pp_agreement._state import REPLACES, Kind
 
 EXCHANGE = -1
 """The one 'peer' of a replicated core: the lockstep exchange with everybody."""
 
-REPEATS_KEPT = 64
-"""Frames of a stream whose content is remembered; a transport repeats what it sent last, or nothing."""
+REPEATS_KEPT = 16
+"""Frames of a stream whose bytes are kept, to be compared with those of a frame that comes again; a transport repeats what
+it sent last, or nothing. They are the bytes that came, not copies."""
 
 # Slots of unsent records.
 READY_SLOT, TERMINAL_SLOT, RECALL_SLOT, DOUBT_SLOT, CONTROL_SLOT = range(5)
@@ -32,20 +33,22 @@ class Streams:
 
     def __init__(self, context: Context) -> None:
         self.context = context
+        self.limit = context.config.records_per_frame_max
+        self.queue_limit = context.config.queue_records_max
         size = context.size
         self.counts_own = context.is_coordinator and not context.replicated  # own records go to the own coordinator
         self.intents: dict[tuple[int, int], Record] = {}
         self.queues: dict[int, list[Record]] = {p: [] for p in context.peers} if context.is_coordinator else {}
-        self.local: deque[tuple[bool, Record]] = deque()  # this rank's own queue: (to the coordinator, record)
+        self.local: deque[Record] = deque()  # what this rank's own two halves say to each other
         self.next_sequence = [1] * size
         self.expected = [1] * size
         self.sessions = [0] * size  # of the peers; 0: not heard yet
-        self.seen: list[deque[int]] = [deque(maxlen=REPEATS_KEPT) for _ in range(size)]
+        self.seen: list[deque[bytes]] = [deque(maxlen=REPEATS_KEPT) for _ in range(size)]
         self.last_sent_s = [float("-inf")] * size
         self.busy_pending: dict[int, int] = {}
         self.muted = False  # this rank says nothing of its own accord any more
-        self.sent_kinds = [0] * 128
-        self.received_kinds = [0] * 128
+        self.sent_kinds = [0] * 256  # by kind
+        self.received_kinds = [0] * 256
         self.duplicates = 0
         self.frames_received = 0
         self.frames_sent = 0
@@ -58,11 +61,14 @@ class Streams:
         self, round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
     ) -> None:
         """This rank says something about a round, to the coordinator."""
-        record = (int(kind), outcome, disposition, reason, round_.own.attempt, round_.request_id, round_.incarnation)
+        request_id, incarnation, attempt = round_.key
+        record = (kind + 0, outcome, disposition, reason, attempt, request_id, incarnation)
         if round_.held is not None:
             kept = [(s, r) for s, r in round_.held if s != slot]
             kept.append((slot, record))
             round_.held = kept
+        elif self.counts_own:
+            self.local.append(record)
         else:
             self.queue_up(slot, record)
 
@@ -73,21 +79,21 @@ class Streams:
     def queue_up(self, slot: int, record: Record) -> None:
         """Put a record of this rank where it waits."""
         if self.counts_own:
-            self.local.append((True, record))
+            self.local.append(record)
             return
-        place = (slot, record[6])
-        older = self.intents.get(place)
+        intents, place = self.intents, (slot, record[6])
+        older = intents.get(place)
         if older is not None and slot == READY_SLOT and older[0] not in REPLACES[Kind(record[0])]:
             raise Violation(FaultCode.INTERNAL, f"{Kind(record[0]).name} would replace an unsent {Kind(older[0]).name}")
-        self.intents[place] = record
-        if len(self.intents) > self.queue_max:
-            self.queue_max = len(self.intents)
+        intents[place] = record
+        if len(intents) > self.queue_max:
+            self.queue_max = len(intents)
 
     def control(self, kind: Kind, *, request_id: int = 0, incarnation: int = 0) -> None:
         """This rank says something about the domain, to the coordinator."""
         record = (int(kind), 0, 0, 0, 0, request_id, incarnation)
         if self.counts_own:
-            self.local.append((True, record))
+            self.local.append(record)
         else:
             self.intents[CONTROL_SLOT + kind, 0] = record
 
@@ -95,13 +101,13 @@ class Streams:
         """The coordinator says something to everybody, itself included."""
         for queue in self.queues.values():
             queue.append(record)
-        self.local.append((False, record))
+        self.local.append(record)
 
     def tell_scheduler(self, record: Record) -> None:
         """The coordinator says something to the scheduling rank."""
         context = self.context
         if context.is_scheduler:
-            self.local.append((False, record))
+            self.local.append(record)
         elif not context.replicated:
             self.queues[context.scheduler].append(record)
 
@@ -147,77 +153,84 @@ class Streams:
     def fill(self, peer: int, outstanding: int) -> None:
         """A slot towards ``peer`` is free: one frame of what waits, or a heartbeat when nothing else is under way."""
         context = self.context
-        limit = context.config.records_per_frame_max
-        records: tuple[Record, ...]
-        if self.counts_own:
-            queue = self.queues[peer]
-            if len(queue) > self.queue_max:
-                self.queue_max = len(queue)
-                if len(queue) > context.config.queue_records_max and context.fault is None:
-                    raise Violation(FaultCode.INTERNAL, f"{len(queue)} records wait for rank {context.name(peer)}")
-            if len(queue) <= limit:
-                records = tuple(queue)
-                queue.clear()
-            else:
-                records = tuple(queue[:limit])
-                del queue[:limit]
-        elif len(self.intents) <= limit:
-            records = tuple(self.intents.values())
-            self.intents.clear()
-        else:
-            places = list(self.intents)[:limit]
-            records = tuple(self.intents.pop(place) for place in places)
-        busy_ms = self.busy_pending.pop(peer, 0)
-        if not records and not busy_ms:
+        records = self._take_from_queue(peer) if self.counts_own else self._take_intents()
+        busy_ms = self.busy_pending.pop(peer, 0) if self.busy_pending else 0
+        if records:
+            kinds = self.sent_kinds
+            for record in records:
+                kinds[record[0]] += 1
+        elif not busy_ms:
             if outstanding or not self.is_beat_due(peer):
                 return
             self.heartbeats_sent += 1
-        kinds = self.sent_kinds
-        for record in records:
-            kinds[record[0]] += 1
         sequence = self.next_sequence[peer]
         self.next_sequence[peer] = sequence + 1
         self.last_sent_s[peer] = context.elapsed_s
         self.frames_sent += 1
-        context.effects.append(SendFrame(peer, Frame(sequence, busy_ms, records, context.session)))
+        context.frames.append((peer, frame_of((sequence, busy_ms, records, context.session, b""))))
+
+    def _take_from_queue(self, peer: int) -> tuple[Record, ...]:
+        queue, limit = self.queues[peer], self.limit
+        if len(queue) > self.queue_max:
+            self.queue_max = len(queue)
+            if len(queue) > self.queue_limit and self.context.fault is None:
+                raise Violation(FaultCode.INTERNAL, f"{len(queue)} records wait for rank {self.context.name(peer)}")
+        records = tuple(queue[:limit])
+        del queue[:limit]
+        return records
+
+    def _take_intents(self) -> tuple[Record, ...]:
+        intents, limit = self.intents, self.limit
+        if len(intents) <= limit:
+            records = tuple(intents.values())
+            intents.clear()
+            return records
+        places = list(intents)[:limit]
+        return tuple([intents.pop(place) for place in places])
 
     # -- what comes -------------------------------------------------------------------------------------------------
 
     def accept(self, peer: int, frame: Frame) -> bool:
         """Whether the frame is the next one of its stream; False: an exact repetition, ignored."""
-        context = self.context
-        if peer not in context.peers:
-            raise Violation(
-                FaultCode.PROTOCOL, f"a frame from rank {context.name(peer)}, which is not spoken to", suspect=peer
-            )
-        sequence, known = frame.sequence, self.sessions[peer]
-        if frame.session != known:
-            if known or self.expected[peer] > 1:
-                raise Violation(
-                    FaultCode.SEQUENCE,
-                    f"rank {context.name(peer)} speaks in another session than before: it was restarted, which needs "
-                    "another epoch of the domain",
-                    suspect=peer,
-                )
-            if sequence == 1:
-                self.sessions[peer] = frame.session
-        expected = self.expected[peer]
-        if sequence != expected:
-            seen = self.seen[peer]
-            age = expected - sequence
-            if 0 < age <= len(seen) and seen[-age] == frame.checksum:
-                self.duplicates += 1
-                return False
-            told = (
-                f"frame {sequence} of rank {context.name(peer)} came where {expected} was due"
-                if age < 0
-                else f"frame {sequence} of rank {context.name(peer)} came again with another content"
-            )
-            raise Violation(FaultCode.SEQUENCE, told, suspect=peer)
+        sequence, _busy_ms, _records, session, content = frame
+        if peer not in self.context.peers:
+            name = self.context.name(peer)
+            raise Violation(FaultCode.PROTOCOL, f"a frame from rank {name}, which is not spoken to", suspect=peer)
+        if session != self.sessions[peer]:
+            self._meet(peer, sequence, session)
+        if sequence != self.expected[peer]:
+            self._expect_repetition(peer, sequence, content)
+            return False
         self.expected[peer] = sequence + 1
-        self.seen[peer].append(frame.checksum)
+        self.seen[peer].append(content)
         self.frames_received += 1
         return True
+
+    def _meet(self, peer: int, sequence: int, session: int) -> None:
+        """The first frame of a peer names its session; another one later is another process."""
+        if self.sessions[peer] or self.expected[peer] > 1:
+            raise Violation(
+                FaultCode.SEQUENCE,
+                f"rank {self.context.name(peer)} speaks in another session than before: it was restarted, which needs "
+                "another epoch of the domain",
+                suspect=peer,
+            )
+        if sequence == 1:
+            self.sessions[peer] = session
+
+    def _expect_repetition(self, peer: int, sequence: int, content: bytes) -> None:
+        """A frame out of turn is one that came before, byte for byte; anything else is a fault."""
+        expected, seen = self.expected[peer], self.seen[peer]
+        age = expected - sequence
+        if 0 < age <= len(seen) and seen[-age] == content:
+            self.duplicates += 1
+            return
+        told = (
+            f"frame {sequence} of rank {self.context.name(peer)} came where {expected} was due"
+            if age < 0
+            else f"frame {sequence} of rank {self.context.name(peer)} came again with another content"
+        )
+        raise Violation(FaultCode.SEQUENCE, told, suspect=peer)
 
     # -- for explorers ----------------------------------------------------------------------------------------------
 

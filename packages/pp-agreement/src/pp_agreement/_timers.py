@@ -1,4 +1,8 @@
-"""Deadlines of rounds, and the three kinds of them: a doubt's, a lease's, and the one of a round that nobody moves."""
+"""Deadlines of rounds, and the three kinds of them: a doubt's, a lease's, and the one of a round that nobody moves.
+
+Each kind knows the earliest time at which anything of it can be due, so a poll in which nothing is due makes one comparison
+per kind.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +70,12 @@ class Timers:
         self._round_timeout_s = config.round_timeout_s
         self.doubts = Deadlines()
         self.leases = Deadlines()
-        self.rounds = Deadlines()
+        self.idle_due_s = NEVER_S  # before this time no open round can have been idle for its timeout
 
-    def opened(self, incarnation: int, now_s: float) -> None:
-        """Watch a round; progress moves only its ``touched_s``, the deadline follows when it is looked at."""
+    def opened(self, now_s: float) -> None:
+        """A round is open, and none was watched."""
         if self._round_timeout_s is not None:
-            self.rounds.set(incarnation, now_s + self._round_timeout_s)
+            self.idle_due_s = now_s + self._round_timeout_s
 
     def leased(self, incarnation: int, now_s: float) -> None:
         """The scheduling rank granted its lease."""
@@ -86,23 +90,24 @@ class Timers:
         """The round is decided."""
         self.doubts.drop(incarnation)
         self.leases.drop(incarnation)
-        self.rounds.drop(incarnation)
 
     def watch(self, context: Context, rounds: dict[int, Round], now_s: float) -> None:
-        """Stop the domain for a round that others owe something and that nothing has moved for the timeout."""
-        timeout_s = self._round_timeout_s
+        """Stop the domain for a round that others owe something and that nothing has moved for the timeout.
+
+        Progress moves only a round's ``touched_s``; when the earliest may be due, all are looked at: once per timeout where
+        rounds are decided sooner than that.
+        """
+        timeout_s, due_s = self._round_timeout_s, NEVER_S
         if timeout_s is None:
             return
-        for incarnation in tuple(self.rounds.due(now_s)):
-            round_ = rounds[incarnation]
-            deadline_s = round_.touched_s + timeout_s
-            if deadline_s > now_s:
-                self.rounds.set(incarnation, deadline_s)
-            elif is_waiting(round_):
-                what = waiting_for(context, round_)
-                raise Violation(FaultCode.ROUND_TIMEOUT, f"no progress for {timeout_s} s: {what}", round_)
-            else:
-                self.rounds.set(incarnation, now_s + timeout_s)
+        for round_ in rounds.values():
+            if round_.touched_s + timeout_s <= now_s:
+                if is_waiting(round_):
+                    what = waiting_for(context, round_)
+                    raise Violation(FaultCode.ROUND_TIMEOUT, f"no progress for {timeout_s} s: {what}", round_)
+                round_.touched_s = now_s  # nobody owes it anything: its time starts anew
+            due_s = min(due_s, round_.touched_s + timeout_s)
+        self.idle_due_s = due_s
 
     def armed(self) -> tuple[object, ...]:
         """What can become due, without when; for explorers."""
@@ -111,7 +116,7 @@ class Timers:
     def copy(self) -> Timers:
         twin = Timers.__new__(Timers)
         twin.__dict__.update(self.__dict__)
-        twin.doubts, twin.leases, twin.rounds = self.doubts.copy(), self.leases.copy(), self.rounds.copy()
+        twin.doubts, twin.leases = self.doubts.copy(), self.leases.copy()
         return twin
 
 

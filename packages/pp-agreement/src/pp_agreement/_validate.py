@@ -67,8 +67,11 @@ def _validate_tally(core: AgreementCore, round_: Round, tally: Tally, need) -> N
     need(phase not in (Phase.RELEASED, Phase.COMPLETE) or tally.acks == full, "RELEASE without all leases", round_)
     need(phase is not Phase.COMPLETE or tally.activated == full, "COMPLETE without all activations", round_)
     need(phase is not Phase.ABORTING or not tally.activated, "ABORT after an activation", round_)
-    need(tally.terminal_mask == sum(1 << m for m in tally.terminal_votes), "terminal votes are miscounted", round_)
+    need(all(tally.terminal_mask >> m & 1 for m in tally.terminal_votes), "terminal votes are miscounted", round_)
     if not core.context.replicated and own.attempt == tally.attempt and phase is not Phase.FINAL:
         leased = bool(tally.acks >> core.context.me & 1)
         excused = phase is Phase.ABORTING or own.ready is ReadyState.REVOKED
         need(excused or leased == (own.ready in _HOLDS_LEASE), "the own lease and the tally disagree", round_)
+    if not core.context.replicated and core.fault is None and not round_.blocked:
+        voted = bool(tally.terminal_mask >> core.context.me & 1)
+        need(voted == (own.terminal >= TerminalState.VOTED), "the own vote and the tally disagree", round_)

@@ -213,7 +213,7 @@ class Scenario:
                         and other._core.fault is None
                         and not other._core.ending.closing
                     ):
-                        other._apply(ev.CloseRequested())
+                        other._call(other._core.ending.close)
                     other.poll()
 
         clean = self.agreements[rank].close(2.0, turn)
