@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pp_agreement._state import (
+    ABOUT_ROUNDS,
     CONTRACT,
     COORDINATOR_RULE,
     COORDINATOR_RULES,
@@ -133,6 +134,7 @@ def test_the_terminal_table_holds_the_fence():
 def test_who_may_say_a_kind_is_in_the_table(code):
     author = CONTRACT[code].author if CONTRACT[code] else "nobody"
     assert MEMBERS_SAY[code] == (author in ("member", "scheduler", "any"))
+    assert ABOUT_ROUNDS[code] == (MEMBERS_SAY[code] and CONTRACT[code].phase != "DOMAIN")
     assert SCHEDULER_SAYS[code] == (author == "scheduler")
     assert COORDINATOR_SAYS[code] == (author in ("coordinator", "any"))
 

@@ -138,9 +138,10 @@ class Coordinator:
         if disposition and not outcome:
             context.blame(source, "voted COMPLETED with QUARANTINE", round_)
         phase = tally.phase
-        took_part = tally.votes | tally.withdrawn | tally.abort_acks
-        if took_part & bit and phase is not _FINAL and not tally.activated & bit:
-            context.blame(source, "voted terminal while its readiness attempt is open", round_)
+        if round_.uses_ready and phase is not _FINAL and not tally.activated & bit:
+            took_part = tally.votes | tally.withdrawn | tally.abort_acks
+            if took_part & bit:
+                context.blame(source, "voted terminal while its readiness attempt is open", round_)
         if outcome or disposition or reason:
             tally.terminal_votes[source] = (outcome, disposition, reason)
         tally.terminal_mask = voted = tally.terminal_mask | bit

@@ -35,6 +35,7 @@ from pp_agreement._round import Round
 from pp_agreement._rounds import Rounds
 from pp_agreement._silence import Silence
 from pp_agreement._state import (
+    ABOUT_ROUNDS,
     CONTRACT,
     COORDINATOR_SAYS,
     DISPOSITIONS,
@@ -257,14 +258,12 @@ class AgreementCore:
     def _from_member(self, source: int, record: Record) -> None:
         """The coordinator hears a member."""
         kind, outcome, disposition, reason, attempt, request_id, incarnation = record
-        if not MEMBERS_SAY[kind]:
-            self.context.blame(source, f"may not send kind {kind}")
-        if outcome or disposition or reason:
-            self._check_fields(source, record)
-        if kind > _DOUBT:
+        if not ABOUT_ROUNDS[kind]:
             self._about_the_domain(source, record)
             return
-        if kind == _REVOKE:
+        if outcome or disposition or reason:
+            self._check_fields(source, record)
+        if SCHEDULER_SAYS[kind]:
             self._check_scheduler(source, kind)
         round_ = self.rounds.get(incarnation)
         if round_ is None:
@@ -300,6 +299,9 @@ class AgreementCore:
     def _about_the_domain(self, source: int, record: Record) -> None:
         """The coordinator hears a member about no round."""
         kind = record[0]
+        if not MEMBERS_SAY[kind]:
+            self.context.blame(source, f"may not send kind {kind}")
+        self._check_fields(source, record)
         if kind == _TEXT:
             self._hear_words(source, record)
         elif kind == _FAIL_STOP:

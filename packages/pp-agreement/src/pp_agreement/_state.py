@@ -398,6 +398,7 @@ CONTRACT: list[Message | None] = [
 ]
 MEMBERS_SAY = [row is not None and row.author != "coordinator" for row in CONTRACT]
 SCHEDULER_SAYS = [row is not None and row.author == "scheduler" for row in CONTRACT]
+ABOUT_ROUNDS = [said and code <= Kind.DOUBT for code, said in enumerate(MEMBERS_SAY)]
 COORDINATOR_SAYS = [row is not None and row.to != "coordinator" for row in CONTRACT]
 
 
