@@ -20,7 +20,7 @@ from pp_agreement._errors import RemoteProtocolError
 from pp_agreement._events import Frame, Record, frame_of
 
 MAGIC = b"PPAG"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 _HEADER = struct.Struct("<4sBBHIIHHQIQ")
 _RECORD = struct.Struct("<BBBBIQQ")
 _COUNT = struct.Struct("<H")
