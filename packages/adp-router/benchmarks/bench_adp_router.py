@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -103,20 +104,17 @@ def input_forms(router: Router, count: int) -> dict[str, Callable[[], object]]:
     items = [Item(o) for o in objects]
     requests = [RouteRequest(i, n, kv_block_count=256) for i, n in enumerate(sizes)]
     named = ("child_req_ids",)
+    length = attrgetter("count")
     return {
         "columns": lambda: router.route(columns, states),
         "NumPy columns": lambda: router.route(arrays, states),
         "request objects": lambda: router.route(requests, states),
-        "engine objects": lambda: router.route(batch_from(objects, length=_count), states),
+        "engine objects": lambda: router.route(batch_from(objects, length=length), states),
         "engine objects, attributes named": lambda: router.route(
-            batch_from(objects, length=_count, attributes=named), states
+            batch_from(objects, length=length, attributes=named), states
         ),
-        "queue items": lambda: router.route(batch_from(items, length=_count), states),
+        "queue items": lambda: router.route(batch_from(items, length=length), states),
     }
-
-
-def _count(request: Engine) -> int:
-    return request.count
 
 
 def timings() -> list[dict[str, Any]]:

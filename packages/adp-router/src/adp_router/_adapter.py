@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from itertools import repeat
-from operator import countOf
+from operator import attrgetter, countOf
 from typing import Any
 
 from adp_router._batch import RouteBatch, listed
@@ -15,10 +15,10 @@ from adp_router._types import RouteRequest
 
 #: Attributes that an engine's objects may have, or not.
 ATTRIBUTES = ("request", "scheduling_params", "py_scheduling_params", "child_req_ids", "conversation_id")
-
-
-#: Names from which on it pays to gather what all objects have (count).
-_UNION_MIN = 3
+#: Of these: a queue item's; the others are its request's.
+_OF_ITEMS = frozenset({"request", "child_req_ids"})
+#: Names from which on it pays to ask for what is missing first (count).
+_ASKED_MIN = 2
 
 
 def batch_from(
@@ -52,39 +52,29 @@ def batch_from(
     """
     wanted = _names(attributes)
     items = listed("objects", objects)
-    absent = _absent(items, wanted)
-
-    def column(items: list[Any], name: str) -> list[Any] | None:
-        return _read(items, name) if name in wanted and name not in absent else None
-
-    inner = column(items, "request")
-    if inner is None:
-        inner = items
-    else:
-        inner = [i if r is None else r for i, r in zip(items, inner, strict=True)]
-        # "child_req_ids" is the item's; the others are its request's.
-        absent = (absent & {"child_req_ids"}) | (_absent(inner, wanted) - {"child_req_ids"})
-    ids: Any
-    try:
-        ids = [item.request_id for item in items]
-    except AttributeError:
-        ids = [None]
-    if _lacking(ids):
-        ids = [_identity(i, r) for i, r in zip(items, inner, strict=True)]
+    absent = _absent(items, (wanted & _OF_ITEMS) | {"request_id"})
+    inner = items
+    if "request" in wanted - absent:
+        requests = _values(items, "request")
+        if missing := _lacking(requests):
+            requests = [i if r is None else r for i, r in zip(items, requests, strict=True)]
+        if missing < len(items):
+            inner = requests
+    ids = _identities(items, inner, named="request_id" not in absent)
+    children = _read(items, "child_req_ids") if "child_req_ids" in wanted - absent else None
+    said = wanted - _OF_ITEMS
+    said -= _absent(inner, said)
+    parameters = _read(inner, "scheduling_params") if "scheduling_params" in said else None
+    if "py_scheduling_params" in said and (parameters is None or _lacking(parameters)):
+        other = _read(inner, "py_scheduling_params")
+        parameters = _first_said(parameters, other)
     counts = list(map(length, inner)) if length is not None else [_token_count(r) for r in inner]
-    parameters = column(inner, "scheduling_params")
-    if parameters is None:
-        parameters = column(inner, "py_scheduling_params")
-    elif _lacking(parameters):
-        other = column(inner, "py_scheduling_params") or repeat(None)
-        parameters = [b if a is None else a for a, b in zip(parameters, other, strict=False)]
     targets = strict = None
     if parameters is not None:
         targets = _read(parameters, "attention_dp_rank")
     if parameters is not None and targets is not None:
         relax = _read(parameters, "attention_dp_relax") or repeat(None)
         strict = [t is not None and _strict(r) for t, r in zip(targets, relax, strict=False)]
-    children = column(items, "child_req_ids")
     return RouteBatch(
         ids,
         counts,
@@ -92,7 +82,7 @@ def batch_from(
         strict,
         None if children is None else [0 if c is None else _child_count(c) for c in children],
         None if kv_blocks is None else list(map(kv_blocks, inner)),
-        column(inner, "conversation_id"),
+        _read(inner, "conversation_id") if "conversation_id" in said else None,
         minus_one_is_no_target=False,
     )
 
@@ -149,9 +139,21 @@ def _child_count(children: Any) -> Any:
         return (children,)
 
 
+def _values(items: list[Any], name: str) -> list[Any]:
+    """An attribute of every object, None where it is missing; each is read once."""
+    values: list[Any] = []
+    try:
+        values.extend(map(attrgetter(name), items))
+    except AttributeError:
+        # What was read stays read; from the first that lacks it on, each is asked whether it has it.
+        values.append(None)
+        values.extend(map(getattr, items[len(values) :], repeat(name), repeat(None)))
+    return values
+
+
 def _read(items: list[Any], name: str) -> list[Any] | None:
-    """An attribute of every object, None where it is missing; None when nothing was said at all."""
-    values = list(map(getattr, items, repeat(name), repeat(None)))
+    """The same; None when nothing was said at all."""
+    values = _values(items, name)
     return None if _lacking(values) == len(values) else values
 
 
@@ -161,31 +163,40 @@ def _lacking(values: list[Any]) -> int:
 
 
 def _absent(items: list[Any], names: frozenset[str]) -> frozenset[str]:
-    """Names that no object has, by classes and the union of all instances' names: half of what looking for each on each costs.
+    """Names that no object has: to ask for one that is missing costs less than to read it and see that nothing came.
 
-    Where a class computes attributes, or hides its instances' names, nothing is known to be absent.
+    Where a class computes its attributes nobody asks twice: nothing is known to be absent, and of what it declares neither.
     """
-    if len(names) < _UNION_MIN:
+    if len(names) < _ASKED_MIN:
         return frozenset()
-    kinds: set[Any] = set(map(type, items))
     declared: set[str] = set()
+    kinds: set[Any] = set(map(type, items))
     for kind in kinds:
         if kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__"):
             return frozenset()
         declared.update(*(vars(base) for base in kind.__mro__))
-    try:
-        said = declared.union(*map(vars, items))
-    except TypeError:
-        return frozenset()
-    return names - said
+    return frozenset(name for name in names - declared if not any(map(hasattr, items, repeat(name))))
 
 
-def _identity(item: Any, inner: Any) -> Any:
-    for name in ("request_id", "id"):
-        found = getattr(item, name, None)
-        if found is not None:
-            return found
-    return inner.request_id
+def _identities(items: list[Any], inner: list[Any], *, named: bool) -> list[Any]:
+    """An item's ``request_id``, or else its ``id``, or else its request's ``request_id``.
+
+    Args:
+        named: Whether any item has a ``request_id``.
+    """
+    ids = _values(items, "request_id") if named else _values(items, "id")
+    if not _lacking(ids):
+        return ids
+    if named:
+        ids = [getattr(item, "id", None) if a is None else a for a, item in zip(ids, items, strict=True)]
+    return [r.request_id if a is None else a for a, r in zip(ids, inner, strict=True)]
+
+
+def _first_said(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
+    """Row by row what is not None."""
+    if first is None or second is None:
+        return first or second
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
 def _token_count(item: Any) -> int:

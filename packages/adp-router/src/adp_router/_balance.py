@@ -1,6 +1,7 @@
 """Longest first, each to the least loaded rank that can take it (longest processing time first, by a heap).
 
-The loops are flat on purpose: they are the whole cost of routing thousands of requests in a step.
+The loops are flat on purpose: they are the whole cost of routing thousands of requests in a step. Where no capacity and no
+limit can bind for a stretch of requests, they are placed without a look at either; the loop that looks at all takes the rest.
 """
 
 from __future__ import annotations
@@ -10,64 +11,116 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from adp_router._route import NO_LIMIT, Placement, gather, pick
+from adp_router._route import Placement, gather, smallest
 
-#: Shortest stretch without a look at the limit that pays for finding it (requests), and how many are placed with looks.
+#: Shortest stretch without a look at the limits that pays for finding it (requests).
 _STRETCH_MIN = 16
-_CHECKED = 128
-#: Bits of a turn in a key of the heap, where they suffice: whole bytes are picked out of many keys at once.
+#: Bits of a turn in a key of the heap: the lowest byte is picked out of many keys at once.
 _TURN_BITS = 8
 _LOWEST_BYTE = 0 if sys.byteorder == "little" else 7
+#: From here to twice this every integer is a double, and the lowest byte of the double is the integer's; so too when divided
+#: by a power of two.
+_DOUBLE_INTEGERS = 1 << 52
 
 
-def place_balanced(placement: Placement, indices: list[int]) -> None:
+def place_balanced(placement: Placement, indices: Sequence[int]) -> None:
     """Put or leave every request. Ties: fewer tokens, fewer requests, whose turn it is."""
-    lengths = placement.batch.token_counts
-    indices = sorted(indices, key=lengths.__getitem__, reverse=True)
-    open_positions = [
-        p
-        for p in range(placement.size)
-        if placement.counts[p] < placement.limits[p]
-        and placement.open[p]
-        and p not in placement.held
-        and placement.slots[p] > 0
-    ]
-    by_turn = [0] * placement.size
-    for position, turn in enumerate(placement.turn):
-        by_turn[turn] = position
-    if placement.children is None and _cannot_bind(placement, indices, open_positions):
-        _place_unbound(placement, indices, open_positions, by_turn)
-    else:
-        _place_bound(placement, indices, open_positions, by_turn)
+    free = placement.children is None and placement.all_fit_together(indices, placement.unheld())
+    order = sorted(indices, key=placement.batch.token_counts.__getitem__, reverse=True)
+    lengths = gather(placement.batch.token_counts, order)
+    by_turn = sorted(range(placement.size), key=placement.turn.__getitem__)
+    where: list[int] = []
+    while free and len(where) < len(order):
+        positions = _open(placement)
+        stretch = _stretch(placement, lengths, len(where), positions)
+        if stretch < _STRETCH_MIN:
+            break
+        where += _place_stretch(placement, lengths[len(where) : len(where) + stretch], positions, by_turn)
+    done = len(where)
+    placement.note_least_loaded(order[:done], where, lengths[:done])
+    if done < len(order):
+        placement.take_blocks(order[:done], where)
+        _place_bound(placement, order[done:], _open(placement), by_turn)
 
 
-def _cannot_bind(placement: Placement, indices: list[int], open_positions: list[int]) -> bool:
-    """Whether no capacity can refuse any of these, whatever goes where: all of them would fit on the tightest rank.
+def _open(placement: Placement) -> list[int]:
+    """Positions of the heap: those that can take something yet."""
+    return [p for p in placement.unheld() if placement.counts[p] < placement.limits[p] and placement.slots[p] > 0]
 
-    For slots the count limit decides instead: no rank of the heap takes more than that allows.
+
+def _stretch(placement: Placement, lengths: Sequence[int], done: int, positions: list[int]) -> int:
+    """How many of the next requests can be placed before any rank could reach its limit or the end of its slots.
+
+    At least as many as the nearest rank may take. Where loads differ by less than the lengths to come, and these by less than
+    a factor of two, each rank takes one in each round, and a round leaves loads that differ by no more than before or than
+    these lengths do: all ranks may take as many as the nearest.
     """
-    if not open_positions:
-        return False
-    needs, lengths = placement.batch.kv_block_counts, placement.batch.token_counts
-    room = min(placement.room[p] for p in open_positions)
-    blocks = min(placement.blocks[p] for p in open_positions)
-    return (
-        all(placement.slots[p] >= min(placement.limits[p] - placement.counts[p], len(indices)) for p in open_positions)
-        and (room >= NO_LIMIT or sum(pick(lengths, indices)) <= room)
-        and (needs is None or blocks >= NO_LIMIT or sum(pick(needs, indices)) <= blocks)
-    )
+    if not positions:
+        return 0
+    nearest = min(min(placement.limits[p] - placement.counts[p], placement.slots[p]) for p in positions)
+    tokens = gather(placement.tokens, positions)
+    shortest = max(max(tokens) - min(tokens), lengths[done] // 2)
+    # Lengths fall: the first that is not above the shortest, by bisection.
+    low, high = done, len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if lengths[middle] > shortest:
+            low = middle + 1
+        else:
+            high = middle
+    return min(max(nearest, min(nearest * len(positions), low - done)), len(lengths) - done)
 
 
-def _place_bound(placement: Placement, indices: list[int], open_positions: list[int], by_turn: list[int]) -> None:
+def _place_stretch(
+    placement: Placement, lengths: Sequence[int], positions: list[int], by_turn: list[int]
+) -> Sequence[int]:
+    """Positions for requests that nothing refuses; keeps the books, but for the blocks.
+
+    A rank's (tokens, requests, turn) is one number, its key: where all fit a double exactly, a double with the requests and the
+    turn behind the point, so that a length is added as it is; else an integer.
+    """
+    tokens, counts = placement.tokens, placement.counts
+    least = min(gather(tokens, positions))
+    turn_bits = max(_TURN_BITS, placement.size.bit_length())
+    low_bits = turn_bits + (max(gather(counts, positions)) + len(lengths)).bit_length()
+    turn_mask, low_mask = (1 << turn_bits) - 1, (1 << low_bits) - 1
+    highest = max(gather(tokens, positions)) - least + sum(lengths) + 1
+    numbers = [(tokens[p] - least << low_bits) + (counts[p] << turn_bits) + placement.turn[p] for p in positions]
+    keys: list[float]
+    if in_doubles := turn_bits == _TURN_BITS and (highest << low_bits) < _DOUBLE_INTEGERS:
+        scale, offset = 1 << low_bits, _DOUBLE_INTEGERS
+        keys = [(offset + number) / scale for number in numbers]
+        one: float = (1 << turn_bits) / scale
+    else:
+        scale, offset = 1, 0
+        keys, one = [*numbers], 1 << turn_bits
+        lengths = [length << low_bits for length in lengths]
+    heapq.heapify(keys)
+    heapreplace = heapq.heapreplace
+    #: The least key at each placement: its turn is where that request goes.
+    taken = [heapreplace(keys, keys[0] + (length + one)) for length in lengths]
+    for key in keys:
+        number = int(key * scale) - offset
+        position = by_turn[number & turn_mask]
+        load, count = (number >> low_bits) + least, (number & low_mask) >> turn_bits
+        placement.slots[position] -= count - counts[position]
+        placement.room[position] -= load - tokens[position]
+        tokens[position], counts[position] = load, count
+    if in_doubles:
+        packed = array("d", taken)
+        return packed.tobytes()[_LOWEST_BYTE::8].translate(bytes(by_turn).ljust(256, b"\0"))
+    return [by_turn[int(key) & turn_mask] for key in taken]
+
+
+def _place_bound(placement: Placement, indices: Sequence[int], positions: list[int], by_turn: list[int]) -> None:
     """The loop with every capacity looked at."""
     tokens, counts, limits = placement.tokens, placement.counts, placement.limits
     slots, blocks, room = placement.slots, placement.blocks, placement.room
     lengths, needs, children = placement.batch.token_counts, placement.batch.kv_block_counts, placement.children
-    heap = [(tokens[p], counts[p], placement.turn[p]) for p in open_positions]
+    heap = [(tokens[p], counts[p], placement.turn[p]) for p in positions]
     heapq.heapify(heap)
     heapreplace, heappop = heapq.heapreplace, heapq.heappop
-    room_min = min(map(lengths.__getitem__, indices), default=0)
-    need_min = 0 if needs is None else min(map(needs.__getitem__, indices), default=0)
+    room_min, need_min = smallest(lengths, indices), smallest(needs, indices)
     done: list[int] = []
     where: list[int] = []
     aside: list[tuple[int, int, int]] = []
@@ -107,82 +160,3 @@ def _place_bound(placement: Placement, indices: list[int], open_positions: list[
                 heapq.heappush(heap, entry)
             aside.clear()
     placement.note_least_loaded(done, where, gather(lengths, done))
-
-
-def _place_unbound(placement: Placement, indices: list[int], open_positions: list[int], by_turn: list[int]) -> None:
-    """The loop without refusals: only the count limit takes a rank out.
-
-    A rank's (tokens, requests, turn) is one integer here, and in stretches in which no rank can reach its limit it is not
-    looked for: that halves the cost of thousands of requests.
-    """
-    total = len(indices)
-    lengths = gather(placement.batch.token_counts, indices)
-    turn_bits = max(placement.size.bit_length(), _TURN_BITS)
-    one = 1 << turn_bits
-    turn_mask = one - 1
-    shift = turn_bits + (max(placement.counts[p] for p in open_positions) + total + 1).bit_length()
-    count_mask = (1 << (shift - turn_bits)) - 1
-    token = 1 << shift
-    #: Of a key: sequences that its rank may still take.
-    limit_of_turn = [placement.limits[p] for p in by_turn]
-
-    def spare(key: int) -> int:
-        return limit_of_turn[key & turn_mask] - ((key >> turn_bits) & count_mask)
-
-    keys = [
-        (placement.tokens[p] << shift) | (placement.counts[p] << turn_bits) | placement.turn[p] for p in open_positions
-    ]
-    heapq.heapify(keys)
-    #: The least key at each placement: its turn is where that request goes.
-    taken: list[int] = []
-    final: list[int] = []
-    heapreplace = heapq.heapreplace
-    while keys and len(taken) < total:
-        done = len(taken)
-        stretch = min(map(spare, keys))
-        if stretch >= _STRETCH_MIN:
-            taken += [heapreplace(keys, keys[0] + (length * token + one)) for length in lengths[done : done + stretch]]
-        else:
-            for length in lengths[done : done + _CHECKED]:
-                key = keys[0] + (length * token + one)
-                taken.append(key)
-                if limit_of_turn[key & turn_mask] > (key >> turn_bits) & count_mask:
-                    heapreplace(keys, key)
-                else:
-                    heapq.heappop(keys)
-                    final.append(key)
-                    if not keys:
-                        break
-        out = [key for key in keys if spare(key) <= 0]
-        if out:
-            final += out
-            keys = [key for key in keys if spare(key) > 0]
-            heapq.heapify(keys)
-    for key in final + keys:
-        position, count = by_turn[key & turn_mask], (key >> turn_bits) & count_mask
-        placement.slots[position] -= count - placement.counts[position]
-        placement.room[position] -= (key >> shift) - placement.tokens[position]
-        placement.tokens[position], placement.counts[position] = key >> shift, count
-    where = _positions(taken, turn_mask, by_turn)
-    placement.note_least_loaded(indices[: len(where)], where, lengths[: len(where)])
-    if len(where) < total:
-        # Somebody will look at the blocks again.
-        for index, position in zip(indices, where, strict=False):
-            placement.blocks[position] -= placement.need_blocks(index)
-        # No rank of the heap is left: slots ran out, or the limit was met. The same for all that remain.
-        for index in indices[len(where) :]:
-            placement.leave(index)
-
-
-def _positions(keys: list[int], mask: int, by_turn: list[int]) -> Sequence[int]:
-    """Positions by the lowest bits of keys; the lowest bytes are taken all at once, if keys are of 64 bits."""
-    if mask == (1 << _TURN_BITS) - 1:
-        packed = array("Q")
-        try:
-            packed.fromlist(keys)
-        except OverflowError:
-            pass
-        else:
-            turns = packed.tobytes()[_LOWEST_BYTE::8]
-            return turns.translate(bytes(by_turn).ljust(256, b"\0"))
-    return [by_turn[key & mask] for key in keys]

@@ -10,6 +10,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter, countOf, index
 from typing import Any
 
@@ -42,7 +43,7 @@ class Checked:
     """
 
     batch: RouteBatch
-    good: list[int]
+    good: Sequence[int]
     errors: list[RequestError]
     packed: list[bytes]
 
@@ -83,40 +84,58 @@ def check_ranks(ranks: Sequence[RankState]) -> tuple[tuple[RankState, ...], dict
         raise RankStateError(f"ranks: want a sequence of RankState, got {shown(ranks)}") from error
     if not states:
         raise RankStateError("ranks: want at least one, got none")
+    rows = _plain_rows(states)
+    if rows is None:
+        states = [_plain_state(position, state) for position, state in enumerate(states)]
+        rows = list(map(_rank_fields, states))
     position_of: dict[int, int] = {}
-    rows = []
-    for position, state in enumerate(states):
-        if not isinstance(state, RankState):
-            raise RankStateError(f"ranks[{position}]: not a RankState, got {shown(state)}")
-        given = _rank_fields(state)
-        if type(state) is not RankState or not _is_plain(given):
-            states[position] = state = _plain_state(position, state)
-            given = _rank_fields(state)
-        rank = state.rank
-        if rank in position_of:
-            raise RankStateError(f"ranks[{position}].rank: {rank} appears twice")
-        position_of[rank] = position
-        rows.append(given)
-    return tuple(states), position_of, repr(rows).encode()
+    for position, row in enumerate(rows):
+        if row[0] in position_of:
+            raise RankStateError(f"ranks[{position}].rank: {row[0]} appears twice")
+        position_of[row[0]] = position
+    numbers = [_MISSING if number is None else number for number in chain.from_iterable(rows)]
+    return tuple(states), position_of, array("q", numbers).tobytes()
 
 
 #: All of a rank's fields: the counts, then the totals, then whether it drains.
 _rank_fields = attrgetter(*(name for name, _, _ in _RANK_FIELDS), "draining")
 _REQUIRED = sum(not may_lack for _, may_lack, _ in _RANK_FIELDS)
+#: What stands for a capacity that is not known in the bytes of the digest; no number of a rank is as low.
+_MISSING = -(1 << 63)
+_FREE_END = _REQUIRED + len(_CAPACITIES)
 
 
-def _is_plain(given: tuple[Any, ...]) -> bool:
-    """Whether a state needs no second look: plain integers in range, no totals, a plain truth value."""
-    *counts, draining = given
-    if type(draining) is not bool or any(total is not None for total in counts[-3:]):
-        return False
-    if {*map(type, counts[:_REQUIRED])} != {int} or {*map(type, counts)} - {int, type(None)}:
-        return False
-    numbers = [count for count in counts if count is not None]
-    return bool(min(counts[:_REQUIRED]) >= 0 and min(numbers) > -COUNT_END and max(numbers) < COUNT_END)
+def _plain_rows(states: list[Any]) -> list[tuple[Any, ...]] | None:
+    """Fields by state, where none needs a second look: plain integers in range, plain truth values. All at once: by column."""
+    if countOf(map(type, states), RankState) != len(states):
+        return None
+    rows = list(map(_rank_fields, states))
+    *counts, draining = zip(*rows, strict=True)
+    required = [*chain.from_iterable(counts[:_REQUIRED])]
+    free = [*chain.from_iterable(counts[_REQUIRED:_FREE_END])]
+    total = [*chain.from_iterable(counts[_FREE_END:])]
+    if (
+        countOf(map(type, draining), bool) != len(states)
+        or countOf(map(type, required), int) != len(required)
+        or {*map(type, free), *map(type, total)} - {int, type(None)}
+    ):
+        return None
+    pairs = [(f, t) for f, t in zip(free, total, strict=True) if f is not None and t is not None]
+    given = [number for number in free if number is not None]
+    given_total = [number for number in total if number is not None]
+    if (
+        min(chain(required, given_total)) < 0
+        or max(chain(required, given, given_total)) >= COUNT_END
+        or min(given, default=0) <= -COUNT_END
+        or any(f > t for f, t in pairs)
+    ):
+        return None
+    return rows
 
 
-def _plain_state(position: int, state: RankState) -> RankState:
+def _plain_state(position: int, state: object) -> RankState:
+    if not isinstance(state, RankState):
+        raise RankStateError(f"ranks[{position}]: not a RankState, got {shown(state)}")
     values = _rank_values(position, state)
     draining = plain_flag(state.draining)
     if draining is None:
@@ -175,7 +194,7 @@ def check_requests(given: RouteBatch, position_of: dict[int, int], size: int) ->
     checked = replace(batch, **found)
     rows = range(len(batch))
     if not bad:
-        return Checked(checked, list(rows), [], packed)
+        return Checked(checked, rows, [], packed)
     errors = [RequestError(batch.request_ids[row], *bad[row]) for row in sorted(bad)]
     return Checked(checked, [row for row in rows if row not in bad], errors, packed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from adp_router._balance import place_balanced
@@ -16,7 +17,7 @@ class Policy(Protocol):
     #: Whether what a rank has cached of a prompt need not be computed there.
     cached: bool
 
-    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+    def place(self, placement: Placement, indices: Sequence[int], memory: Memory) -> None:
         """Put or leave every request."""
 
     def prefers(self, placement: Placement, index: int, memory: Memory) -> int | None:
@@ -31,7 +32,7 @@ class Balanced:
 
     cached = False
 
-    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+    def place(self, placement: Placement, indices: Sequence[int], memory: Memory) -> None:
         """See the class."""
         place_balanced(placement, indices)
 
@@ -46,7 +47,7 @@ class Balanced:
 class RoundRobin(Balanced):
     """In the order given, to the next rank in turn that can take it."""
 
-    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+    def place(self, placement: Placement, indices: Sequence[int], memory: Memory) -> None:
         """See the class."""
         memory.cursor %= placement.size
         for index in indices:
@@ -76,7 +77,7 @@ class PrefixAffinity(Balanced):
         self._fraction = match_fraction_min
         self._weight = load_weight
 
-    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+    def place(self, placement: Placement, indices: Sequence[int], memory: Memory) -> None:
         """See the class. Load grows by what has to be computed, not by what is cached."""
         lengths = placement.batch.token_counts
         surplus = [memory.surplus(state.rank) for state in placement.ranks]
@@ -109,7 +110,7 @@ class ConversationAffinity:
 
     cached = False
 
-    def place(self, placement: Placement, indices: list[int], memory: Memory) -> None:
+    def place(self, placement: Placement, indices: Sequence[int], memory: Memory) -> None:
         """See the class. What has no home yet goes to the next rank in turn that can take it."""
         position_of = {state.rank: p for p, state in enumerate(placement.ranks)}
         memory.cursor %= placement.size

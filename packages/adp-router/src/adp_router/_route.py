@@ -76,6 +76,8 @@ class Placement:
         #: Positions kept free for a starving request that fits nowhere yet.
         self.held: set[int] = set()
         self._spans: list[Span] = []
+        #: Requests last summed up, with their tokens and blocks.
+        self._summed: tuple[Sequence[int], int, int] | None = None
 
     def weight(self, index: int) -> int:
         """Slots that a request takes (count)."""
@@ -162,29 +164,44 @@ class Placement:
             self.left = [entry for entry in self.left if entry[1] is not LeftoverReason.COUNT_LIMIT]
         return again
 
+    def unheld(self) -> list[int]:
+        """Positions that are open and not kept free for anybody."""
+        return [p for p in range(self.size) if self.open[p] and p not in self.held]
+
+    def all_fit_together(self, indices: Sequence[int], positions: Sequence[int]) -> bool:
+        """Whether no room for tokens or blocks can refuse any of these, whatever goes where: together they fit the tightest."""
+        if self._summed is None or self._summed[0] is not indices:
+            needs = self.batch.kv_block_counts
+            self._summed = (
+                indices, sum(pick(self.batch.token_counts, indices)), 0 if needs is None else sum(pick(needs, indices))
+            )  # fmt: skip
+        _, tokens, blocks = self._summed
+        return bool(positions) and all(self.room[p] >= tokens and self.blocks[p] >= blocks for p in positions)
+
     def able(self, indices: Sequence[int]) -> list[int]:
         """Positions that can take at least one of these requests now, the count limit aside."""
+        positions = self.unheld()
         if not indices:
             return []
-        weight = 1 if self.children is None else 1 + min(pick(self.children, indices))
-        need = self._smallest(self.batch.kv_block_counts, self.blocks, indices)
-        room = self._smallest(self.batch.token_counts, self.room, indices) if self.matches is None else 0
+        if self.children is None and self.all_fit_together(indices, positions):
+            return [p for p in positions if self.slots[p] > 0]
+        weight = 1 + smallest(self.children, indices)
+        need = smallest(self.batch.kv_block_counts, indices)
+        room = smallest(self.batch.token_counts, indices) if self.matches is None else 0
         return [
             p
-            for p in range(self.size)
-            if p not in self.held
-            and self.open[p]
-            and self.slots[p] >= weight
+            for p in positions
+            if self.slots[p] >= weight
             and self.blocks[p] >= need
             and self.room[p] >= room
             and any(self.fits(index, p) is None for index in indices)
         ]
 
-    def _smallest(self, column: Sequence[int] | None, free: list[int], indices: Sequence[int]) -> int:
-        """The smallest need. Finding it costs a pass: only where there is such a capacity and not all fit together."""
-        if column is None or (tightest := min(free)) >= NO_LIMIT or sum(pick(column, indices)) <= tightest:
-            return 0
-        return min(pick(column, indices))
+    def take_blocks(self, indices: Sequence[int], positions: Sequence[int]) -> None:
+        """Take the KV blocks of many placements."""
+        if self.batch.kv_block_counts is not None:
+            for index, position in zip(indices, positions, strict=True):
+                self.blocks[position] -= self.batch.kv_block_counts[index]
 
     # -- limits --------------------------------------------------------------------------------------------------------
 
@@ -254,6 +271,16 @@ def gather(column: Sequence[T], indices: Sequence[int]) -> Sequence[T]:
         return [column[index] for index in indices]
     many: tuple[T, ...] = itemgetter(*indices)(column)
     return many
+
+
+def smallest(column: Sequence[int] | None, indices: Sequence[int]) -> int:
+    """The smallest entry at some indices; 0 where nothing is said."""
+    return 0 if column is None else min(pick(column, indices), default=0)
+
+
+def largest(column: Sequence[int] | None, indices: Sequence[int]) -> int:
+    """The largest entry at some indices; 0 where nothing is said."""
+    return 0 if column is None else max(pick(column, indices), default=0)
 
 
 def pick(column: Sequence[int], indices: Sequence[int]) -> Iterable[int]:

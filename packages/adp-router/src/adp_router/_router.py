@@ -151,14 +151,14 @@ class Router:
         return result
 
     def _place_as_seed(
-        self, placement: Placement, good: list[int], position_of: dict[int, int], memory: Memory
+        self, placement: Placement, good: Sequence[int], position_of: dict[int, int], memory: Memory
     ) -> None:
         rest = place_targets(placement, good, position_of)
         placement.limit_to(seed_limits(placement, rest))
         self._policy.place(placement, rest, memory)
 
     def _place(
-        self, placement: Placement, good: list[int], position_of: dict[int, int], memory: Memory
+        self, placement: Placement, good: Sequence[int], position_of: dict[int, int], memory: Memory
     ) -> dict[int, str]:
         """The phases in order; returns what each impossible request lacks."""
         policy = self._policy
@@ -185,7 +185,7 @@ class Router:
         )
         return impossible
 
-    def _place_in_shares(self, placement: Placement, rest: list[int], memory: Memory) -> None:
+    def _place_in_shares(self, placement: Placement, rest: Sequence[int], memory: Memory) -> None:
         """Fair shares among the ranks that can take something; what a full rank cannot take is shared by the others again."""
         for attempt in range(placement.size + 1):
             among = placement.able(rest) or range(placement.size)

@@ -8,18 +8,18 @@ placed, so that rank empties; it is not kept free for what it could not take whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from adp_router._memory import Memory
-from adp_router._route import Placement
+from adp_router._route import Placement, largest
 from adp_router._types import Exclusion, LeftoverReason, RankState, Why
 
 
 def split_impossible(
-    placement: Placement, indices: list[int], position_of: dict[int, int]
-) -> tuple[list[int], dict[int, str]]:
+    placement: Placement, indices: Sequence[int], position_of: dict[int, int]
+) -> tuple[Sequence[int], dict[int, str]]:
     """Requests that some rank could take if it were empty, and what the others need and cannot get anywhere."""
-    if all(s.total_slots is s.total_kv_blocks is s.total_tokens is None for s in placement.ranks):
+    if _all_fit_each(placement, indices):
         return indices, {}
     possible, impossible = [], {}
     for index in indices:
@@ -31,14 +31,26 @@ def split_impossible(
     return possible, impossible
 
 
+def _all_fit_each(placement: Placement, indices: Sequence[int]) -> bool:
+    """Whether each of these fits each rank when it is empty: the most of everything that any of them needs does."""
+    totals = [_totals(state) for state in placement.ranks]
+    slots, blocks, tokens = ([n for n in column if n is not None] for column in zip(*totals, strict=True))
+    batch = placement.batch
+    return not (
+        (slots and min(slots) < 1 + largest(placement.children, indices))
+        or (blocks and min(blocks) < largest(batch.kv_block_counts, indices))
+        or (tokens and min(tokens) < largest(batch.token_counts, indices))
+    )
+
+
 def place_starving(
     placement: Placement,
-    indices: list[int],
+    indices: Sequence[int],
     position_of: dict[int, int],
     memory: Memory,
     starvation_rounds: int,
     prefers: Callable[[int], int | None],
-) -> tuple[list[int], dict[int, int]]:
+) -> tuple[Sequence[int], dict[int, int]]:
     """Place the starving or keep a rank free for each; at most half of the ranks, at least one, are kept free.
 
     Args:
@@ -68,7 +80,7 @@ def place_starving(
     return [i for i in indices if waited[i] < starvation_rounds] if starving else indices, held
 
 
-def place_targets(placement: Placement, indices: list[int], position_of: dict[int, int]) -> list[int]:
+def place_targets(placement: Placement, indices: Sequence[int], position_of: dict[int, int]) -> Sequence[int]:
     """Strict targets first, then wishes, each group in the order given. Returns what still needs a rank.
 
     A strict request whose target cannot take it stays over; a wish (or, as the seed's router does, any) moves on. Moved
