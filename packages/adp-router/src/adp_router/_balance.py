@@ -15,6 +15,8 @@ from adp_router._route import Placement, gather, smallest
 
 #: Shortest stretch without a look at the limits that pays for finding it (requests).
 _STRETCH_MIN = 16
+#: Keys that are kept at a time (requests): they stay in the processor's cache.
+_PIECE = 512
 #: Bits of a turn in a key of the heap: the lowest byte is picked out of many keys at once.
 _TURN_BITS = 8
 _LOWEST_BYTE = 0 if sys.byteorder == "little" else 7
@@ -97,8 +99,15 @@ def _place_stretch(
         lengths = [length << low_bits for length in lengths]
     heapq.heapify(keys)
     heapreplace = heapq.heapreplace
-    #: The least key at each placement: its turn is where that request goes.
-    taken = [heapreplace(keys, keys[0] + (length + one)) for length in lengths]
+    byte_of = bytes(by_turn).ljust(256, b"\0") if in_doubles else b""
+    where: list[int] = []
+    for start in range(0, len(lengths), _PIECE):
+        # The least key at each placement: its turn is where that request goes.
+        taken = [heapreplace(keys, keys[0] + (length + one)) for length in lengths[start : start + _PIECE]]
+        if in_doubles:
+            where += array("d", taken).tobytes()[_LOWEST_BYTE::8].translate(byte_of)
+        else:
+            where += [by_turn[int(key) & turn_mask] for key in taken]
     for key in keys:
         number = int(key * scale) - offset
         position = by_turn[number & turn_mask]
@@ -106,10 +115,7 @@ def _place_stretch(
         placement.slots[position] -= count - counts[position]
         placement.room[position] -= load - tokens[position]
         tokens[position], counts[position] = load, count
-    if in_doubles:
-        packed = array("d", taken)
-        return packed.tobytes()[_LOWEST_BYTE::8].translate(bytes(by_turn).ljust(256, b"\0"))
-    return [by_turn[int(key) & turn_mask] for key in taken]
+    return where
 
 
 def _place_bound(placement: Placement, indices: Sequence[int], positions: list[int], by_turn: list[int]) -> None:

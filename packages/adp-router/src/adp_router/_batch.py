@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
@@ -122,6 +123,16 @@ class RouteBatch:
                     f"{name}: want one entry per request ({len(columns['request_ids'])}), got {len(values)}"
                 )
         return RouteBatch(**columns, minus_one_is_no_target=bool(self.minus_one_is_no_target))
+
+
+def holds_integers(column: Any) -> bool:
+    """Whether a column's type says that every entry is an integer, and no truth value: an array's of Python or of NumPy."""
+    kind = type(column)
+    if kind is array:
+        return column.typecode in "bBhHiIlLqQ"
+    if kind.__module__ != "numpy" or kind.__name__ != "ndarray":
+        return False
+    return column.dtype.kind in "iu" and column.ndim == 1
 
 
 def listed(name: str, column: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from itertools import chain
 from operator import attrgetter, countOf, index
 from typing import Any
 
-from adp_router._batch import NO_TARGET, RouteBatch
+from adp_router._batch import NO_TARGET, RouteBatch, holds_integers
 from adp_router._errors import RankStateError
 from adp_router._text import canonical, shown
 from adp_router._types import RankState, RequestError
@@ -23,6 +23,13 @@ from adp_router._types import RankState, RequestError
 _UNSIGNED = "I" if array("I").itemsize == 4 else "L"
 #: Counts are below this, so that a capacity without limit is above each (count).
 COUNT_END = 1 << 62
+#: Numbers of rows, so that not every call makes thousands of integers anew.
+_ROWS = tuple(range(4096))
+#: Field and column of the counts.
+_COUNTS = (
+    ("token_count", "token_counts"), ("child_count", "child_counts"), ("kv_block_count", "kv_block_counts"),
+    ("waited_rounds", "waited_rounds"),
+)  # fmt: skip
 _CAPACITIES = ("slots", "kv_blocks", "tokens")
 #: Field, whether None is a value, whether negative is.
 _RANK_FIELDS = (
@@ -176,13 +183,12 @@ def check_requests(given: RouteBatch, position_of: dict[int, int], size: int) ->
     batch = given.normalised()
     bad: dict[int, tuple[str, str]] = {}
     packed: list[bytes] = []
-    found: dict[str, Any] = {"request_ids": _ids(batch.request_ids, bad, packed)}  # type: ignore[arg-type]
-    for field, name in (
-        ("token_count", "token_counts"), ("child_count", "child_counts"), ("kv_block_count", "kv_block_counts"),
-        ("waited_rounds", "waited_rounds"),
-    ):  # fmt: skip
+    ids: Any = batch.request_ids
+    found: dict[str, Any] = {"request_ids": _ids(ids, bad, packed, sure=holds_integers(given.request_ids))}
+    for field, name in _COUNTS:
         column = getattr(batch, name)
-        found[name] = None if column is None else _counts(field, column, bad, packed)
+        sure = holds_integers(getattr(given, name))
+        found[name] = None if column is None else _counts(field, column, bad, packed, sure=sure)
     if found["token_counts"] is None:
         found["token_counts"] = [0] * len(batch)
     if batch.target_ranks is not None or batch.strict is not None:
@@ -192,7 +198,7 @@ def check_requests(given: RouteBatch, position_of: dict[int, int], size: int) ->
     if batch.prefix_matches is not None:
         found["prefix_matches"] = _matches(batch.prefix_matches, size, bad, packed)
     checked = replace(batch, **found)
-    rows = range(len(batch))
+    rows = _ROWS[: len(batch)] if len(batch) <= len(_ROWS) else range(len(batch))
     if not bad:
         return Checked(checked, rows, [], packed)
     errors = [RequestError(batch.request_ids[row], *bad[row]) for row in sorted(bad)]
@@ -252,11 +258,11 @@ def _pack(values: list[int]) -> tuple[bool, bytes]:
     return False, b"x" + " ".join(map(hex, values)).encode()
 
 
-def _ids(column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]) -> list[int]:
+def _ids(column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes], *, sure: bool) -> list[int]:
     def complain(row: int, given: object) -> None:
         bad[row] = ("request_id", f"want an integer, got {shown(given)}")
 
-    values, faults = _plain(column, plain_integer, (int,), 0, complain)
+    values, faults = (column, b"") if sure else _plain(column, plain_integer, (int,), 0, complain)
     packed += (b"request_id", _pack(values)[1], faults)
     if bad or len(set(values)) != len(values):
         seen: set[int] = set()
@@ -269,13 +275,15 @@ def _ids(column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]
     return values
 
 
-def _counts(field: str, column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes]) -> list[int] | None:
+def _counts(
+    field: str, column: list[Any], bad: dict[int, tuple[str, str]], packed: list[bytes], *, sure: bool
+) -> list[int] | None:
     """Plain counts; None where all are 0, as if nothing had been said."""
 
     def complain(row: int, given: object) -> None:
         bad.setdefault(row, (field, f"want an integer, got {shown(given)}"))
 
-    values, faults = _plain(column, plain_integer, (int,), 0, complain)
+    values, faults = (column, b"") if sure else _plain(column, plain_integer, (int,), 0, complain)
     if not faults and not any(values):
         return None
     small, data = _pack(values)

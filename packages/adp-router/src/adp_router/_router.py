@@ -13,7 +13,7 @@ from adp_router._errors import RouterConfigError
 from adp_router._memory import Memory
 from adp_router._policies import Balanced, ConversationAffinity, Policy, PrefixAffinity, RoundRobin
 from adp_router._result import RoutingResult
-from adp_router._route import NO_LIMIT, Placement, fair_limits, gather, seed_limits
+from adp_router._route import NO_LIMIT, Placement, fair_limits, seed_limits
 from adp_router._starving import place_starving, place_targets, split_impossible
 from adp_router._text import shown
 from adp_router._types import Leftover, LeftoverReason, RankState, RouteRequest
@@ -204,9 +204,8 @@ class Router:
     ) -> RoutingResult:
         ids = placement.batch.request_ids
         placed: list[list[int]] = [[] for _ in placement.ranks]
-        adders = [one.append for one in placed]
-        for position, request_id in zip(placement.log_position, gather(ids, placement.log_index), strict=True):
-            adders[position](request_id)
+        for position, index in zip(placement.log_position, placement.log_index, strict=True):
+            placed[position].append(ids[index])
         return RoutingResult(
             assignments={state.rank: tuple(placed[p]) for p, state in enumerate(placement.ranks)},
             leftovers=tuple(
