@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adp_router import (
+    Exclusion,
     LeftoverReason,
     RankState,
     RankStateError,
@@ -19,6 +20,7 @@ from adp_router import (
     RouterConfig,
     RouterConfigError,
     RouteRequest,
+    Rule,
     Why,
     batch_from,
     requests_from,
@@ -503,6 +505,44 @@ def test_many_ranks_and_huge_loads_are_placed_as_few_and_small_ones(size, load):
     ranks = [RankState(r, load + rng.randrange(3), 0, 9999, 9999) for r in range(size)]
     requests = [RouteRequest(i, rng.choice([0, 7, rng.randrange(99)])) for i in range(2 * size)]
     assert Router().route(requests, ranks).assignments == dumb_balanced(requests, ranks)
+
+
+LENGTHS = {
+    "equal": lambda rng: 100,
+    "near": lambda rng: 8192 + rng.randrange(100),
+    "factor of two": lambda rng: rng.choice([64, 65, 127, 128]),
+    "lognormal": lambda rng: int(rng.lognormvariate(5, 1.5)),
+    "mostly nothing": lambda rng: rng.choice([0, 0, 0, 1, 5000]),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_stretches_are_placed_as_one_by_one(lengths):
+    """Hundreds of requests, ranks at unlike loads and counts, slots that end here and there: the definition all the same."""
+    for seed in range(12):
+        rng = random.Random(f"{lengths}-{seed}")
+        spread = rng.choice([1, 64, 8192, 1 << 50])
+        ranks = [
+            RankState(r, rng.randrange(spread), rng.randrange(4), rng.choice([9999, 9999, rng.randrange(60)]), 99_999)
+            for r in range(rng.choice([1, 2, 3, 8, 13]))
+        ]
+        requests = [
+            RouteRequest(i, LENGTHS[lengths](rng), kv_block_count=rng.randrange(3))
+            for i in range(rng.choice([15, 16, 17, 250, 600]))
+        ]
+        result = Router().route(requests, ranks)
+        assert result.assignments == dumb_balanced(requests, ranks)
+        for decision in result.decisions:
+            assert decision.rule not in (Rule.NOT_HELD, Rule.NEXT_IN_TURN)
+            assert all(p.exclusion in (Exclusion.COUNT_LIMIT, Exclusion.NO_FREE_SLOT) for p in decision.passed_over)
+
+
+def test_blocks_of_a_stretch_are_taken():
+    """All requests would fit the tightest rank's blocks; slots end, and what is shared again finds what the stretch left."""
+    ranks = [RankState(0, 0, 0, 20, 60), RankState(1, 0, 0, 99, 60), RankState(2, 10**6, 0, 99, 60)]
+    requests = [RouteRequest(i, 100 - i, kv_block_count=1) for i in range(60)]
+    result = Router(config=RouterConfig(count_multiplier=1.0)).route(requests, ranks)
+    assert result.assignments == dumb_balanced(requests, ranks)
 
 
 def test_the_digest_notices_every_difference():
