@@ -3,6 +3,7 @@
 import enum
 import itertools
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -445,3 +446,98 @@ def test_what_a_callers_object_raises_ends_the_call_alone(policy, error):
             router.route(*call)
     assert router.statistics() == twin.statistics()
     assert router.route(good, RANKS).digest == twin.route(good, RANKS).digest
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AttributeError, ValueError])
+@pytest.mark.parametrize("field", [*FIELDS, *RANK_FIELDS])
+def test_a_field_that_raises_when_it_is_read_is_named(field, error):
+    """A subclass that computes it, among good ones; and one that was never filled. Nothing changed."""
+
+    def fail(self):
+        raise error("no value")
+
+    router, twin = Router("conversation"), Router("conversation")
+    if field in FIELDS:
+        odd = type("Odd", (RouteRequest,), {field: property(fail)})
+        call, kind = ([RouteRequest(1, 5), odd.__new__(odd)], RANKS), RouteBatchError
+        for name in FIELDS:
+            if name != field:
+                object.__setattr__(call[0][1], name, getattr(RouteRequest(2, 5), name))
+        where = rf"requests\[1\].{field}: cannot be read: {error.__name__}\('no value'\)"
+    else:
+        odd = type("Odd", (RankState,), {field: property(fail)})
+        call, kind = ([RouteRequest(1, 5)], [RankState(0), odd.__new__(odd)]), RankStateError
+        for name in RANK_FIELDS:
+            if name != field:
+                object.__setattr__(call[1][1], name, getattr(RankState(1), name))
+        where = rf"ranks\[1\].{field}: cannot be read: {error.__name__}\('no value'\)"
+    with pytest.raises(kind, match=where):
+        router.route(*call)
+    with pytest.raises(RouteBatchError, match=r"requests\[0\].request_id: cannot be read"):
+        router.route([RouteRequest.__new__(RouteRequest)], RANKS)
+    with pytest.raises(RankStateError, match=r"ranks\[0\].rank: cannot be read"):
+        router.route([], [RankState.__new__(RankState)])
+    good = [RouteRequest(1, 5, conversation_id="c")]
+    assert router.route(good, RANKS).digest == twin.route(good, RANKS).digest
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_rank_without_limits_takes_any_sum(policy):
+    """Each count is below 2**62; together they are far above."""
+    requests = [RouteRequest(i, 2**62 - 1 - i, kv_block_count=2**62 - 1, child_count=2**61) for i in range(40)]
+    config = RouterConfig(count_multiplier=float("inf"))
+    assert len(Router(policy, config=config).route(requests, [RankState(0)]).assignments[0]) == 40
+
+
+def test_minus_one_means_no_target_or_not():
+    """NumPy's truth values and 0 and 1 are truth values; what is not one is refused by name."""
+    for flag in (True, 1, np.True_):
+        assert not Router().route(RouteBatch([1], [5], [-1], minus_one_is_no_target=flag), RANKS).errors
+    for flag in (False, 0, np.False_):
+        assert Router().route(RouteBatch([1], [5], [-1], minus_one_is_no_target=flag), RANKS).errors
+    for flag in (None, "no", 2, np.array([1, 2]), Angry()):
+        with pytest.raises(RouteBatchError, match="minus_one_is_no_target: want True or False"):
+            Router().route(RouteBatch([1], [5], minus_one_is_no_target=flag), RANKS)
+
+
+def test_a_result_is_asked_for_ids_of_any_type():
+    """NumPy's number is the number; a truth value is none; what was refused is found by its text. Homes likewise."""
+    result = Router().route([RouteRequest(np.int64(1), 5), RouteRequest("1", 5), RouteRequest(Angry(), 5)], RANKS)
+    assert result.explain(np.int16(1)) == result.explain(Level.ONE) == result.explain(1)
+    assert result.explain(1).startswith("request 1 (5 tokens)")
+    assert "refused" in result.explain("1")
+    for wanted in (True, 2, 1.0, [1], Angry(), np.array([1, 2])):
+        with pytest.raises(KeyError):
+            result.explain(wanted)
+    router = Router("conversation")
+    router.route([RouteRequest(1, 5, conversation_id=Name("c"))], RANKS)
+    assert router.home_of(Name("c")) == router.home_of("c") == 0
+    assert [router.home_of(key) for key in (None, 5, [], Angry(), b"c")] == [None] * 5
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, ">i4", "list", "q", "B"])
+def test_arrays_of_integers_are_columns(kind):
+    """Of NumPy, of Python, of either byte order: the call that a list makes. Entries of another shape are refused each."""
+    values = [1, 2, 3]
+    column = (
+        values
+        if kind == "list"
+        else array(kind, values)
+        if isinstance(kind, str) and len(kind) == 1
+        else np.array(values, kind)
+    )
+    first = Router().route(RouteBatch(column, column, child_counts=column, waited_rounds=column), RANKS)
+    second = Router().route(RouteBatch(values, values, child_counts=values, waited_rounds=values), RANKS)
+    assert (first.assignments, first.digest) == (second.assignments, second.digest)
+    for odd in (
+        np.array([[1, 2], [3, 4], [5, 6]]),
+        np.array([True, False, True]),
+        np.array([1.0, 2.0, 3.0]),
+        array("d", [1, 2, 3]),
+    ):
+        assert len(Router().route(RouteBatch(values, odd), RANKS).errors) == 3
+
+
+def test_a_message_shows_truth_values_as_such():
+    """Not as integers of so many bits."""
+    assert Router().route([RouteRequest(1, True)], RANKS).errors[0].message == "want an integer, got True"

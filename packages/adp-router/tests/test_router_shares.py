@@ -256,3 +256,85 @@ def test_attributes_are_found_wherever_a_class_keeps_them():
         found = batch_from([*objects, extra], length=lambda r: 1).conversation_ids
         assert (found[7], found[20], set(found)) == ("late", wanted, {"late", wanted, None})
         assert batch_from([extra], length=lambda r: 1).conversation_ids == [wanted]
+
+
+def test_every_attribute_is_read_at_most_once():
+    """Properties and ``__getattr__``, among objects that lack the attribute; both names of parameters, both of ids."""
+    reads = []
+
+    def told(name, value):
+        return property(lambda self: reads.append((id(self), name)) or value)
+
+    class Computing(Engine):
+        conversation_id = told("conversation_id", "c")
+        child_req_ids = told("child_req_ids", [1])
+        scheduling_params = told("scheduling_params", Parameters(1, False))
+        py_scheduling_params = told("py_scheduling_params", Parameters(0, True))
+
+    class Forwarding:
+        def __init__(self, **values):
+            self._values = values
+
+        def __getattr__(self, name):
+            reads.append((id(self), name))
+            try:
+                return self._values[name]
+            except KeyError:
+                raise AttributeError(name) from None
+
+    objects = [
+        Computing(1, 1), Computing(2, 1), Engine(3, 1), Computing(4, 1), Item(5, Computing(0, 1)), Item(6, Engine(0, 1)),
+        Forwarding(request_id=7, count=1, py_scheduling_params=Parameters(0, False)), Forwarding(id=8, count=1, request=None),
+    ]  # fmt: skip
+    for given, ids in ((objects, [1, 2, 3, 4, 5, 6, 7, 8]), (objects[::-1], [8, 7, 6, 5, 4, 3, 2, 1])):
+        reads.clear()
+        batch = batch_from(given, length=lambda r: 1)
+        assert batch.request_ids == ids
+        assert len(reads) == len(set(reads)) > 20
+        by_id = dict(
+            zip(
+                ids,
+                zip(batch.target_ranks, batch.strict, batch.conversation_ids, batch.child_counts, strict=True),
+                strict=True,
+            )
+        )
+        assert by_id == {
+            1: (1, True, "c", 1), 2: (1, True, "c", 1), 3: (None, False, None, 0), 4: (1, True, "c", 1),
+            5: (1, True, "c", 0), 6: (None, False, None, 0), 7: (0, True, None, 0), 8: (None, False, None, 0),
+        }  # fmt: skip
+
+
+def test_parameters_of_either_name_are_found():
+    """``scheduling_params`` where it says something, else the other; all objects of one kind, or some of each."""
+    first, second = Parameters(1, False), Parameters(0, False)
+    kinds = [
+        ({"scheduling_params": first}, 1), ({"py_scheduling_params": second}, 0),
+        ({"scheduling_params": first, "py_scheduling_params": second}, 1),
+        ({"scheduling_params": None, "py_scheduling_params": second}, 0),
+    ]  # fmt: skip
+    for extra, target in kinds:
+        objects = [Engine(i, 1, **extra) for i in range(3)]
+        assert batch_from(objects, length=lambda r: 1).target_ranks == [target] * 3
+    mixed = [Engine(i, 1, **extra) for i, (extra, _) in enumerate(kinds)]
+    assert batch_from(mixed, length=lambda r: 1).target_ranks == [target for _, target in kinds]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "name", ["request", "request_id", "child_req_ids", "scheduling_params", "conversation_id", "input_token_ids"]
+)
+def test_what_an_engines_object_raises_comes_out_as_it_is(name, error):
+    """It is the engine's own: nothing was made, and nothing is hidden."""
+
+    def fail(self):
+        raise error("mine")
+
+    class Plain:
+        pass
+
+    plain = Plain()
+    plain.request_id, plain.input_token_ids = 1, [1, 2]
+    odd = type("Odd", (Plain,), {"request_id": 2, "input_token_ids": [3], name: property(fail)})()
+    with pytest.raises(error, match="mine"):
+        batch_from([plain, odd])
+    assert batch_from([plain]).token_counts == [2]

@@ -4,6 +4,7 @@ Layout:
 
 - ``_types``: requests, ranks, reasons and rules: the vocabulary
 - ``_batch``: requests as columns; ``_adapter``: an engine's objects as columns
+- ``_plain``, ``_text``: foreign values as numbers, as truth values, as text
 - ``_check``: the boundary: everything becomes plain there, or is refused; bytes for the digest
 - ``_route``: the core: loads, capacities and limits while one batch is placed
 - ``_starving``: liveness: seniority, ranks kept free, impossible requests; targets

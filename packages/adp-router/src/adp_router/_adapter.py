@@ -8,8 +8,8 @@ from operator import attrgetter, countOf
 from typing import Any
 
 from adp_router._batch import RouteBatch, listed
-from adp_router._check import plain_flag
 from adp_router._errors import RouterConfigError
+from adp_router._plain import plain_flag
 from adp_router._text import shown
 from adp_router._types import RouteRequest
 

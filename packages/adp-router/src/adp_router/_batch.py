@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from adp_router._errors import RouteBatchError
+from adp_router._plain import plain_flag
 from adp_router._text import shown
 from adp_router._types import RouteRequest
 
@@ -57,16 +58,17 @@ class RouteBatch:
         """Columns of request objects; columns in which nothing was said stay None.
 
         Raises:
-            RouteBatchError: Something in it is not a request; names its place.
+            RouteBatchError: Something in it is not a request, or cannot be read; names its place.
         """
         requests = listed("requests", requests)
         try:
             return RouteBatch._of(requests)
-        except AttributeError:
+        except Exception as error:
             for place, request in enumerate(requests):
                 if not isinstance(request, RouteRequest):
                     raise RouteBatchError(f"requests[{place}]: not a RouteRequest, got {shown(request)}") from None
-            raise
+                _look_at(place, request)
+            raise RouteBatchError(f"requests: cannot be read: {shown(error)}") from error
 
     @staticmethod
     def _of(requests: list[RouteRequest]) -> RouteBatch:
@@ -110,7 +112,7 @@ class RouteBatch:
         """Columns as lists.
 
         Raises:
-            RouteBatchError: A column is not a sequence, or is longer or shorter than the ids; names it.
+            RouteBatchError: A column is not a sequence, or is longer or shorter than the ids, or the flag is not one; names it.
         """
         columns: dict[str, Any] = {}
         for name in _COLUMNS:
@@ -122,7 +124,21 @@ class RouteBatch:
                 raise RouteBatchError(
                     f"{name}: want one entry per request ({len(columns['request_ids'])}), got {len(values)}"
                 )
-        return RouteBatch(**columns, minus_one_is_no_target=bool(self.minus_one_is_no_target))
+        flag = plain_flag(self.minus_one_is_no_target)
+        if flag is None:
+            raise RouteBatchError(
+                f"minus_one_is_no_target: want True or False, got {shown(self.minus_one_is_no_target)}"
+            )
+        return RouteBatch(**columns, minus_one_is_no_target=flag)
+
+
+def _look_at(place: int, request: RouteRequest) -> None:
+    """Complain of the first field of a request that cannot be read."""
+    for field in fields(RouteRequest):
+        try:
+            getattr(request, field.name)
+        except Exception as error:
+            raise RouteBatchError(f"requests[{place}].{field.name}: cannot be read: {shown(error)}") from error
 
 
 def holds_integers(column: Any) -> bool:

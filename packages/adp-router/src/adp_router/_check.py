@@ -11,11 +11,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from operator import attrgetter, countOf, index
+from operator import attrgetter, countOf
 from typing import Any
 
 from adp_router._batch import NO_TARGET, RouteBatch, holds_integers
 from adp_router._errors import RankStateError
+from adp_router._plain import plain_flag, plain_integer
 from adp_router._text import canonical, shown
 from adp_router._types import RankState, RequestError
 
@@ -55,30 +56,6 @@ class Checked:
     packed: list[bytes]
 
 
-def plain_integer(value: object) -> int | None:
-    """The plain integer that a value is, or None. A truth value is not a count."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool):
-        return None
-    try:
-        return int(index(value))  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  a caller's object may fail in any way
-        return None
-
-
-def plain_flag(value: object) -> bool | None:
-    """The truth value that a value is (True, False, 1, 0, and NumPy's), or None."""
-    if type(value) is bool:
-        return value
-    try:
-        scalar = value.item() if hasattr(value, "item") else value
-        number = scalar if type(scalar) is bool else index(scalar)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  a caller's object may fail in any way
-        return None
-    return bool(number) if number in (0, 1) else None
-
-
 def check_ranks(ranks: Sequence[RankState]) -> tuple[tuple[RankState, ...], dict[int, int], bytes]:
     """Plain states, positions by rank, and their bytes for the digest.
 
@@ -116,7 +93,10 @@ def _plain_rows(states: list[Any]) -> list[tuple[Any, ...]] | None:
     """Fields by state, where none needs a second look: plain integers in range, plain truth values. All at once: by column."""
     if countOf(map(type, states), RankState) != len(states):
         return None
-    rows = list(map(_rank_fields, states))
+    try:
+        rows = list(map(_rank_fields, states))
+    except AttributeError:
+        return None
     *counts, draining = zip(*rows, strict=True)
     required = [*chain.from_iterable(counts[:_REQUIRED])]
     free = [*chain.from_iterable(counts[_REQUIRED:_FREE_END])]
@@ -144,17 +124,25 @@ def _plain_state(position: int, state: object) -> RankState:
     if not isinstance(state, RankState):
         raise RankStateError(f"ranks[{position}]: not a RankState, got {shown(state)}")
     values = _rank_values(position, state)
-    draining = plain_flag(state.draining)
+    given = _rank_field(position, state, "draining")
+    draining = plain_flag(given)
     if draining is None:
-        raise RankStateError(f"ranks[{position}].draining: want True or False, got {shown(state.draining)}")
+        raise RankStateError(f"ranks[{position}].draining: want True or False, got {shown(given)}")
     plain = dict(zip((name for name, _, _ in _RANK_FIELDS), values, strict=True))
     return RankState(**plain, draining=draining)  # type: ignore[arg-type]
+
+
+def _rank_field(position: int, state: RankState, name: str) -> Any:
+    try:
+        return getattr(state, name)
+    except Exception as error:
+        raise RankStateError(f"ranks[{position}].{name}: cannot be read: {shown(error)}") from error
 
 
 def _rank_values(position: int, state: RankState) -> list[int | None]:
     values: list[int | None] = []
     for name, may_lack, may_be_negative in _RANK_FIELDS:
-        given = getattr(state, name)
+        given = _rank_field(position, state, name)
         if given is None and may_lack:
             values.append(None)
             continue

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adp_router._check import plain_integer
 from adp_router._config import take
 from adp_router._errors import RankStateError, RouterConfigError
+from adp_router._plain import plain_integer
 from adp_router._text import shown
 
 

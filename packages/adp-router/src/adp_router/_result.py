@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from adp_router._plain import plain_integer
 from adp_router._text import shown
 from adp_router._types import Exclusion, Leftover, RankState, RequestError, Rule, Why
 
@@ -253,5 +254,8 @@ def _lines(wanted: int | None, entries: Sequence[tuple[object, str]]) -> list[st
 
 
 def _same(request_id: object, wanted: object) -> bool:
-    """Whether two ids are equal; an id that was refused may be anything, arrays too."""
-    return isinstance(request_id, (int, str)) and isinstance(wanted, (int, str)) and request_id == wanted
+    """Whether two ids are equal: as integers of any type or as strings; an id that was refused may be anything, arrays too."""
+    number = plain_integer(wanted)
+    if number is not None:
+        return number == plain_integer(request_id)
+    return isinstance(request_id, str) and isinstance(wanted, str) and str.__eq__(request_id, wanted)

@@ -17,7 +17,8 @@ from adp_router._types import Exclusion, LeftoverReason, RankState, Why
 
 T = TypeVar("T")
 
-NO_LIMIT = 1 << 62
+#: Above every sum of counts that a call could hold.
+NO_LIMIT = 1 << 200
 _REASON = {
     Exclusion.DRAINING: LeftoverReason.ALL_DRAINING,
     Exclusion.NO_FREE_SLOT: LeftoverReason.NO_FREE_SLOT,

@@ -7,10 +7,11 @@ from dataclasses import astuple, dataclass
 from typing import Literal
 
 from adp_router._batch import RouteBatch
-from adp_router._check import Checked, check_ranks, check_requests, digest_of, plain_flag, plain_integer
+from adp_router._check import Checked, check_ranks, check_requests, digest_of
 from adp_router._config import number, take
 from adp_router._errors import RouterConfigError
 from adp_router._memory import Memory
+from adp_router._plain import plain_flag, plain_integer
 from adp_router._policies import Balanced, ConversationAffinity, Policy, PrefixAffinity, RoundRobin
 from adp_router._result import RoutingResult
 from adp_router._route import NO_LIMIT, Placement, fair_limits, seed_limits
@@ -112,7 +113,8 @@ class Router:
 
     def home_of(self, conversation_id: str) -> int | None:
         """The rank that a conversation is at home on (policy ``conversation``), or None."""
-        return self._memory.homes.settled_rank_of(conversation_id)
+        given: object = conversation_id
+        return self._memory.homes.settled_rank_of(str.__str__(given)) if isinstance(given, str) else None
 
     def route(self, requests: Sequence[RouteRequest] | RouteBatch, ranks: Sequence[RankState]) -> RoutingResult:
         """Place a batch. Equal inputs give equal outputs on every rank and in every process.

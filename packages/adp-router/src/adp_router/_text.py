@@ -9,7 +9,7 @@ def shown(value: object) -> str:
     """A value for a message, cut to a length that a log can bear."""
     if type(value) is int and -(1 << 256) < value < 1 << 256:
         return str(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"an integer of {int(value).bit_length()} bits"
     try:
         text = repr(value)
