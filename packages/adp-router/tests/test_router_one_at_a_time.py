@@ -18,11 +18,14 @@ def place(router, request, ranks):
 
 
 def test_ties_rotate():
-    """Idle ranks that finish before the next request comes: each gets a quarter."""
+    """Idle ranks that finish before the next request comes: each gets a quarter, and is told that it was its turn."""
     router = Router()
-    found = [place(router, RouteRequest(i, 100), [RankState(r) for r in range(4)]).rank for i in range(100)]
+    decisions = [place(router, RouteRequest(i, 100), [RankState(r) for r in range(4)]) for i in range(100)]
+    found = [decision.rank for decision in decisions]
     assert [found.count(r) for r in range(4)] == [25] * 4
     assert found[:4] == [0, 1, 2, 3]
+    assert {decision.rule for decision in decisions} == {Rule.ITS_TURN}
+    assert "least loaded, and its turn among equals" in str(decisions[-1])
 
 
 def test_ties_of_nothing_to_compute_rotate_by_sequences():
@@ -39,6 +42,11 @@ def test_tokens_decide_for_one_request_not_counts():
     result = Router().route([RouteRequest(7, 100)], [RankState(0, 10_000, 1), RankState(1, 2_000, 2)])
     assert result.assignments == {0: (), 1: (7,)}
     assert result.explain() == "request 7 (100 tokens) -> rank 1: least loaded (2000 tokens in 2 requests before it)"
+    router, loads = Router(), [RankState(0, 10_000, 1), RankState(1, 2_000, 2)]
+    for number in range(100):
+        rank = place(router, RouteRequest(number, 100), loads).rank
+        loads[rank] = RankState(rank, loads[rank].token_count + 100, loads[rank].request_count + 1)
+    assert [state.token_count for state in loads] == [11_000, 11_000]
 
 
 @pytest.mark.parametrize(

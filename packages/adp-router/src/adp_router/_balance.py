@@ -37,7 +37,8 @@ def place_balanced(placement: Placement, indices: Sequence[int]) -> None:
         stretch = _stretch(placement, lengths, len(where), positions)
         if stretch < _STRETCH_MIN:
             break
-        where += _place_stretch(placement, lengths[len(where) : len(where) + stretch], positions, by_turn)
+        some = lengths[len(where) : len(where) + stretch]
+        where += _place_stretch(placement, some, placement.sums(indices)[0], positions, by_turn)
     done = len(where)
     placement.note_least_loaded(order[:done], where, lengths[:done])
     if done < len(order):
@@ -74,19 +75,22 @@ def _stretch(placement: Placement, lengths: Sequence[int], done: int, positions:
 
 
 def _place_stretch(
-    placement: Placement, lengths: Sequence[int], positions: list[int], by_turn: list[int]
+    placement: Placement, lengths: Sequence[int], sum_max: int, positions: list[int], by_turn: list[int]
 ) -> Sequence[int]:
     """Positions for requests that nothing refuses; keeps the books, but for the blocks.
 
     A rank's (tokens, requests, turn) is one number, its key: where all fit a double exactly, a double with the requests and the
     turn behind the point, so that a length is added as it is; else an integer.
+
+    Args:
+        sum_max: The lengths add up to this at most (tokens).
     """
     tokens, counts = placement.tokens, placement.counts
     least = min(gather(tokens, positions))
     turn_bits = max(_TURN_BITS, placement.size.bit_length())
     low_bits = turn_bits + (max(gather(counts, positions)) + len(lengths)).bit_length()
     turn_mask, low_mask = (1 << turn_bits) - 1, (1 << low_bits) - 1
-    highest = max(gather(tokens, positions)) - least + sum(lengths) + 1
+    highest = max(gather(tokens, positions)) - least + sum_max + 1
     numbers = [(tokens[p] - least << low_bits) + (counts[p] << turn_bits) + placement.turn[p] for p in positions]
     keys: list[float]
     if in_doubles := turn_bits == _TURN_BITS and (highest << low_bits) < _DOUBLE_INTEGERS:

@@ -169,14 +169,17 @@ class Placement:
         """Positions that are open and not kept free for anybody."""
         return [p for p in range(self.size) if self.open[p] and p not in self.held]
 
-    def all_fit_together(self, indices: Sequence[int], positions: Sequence[int]) -> bool:
-        """Whether no room for tokens or blocks can refuse any of these, whatever goes where: together they fit the tightest."""
+    def sums(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Tokens and KV blocks of these requests (count); those of the same sequence as last time are remembered."""
         if self._summed is None or self._summed[0] is not indices:
             needs = self.batch.kv_block_counts
-            self._summed = (
-                indices, sum(pick(self.batch.token_counts, indices)), 0 if needs is None else sum(pick(needs, indices))
-            )  # fmt: skip
-        _, tokens, blocks = self._summed
+            tokens = sum(pick(self.batch.token_counts, indices))
+            self._summed = indices, tokens, 0 if needs is None else sum(pick(needs, indices))
+        return self._summed[1:]
+
+    def all_fit_together(self, indices: Sequence[int], positions: Sequence[int]) -> bool:
+        """Whether no room for tokens or blocks can refuse any of these, whatever goes where: together they fit the tightest."""
+        tokens, blocks = self.sums(indices)
         return bool(positions) and all(self.room[p] >= tokens and self.blocks[p] >= blocks for p in positions)
 
     def able(self, indices: Sequence[int]) -> list[int]:
