@@ -27,28 +27,31 @@ _DOUBLE_INTEGERS = 1 << 52
 
 def place_balanced(placement: Placement, indices: Sequence[int]) -> None:
     """Put or leave every request. Ties: fewer tokens, fewer requests, whose turn it is."""
-    free = placement.children is None and placement.all_fit_together(indices, placement.unheld())
+    able = placement.unheld()
+    many = len(indices) >= _STRETCH_MIN and placement.children is None
+    free = many and placement.all_fit_together(indices, able)
     order = sorted(indices, key=placement.batch.token_counts.__getitem__, reverse=True)
     lengths = gather(placement.batch.token_counts, order)
     by_turn = sorted(range(placement.size), key=placement.turn.__getitem__)
     where: list[int] = []
     while free and len(where) < len(order):
-        positions = _open(placement)
+        positions = _with_room(placement, able)
         stretch = _stretch(placement, lengths, len(where), positions)
         if stretch < _STRETCH_MIN:
             break
         some = lengths[len(where) : len(where) + stretch]
         where += _place_stretch(placement, some, placement.sums(indices)[0], positions, by_turn)
     done = len(where)
-    placement.note_least_loaded(order[:done], where, lengths[:done])
+    if done:
+        placement.note_least_loaded(order[:done], where, lengths[:done])
     if done < len(order):
         placement.take_blocks(order[:done], where)
-        _place_bound(placement, order[done:], _open(placement), by_turn)
+        _place_bound(placement, order[done:], _with_room(placement, able), by_turn)
 
 
-def _open(placement: Placement) -> list[int]:
+def _with_room(placement: Placement, able: list[int]) -> list[int]:
     """Positions of the heap: those that can take something yet."""
-    return [p for p in placement.unheld() if placement.counts[p] < placement.limits[p] and placement.slots[p] > 0]
+    return [p for p in able if placement.counts[p] < placement.limits[p] and placement.slots[p] > 0]
 
 
 def _stretch(placement: Placement, lengths: Sequence[int], done: int, positions: list[int]) -> int:
