@@ -46,8 +46,9 @@ class Sealed(Engine):
 
 
 def ranks() -> list[RankState]:
-    """Three capacities each."""
-    return [RankState(r, r * 10, 0, 1000, 10_000_000, 1_000_000_000) for r in range(RANKS)]
+    """Three capacities each, free and in all."""
+    most = (1000, 10_000_000, 1_000_000_000)
+    return [RankState(r, r * 10, 0, *most, False, *most) for r in range(RANKS)]
 
 
 def in_turn_ms(bodies: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:

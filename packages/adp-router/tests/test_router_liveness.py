@@ -139,6 +139,28 @@ def test_requests_that_never_fit_stop_nobody():
             assert "needs 2000 KV blocks; the nearest, rank 0, has 1000 in all" in result.explain(3)
 
 
+@pytest.mark.parametrize(
+    ("total", "most", "over", "text"),
+    [
+        ({"total_slots": 4}, {"child_count": 3}, {"child_count": 4}, "needs 5 slots"),
+        ({"total_kv_blocks": 9}, {"kv_block_count": 9}, {"kv_block_count": 10}, "needs 10 KV blocks"),
+        ({"total_tokens": 50}, {"token_count": 50}, {"token_count": 51}, "needs 51 tokens"),
+    ],
+)
+def test_each_total_makes_impossible_what_exceeds_it(total, most, over, text):
+    """On every rank: one that needs all of it is possible, however many come at once; one more is not, and is told why."""
+    ranks = [RankState(0, 1, 1, 0, **total), RankState(1, 1, 1, 0, **{name: n - 1 for name, n in total.items()})]
+    base = {"token_count": 5}
+    requests = [RouteRequest(**{"request_id": i, **base, **most}) for i in range(4)]
+    result = Router().route(requests, ranks)
+    assert {x.reason for x in result.leftovers} == {LeftoverReason.NO_FREE_SLOT}
+    result = Router().route([*requests, RouteRequest(**{"request_id": 9, **base, **over})], ranks)
+    found = {x.request_id: x for x in result.leftovers}
+    assert found[9].reason is LeftoverReason.IMPOSSIBLE
+    assert f"{text}; the nearest, rank 0, has" in found[9].detail
+    assert {found[i].reason for i in range(4)} == {LeftoverReason.NO_FREE_SLOT}
+
+
 def test_impossible_on_its_target_alone():
     """A strict request that another rank could take; a wish moves on."""
     ranks = [RankState(0, total_slots=2, free_slots=2), RankState(1, total_slots=9, free_slots=9)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from adp_router._memory import Memory
-from adp_router._route import Placement, largest
+from adp_router._route import NO_LIMIT, Placement, largest
 from adp_router._types import Exclusion, LeftoverReason, RankState, Why
 
 
@@ -32,15 +32,23 @@ def split_impossible(
 
 
 def _all_fit_each(placement: Placement, indices: Sequence[int]) -> bool:
-    """Whether each of these fits each rank when it is empty: the most of everything that any of them needs does."""
+    """Whether each of these fits each rank when it is empty: all together do, or the most that any of them needs does."""
     totals = [_totals(state) for state in placement.ranks]
     slots, blocks, tokens = ([n for n in column if n is not None] for column in zip(*totals, strict=True))
+    if not (slots or blocks or tokens):
+        return True
     batch = placement.batch
-    return not (
-        (slots and min(slots) < 1 + largest(placement.children, indices))
-        or (blocks and min(blocks) < largest(batch.kv_block_counts, indices))
-        or (tokens and min(tokens) < largest(batch.token_counts, indices))
+    token_sum, block_sum = placement.sums(indices)
+    return (
+        min(slots, default=NO_LIMIT) >= 1 + largest(placement.children, indices)
+        and _suffices(min(blocks, default=NO_LIMIT), block_sum, batch.kv_block_counts, indices)
+        and _suffices(min(tokens, default=NO_LIMIT), token_sum, batch.token_counts, indices)
     )
+
+
+def _suffices(least: int, total: int, column: Sequence[int] | None, indices: Sequence[int]) -> bool:
+    """The sum is known already; to find the largest entry takes a pass."""
+    return least >= total or least >= largest(column, indices)
 
 
 def place_starving(
