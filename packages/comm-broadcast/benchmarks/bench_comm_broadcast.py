@@ -1,10 +1,12 @@
-"""Broadcast of token batches on two ranks: total time, the root's processor time, the longest stall of its other threads.
+"""Broadcast of token batches on two ranks: total time, the root's processor time, the longest stall of its other threads; small
+exchanges on four.
 
-Started alone it starts itself under ``mpiexec -n 2``. Both ranks measure the same subjects in the same order, in turn.
+Started alone it starts itself under ``mpiexec``. All ranks measure the same subjects in the same order, in turn.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import subprocess
@@ -28,6 +30,8 @@ BATCHES = ((0, 0), (1, 1024), (1, 8192), (64, 1024), GOAL, (512, 1024), (512, 81
 #: Tokens above which a batch is measured a few times only, so that the whole stays within its time.
 LARGE = 1 << 20
 ROUNDS_OF_GOAL, ROUNDS, ROUNDS_LARGE = 41, 15, 3
+#: Small exchanges between two looks at the clock (count).
+NUMBER = 20
 
 
 class Request(msgspec.Struct):
@@ -40,9 +44,10 @@ class Request(msgspec.Struct):
 class Collective:
     """A sample of one collective on all ranks: seconds until the last one has it; keeps the root's processor time beside it."""
 
-    def __init__(self, comm: Any, body: Callable[[], object]) -> None:
+    def __init__(self, comm: Any, body: Callable[[], object], number: int = 1) -> None:
         self._comm = comm
         self._body = body
+        self._number = number
         self.busy_s: list[float] = []
 
     def __call__(self) -> float:
@@ -50,9 +55,10 @@ class Collective:
 
         self._comm.Barrier()
         began_s, busy_s = time.perf_counter(), time.thread_time()
-        self._body()
+        for _ in range(self._number):
+            self._body()
         busy_s = time.thread_time() - busy_s
-        took_s: float = self._comm.allreduce(time.perf_counter() - began_s, op=MPI.MAX)
+        took_s: float = self._comm.allreduce(time.perf_counter() - began_s, op=MPI.MAX) / self._number
         self.busy_s.append(self._comm.bcast(busy_s, 0))
         return took_s
 
@@ -97,6 +103,7 @@ class Rank:
         self.window = Broadcaster(
             MpiComm(self.comm), codec=self.codec, config=BroadcastConfig(shared_slot_bytes=72 << 20)
         )
+        self.ahead = Broadcaster(MpiComm(self.comm), codec=self.codec, config=BroadcastConfig(ahead_max=4))
         self.figures: list[Figure] = []
 
     def _reread(self, value: Any) -> Any:
@@ -125,6 +132,7 @@ class Rank:
 
         bodies: dict[str, Callable[[], object]] = {
             "default": lambda: self.plain.broadcast(batch), "with a window": lambda: self.window.broadcast(batch),
+            "ahead": lambda: self.ahead.broadcast(batch),
             "comm.bcast": lambda: self.comm.bcast(value, 0), "pkl5": lambda: self._five.bcast(value, 0),
             "a root that reads its bytes again": lambda: self._reread(value), "a copy and a raw Bcast": raw,
         }  # fmt: skip
@@ -133,7 +141,7 @@ class Rank:
         rounds = ROUNDS_OF_GOAL if has_goal else ROUNDS_LARGE if count * size > LARGE else ROUNDS
         samples = in_turn(subjects, rounds)
         other, goal = ("comm.bcast", "<= 0.25") if kind == "list" else ("a copy and a raw Bcast", "<= 1.3")
-        for way in ("default", "with a window"):
+        for way in ("default", "with a window", "ahead"):
             self.figures.append(
                 ratio(
                     f"{count} x {size} {kind}, {way}, total", samples[way], samples[other], unit="ms", scale=1e3,
@@ -187,19 +195,60 @@ def rank_main() -> None:
             rank.batch(count, size, kind)
     if rank.is_root:
         print("\n".join(json.dumps(figure) for figure in rank.figures), flush=True)
-    rank.plain.close()
-    rank.window.close()
+    for broadcaster in (rank.plain, rank.window, rank.ahead):
+        broadcaster.close()
 
 
-def on_two_ranks() -> list[Figure]:
-    """All figures, measured by two ranks."""
-    command = launcher.find_launcher().command(2, [sys.executable, "-m", "mpi4py", __file__, "rank"])
+def small_rank_main() -> None:
+    """One of the ranks that exchange little: what everybody knows afterwards, by hand costs a broadcast and an allgather."""
+    from mpi4py import MPI
+
+    from comm_broadcast import BroadcastConfig, Broadcaster, MpiComm
+
+    comm = MPI.COMM_WORLD
+    figures: list[Figure] = []
+    forms = {
+        "level": Broadcaster(MpiComm(comm)),
+        "ahead by 1": Broadcaster(MpiComm(comm), config=BroadcastConfig(ahead_max=1)),
+        "ahead by 4": Broadcaster(MpiComm(comm), config=BroadcastConfig(ahead_max=4)),
+    }
+    by_hand = "comm.bcast and comm.allgather of a status"
+    for name, value in (("nothing", None), ("200 bytes", {"request_id": 7, "text": "y" * 170})):
+        given = value if comm.rank == 0 else None
+        bodies: dict[str, Callable[[], object]] = {
+            form: functools.partial(broadcaster.broadcast, given) for form, broadcaster in forms.items()
+        }
+        bodies[by_hand] = functools.partial(_by_hand, comm, given)
+        samples = in_turn({form: Collective(comm, body, NUMBER) for form, body in bodies.items()}, ROUNDS_OF_GOAL)
+        figures += [
+            ratio(
+                f"{name}, {comm.size} ranks, {form}", samples[form], samples[by_hand], unit="us", scale=1e6, goal="<= 2.0",
+                against=by_hand,
+            )
+            for form in forms
+        ]  # fmt: skip
+    if comm.rank == 0:
+        print("\n".join(json.dumps(figure) for figure in figures), flush=True)
+    for broadcaster in forms.values():
+        broadcaster.close()
+
+
+def _by_hand(comm: Any, value: object) -> None:
+    comm.bcast(value, 0)
+    comm.allgather(None)
+
+
+def on_ranks(count: int, part: str) -> list[Figure]:
+    """The figures of one part, measured by so many ranks."""
+    command = launcher.find_launcher().command(count, [sys.executable, "-m", "mpi4py", __file__, part])
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=170, check=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["rank"]:
+    if sys.argv[1:] == ["batches"]:
         rank_main()
+    elif sys.argv[1:] == ["small"]:
+        small_rank_main()
     else:
-        run_benchmark(on_two_ranks)
+        run_benchmark(lambda: on_ranks(4, "small"), lambda: on_ranks(2, "batches"))

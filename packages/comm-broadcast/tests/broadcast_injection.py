@@ -22,7 +22,11 @@ SOURCES = str(Path(comm_broadcast.__file__).parent)
 #: Rounds of a world without threads in which every rank is asked once (count): far more than any exchange takes.
 ROUNDS_MAX = 400
 VERBS = ("broadcast", "gather", "allgather")
-CONFIG = BroadcastConfig(frame_bytes=512, chunk_bytes=4096, gather_bytes_max=16_384)
+#: Whose every exchange waits for all ranks, and whose root waits for nobody.
+FORMS = {
+    "level": BroadcastConfig(frame_bytes=512, chunk_bytes=4096, gather_bytes_max=16_384),
+    "ahead": BroadcastConfig(frame_bytes=512, chunk_bytes=4096, gather_bytes_max=16_384, ahead_max=1),
+}
 
 
 class Stop(BaseException):
@@ -118,7 +122,7 @@ def judge(story: str, verb: str, make: Callable[[int], Any], got: dict[int, tupl
 class Fakes:
     """A world without threads: whoever waits lets the others make a step."""
 
-    def __init__(self, size: int, victim: int, config: BroadcastConfig = CONFIG) -> None:
+    def __init__(self, size: int, victim: int, config: BroadcastConfig) -> None:
         self.size, self.victim = size, victim
         made: list[Any] = FakeWorld(size).run(lambda comm: Broadcaster(comm, config=config))
         self.ranks: list[Broadcaster] = made
@@ -227,9 +231,9 @@ class Fakes:
         return [outcome(started[rank].result) for rank in range(self.size)]
 
 
-def sweep(size: int, victim: int, verb: str, payload: str, way: str, stride: int = 1, start: int = 1) -> int:
+def sweep(form: str, size: int, victim: int, verb: str, payload: str, way: str, stride: int = 1, start: int = 1) -> int:
     """Injections before every ``stride``-th bytecode of a call, all with the same objects; how many there were (count)."""
-    world, make = Fakes(size, victim), PAYLOADS[payload]
+    world, make = Fakes(size, victim, FORMS[form]), PAYLOADS[payload]
     for _ in range(2):
         world.trial(verb, make, 0, Stop, way)
     at, count = start, 0
@@ -238,7 +242,7 @@ def sweep(size: int, victim: int, verb: str, payload: str, way: str, stride: int
     return count
 
 
-def on_ranks(comm: Any, verb: str, payload: str, victim: int, first: int, count: int, stride: int) -> int:
+def on_ranks(comm: Any, form: str, verb: str, payload: str, victim: int, first: int, count: int, stride: int) -> int:
     """The same over MPI, with blocking calls; how many injections hit (count, on the victim).
 
     Raises:
@@ -247,7 +251,7 @@ def on_ranks(comm: Any, verb: str, payload: str, victim: int, first: int, count:
     from comm_broadcast import MpiComm
 
     make, limit_s = PAYLOADS[payload], 30.0
-    broadcaster = Broadcaster(MpiComm(comm), config=CONFIG, timeout_s=60.0)
+    broadcaster = Broadcaster(MpiComm(comm), config=FORMS[form], timeout_s=60.0)
     rank, size, hits = broadcaster.rank, broadcaster.size, 0
     for turn in range(count):
         kind = KINDS[turn % len(KINDS)]

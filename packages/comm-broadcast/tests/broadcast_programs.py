@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from comm_broadcast import (
+    BroadcastConfig,
     Broadcaster,
     BroadcastError,
     BytesCodec,
@@ -65,6 +66,52 @@ def oracle(programs: tuple[tuple[str, ...], ...]) -> list[list[str]]:
         for rank, call in enumerate(calls):
             got[rank].append("dropped" if call == "drop" else row[rank])
     return got
+
+
+def oracle_ahead(programs: tuple[tuple[str, ...], ...]) -> list[list[str]]:
+    """The same where the root waits for nobody: it learns of what went wrong with rank 1 in its next exchange."""
+    left = [list(program) for program in programs]
+    got: list[list[str]] = [[], []]
+    # What closing was told, and what the root has to tell.
+    held, report, closed = ["", ""], "", False
+    while any(left):
+        if closed:
+            for rank in range(2):
+                got[rank] += [_seen(call, "ended" if call == "close" else "local") for call in left[rank]]
+                left[rank].clear()
+            break
+        calls = [left[rank][0] for rank in range(2)]
+        if report:
+            row, closed, report = [report] * 2, report == "closed", ""
+        elif calls[0] == "close" or ("close" in calls and _kind(calls[0])[0] != "broadcast"):
+            row, closed = ["closed"] * 2, True
+        elif _kind(calls[0])[0] != "broadcast":
+            row = ["value"] * 2 if _kind(calls[0]) == _kind(calls[1]) else ["mismatch"] * 2
+        elif calls[0] == "unpicklable":
+            row = ["failed"] * 2
+        elif calls[1] == "close":
+            row, report = ["value", ""], "closed"
+        elif _kind(calls[0]) != _kind(calls[1]):
+            row, report = ["value", "mismatch"], "mismatch"
+        elif calls[0] == "poison":
+            row, report = ["value", "failed"], "failed"
+        else:
+            row = ["value"] * 2
+        for rank, call in enumerate(calls):
+            if call == "close":
+                # It goes on until all are told, and then says what it was told.
+                held[rank] = held[rank] or (row[rank] if row[rank] in ("failed", "mismatch") else "")
+                if closed:
+                    got[rank].append(held[rank] or "ended")
+                    left[rank].pop(0)
+            else:
+                got[rank].append(_seen(call, row[rank]))
+                left[rank].pop(0)
+    return got
+
+
+def _seen(call: str, result: str) -> str:
+    return "dropped" if call == "drop" else result
 
 
 def _kind(call: str) -> tuple[str, bool]:
@@ -127,6 +174,10 @@ class Rank:
             self.broadcaster.close(timeout_s=0)
         except TimeoutError:
             return None
+        except BroadcastError:
+            return "failed"
+        except CallMismatchError:
+            return "mismatch"
         return "ended"
 
 
@@ -140,12 +191,12 @@ def schedules() -> Iterator[Iterator[int]]:
     yield itertools.cycle([0, 1])
 
 
-def run(programs: tuple[tuple[str, ...], ...], schedule: Iterator[int]) -> list[list[str]]:
+def run(form: str, programs: tuple[tuple[str, ...], ...], schedule: Iterator[int]) -> list[list[str]]:
     """One run; what each rank got."""
     world = FakeWorld(2)
     codecs = [Picky(), Picky()]
     codecs[1].refuses = True
-    made: list[Any] = world.run(lambda comm: Broadcaster(comm, codec=codecs[comm.rank]))
+    made: list[Any] = world.run(lambda comm: Broadcaster(comm, codec=codecs[comm.rank], config=FORMS[form][0]))
     ranks = [Rank(b, program) for b, program in zip(made, programs, strict=True)]
     idle = [False, False]
     for _, who in zip(range(ROUNDS_MAX), schedule, strict=False):
@@ -155,7 +206,11 @@ def run(programs: tuple[tuple[str, ...], ...], schedule: Iterator[int]) -> list[
     raise AssertionError(f"{programs}: hangs after {[rank.got for rank in ranks]}")
 
 
-def explore(length: int = 2, stride: int = 1) -> int:
+#: Settings, and what is right with them.
+FORMS = {"level": (BroadcastConfig(), oracle), "ahead": (BroadcastConfig(ahead_max=1), oracle_ahead)}
+
+
+def explore(form: str, length: int = 2, stride: int = 1) -> int:
     """All pairs of programs of this length, all schedules; runs (count).
 
     Raises:
@@ -168,9 +223,9 @@ def explore(length: int = 2, stride: int = 1) -> int:
         if number % stride or ("poison", "drop") in zip(*pair, strict=True):
             continue
         padded = tuple(program + ("close",) * (LENGTH_MAX - length) for program in pair)
-        wanted = oracle(padded)
+        wanted = FORMS[form][1](padded)
         for schedule in schedules():
-            got = run(pair, schedule)
+            got = run(form, pair, schedule)
             if got != wanted:
                 raise AssertionError(f"{pair}: {got}, the oracle says {wanted}")
             count += 1

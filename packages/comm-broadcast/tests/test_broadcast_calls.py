@@ -30,7 +30,10 @@ from comm_broadcast import (
     TransportError,
 )
 from comm_broadcast._codec import BufferSegment, Segment
+from comm_broadcast._exchange import Exchange
 from comm_broadcast._frame import Call, Frame, Kind, Operation, Status, pack_failure, verdict
+from comm_broadcast._handle import Pace
+from comm_broadcast._settings import choose
 from comm_broadcast.testing import FakeWorld
 
 
@@ -129,7 +132,7 @@ def test_a_mismatch_forgets_no_failure():
                 told.append((type(error), getattr(error, "earlier", None)))
         return told
 
-    last = [(CallMismatchError, None), (BroadcastError, True)]
+    last = [(CallMismatchError, False), (BroadcastError, True)]
     assert FakeWorld(2).run(body) == [last, [(BroadcastError, False), *last]]
 
 
@@ -467,20 +470,63 @@ def test_calls_on_four_ranks(world_comm):
     check_calls(world_comm)
 
 
-def test_a_rank_that_polls_gives_the_processor_away(monkeypatch):
-    """Between any two polls: the rank that it waits for may share its core."""
+class Clock:
+    """Time that passes only by what is done: a look costs 1 us, a yield as long as it is told to, a sleep what it says."""
+
+    def __init__(self, yield_s=2e-6):
+        self.now_s, self.yield_s, self.done = 0.0, yield_s, []
+
+    def perf_counter(self):
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, duration_s):
+        self.now_s += max(duration_s, 60e-6)
+        self.done.append(duration_s)
+
+    def give_way(self):
+        self.now_s += self.yield_s
+        self.done.append("yield")
+
+
+def waited(monkeypatch, clock, pace, duration_s):
+    """What a wait of this duration does: polls without a pause before the first, yields, naps, pauses."""
     from comm_broadcast import _handle
 
-    polls, given = [0], [0]
-
-    def give_way():
-        given[0] += 1
+    monkeypatch.setattr(_handle, "time", clock)
+    monkeypatch.setattr(_handle, "_yield", clock.give_way)
+    clock.done, end_s, bare = [], clock.now_s + duration_s, [0]
 
     def test():
-        polls[0] += 1
-        return polls[0] > 1000
+        bare[0] += not clock.done
+        return clock.now_s >= end_s
 
-    monkeypatch.setattr(_handle, "_give_way", give_way)
-    _handle.poll(test, None, None, 10.0, None)
-    # The first poll finds that nothing was counted before, and asks again.
-    assert given[0] == polls[0] - 2
+    exchange = Exchange(None, Call(), None, choose(PickleCodec()))
+    exchange.completed = 1
+    pace.poll(test, None, None, exchange)
+    return (
+        bare[0],
+        clock.done.count("yield"),
+        clock.done.count(1e-6),
+        [d for d in clock.done if d not in ("yield", 1e-6)],
+    )
+
+
+def test_a_wait_polls_then_yields_then_sleeps(monkeypatch):
+    """Each for as long as it pays; pauses grow to half a millisecond. A rank that shares the core gets it at once."""
+    clock, pace = Clock(), Pace(2e-3)
+    bare, yields, naps, pauses = waited(monkeypatch, clock, pace, 0.1)
+    assert 5 <= bare <= 15
+    assert 50 <= yields <= 450
+    assert 15 <= naps <= 40
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (20e-6, 0.5e-3)
+    assert len(pauses) < 250
+    assert waited(monkeypatch, clock, pace, 50e-6)[2:] == (0, [])
+
+
+def test_a_wait_on_a_busy_machine_sleeps(monkeypatch):
+    """A yield that others take for a whole time slice is the last one for fifty waits."""
+    clock, pace = Clock(yield_s=3e-3), Pace(2e-3)
+    assert waited(monkeypatch, clock, pace, 5e-3)[1] == 1
+    assert [waited(monkeypatch, clock, pace, 5e-3)[1] for _ in range(51)] == [0] * 50 + [1]

@@ -23,7 +23,7 @@ def test_golden_bytes():
     """The header's layout is fixed: a change is a new version."""
     frame = Frame(5, Status.GOOD, Kind.FOLLOWS, 70_000, 4096, 2, 1, 0, 1, Call(Operation.GATHER, 3, 0x0A0B0C0D, 9))
     wanted = (
-        "4342584d 03 00 01 01 0500000000000000 7011010000000000 0010000000000000"
+        "4342584d 04 00 01 01 0500000000000000 7011010000000000 0010000000000000"
         "02000000 01000000 00000000 01000000 03000000 0d0c0b0a 09000000"
     )
     assert packed(frame)[:60] == bytes.fromhex(wanted)

@@ -59,6 +59,15 @@ def _rank(rank, path):
     gathered = broadcaster.gather(np.full(30_000 * rank + 3, rank))
     done.append(None if gathered is None else [a.size for a in gathered])
     broadcaster.close()
+    ahead = Broadcaster(TorchComm(), config=BroadcastConfig(ahead_max=2, chunk_bytes=8192, gather_bytes_max=50_000))
+    for value in (None, "small", list(range(20_000)), {"big": np.arange(40_000)}, FailsOnOne(), "lost", "lost", "last"):
+        try:
+            got = ahead.broadcast(value if rank == 0 else None)
+            done.append("last" if got == "last" else rank == 0 or value is None or repr(got) == repr(value))
+        except BroadcastError as error:
+            done.append((error.rank, error.earlier))
+    done.append(ahead.allgather(rank))
+    ahead.close()
     try:
         Broadcaster(TorchComm(), root=rank)
     except BroadcastConfigError as error:
@@ -69,7 +78,7 @@ def _rank(rank, path):
 
 @pytest.mark.timeout(90)
 def test_two_processes_over_gloo(tmp_path):
-    """Values, failures on either side that both raise at once, gathers, a root that differs."""
+    """Values, failures on either side that both raise at once, or in a later exchange, gathers, a root that differs."""
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "init")],
@@ -81,8 +90,14 @@ def test_two_processes_over_gloo(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], outputs
     found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     common = ["values", [0, True, True], "next", [1, True, True], "next", [0, 1]]
-    assert found[0] == [*common, [3, 30_003], True]
-    assert found[1] == [*common, None, True]
+    for rank, (gathered, mine) in enumerate((([3, 30_003], True), (None, [1, False]))):
+        assert found[rank][:7] == [*common, gathered]
+        told = found[rank][7:]
+        assert told[:5] == [True, True, True, True, mine]
+        # Within two exchanges, and the values of others arrive.
+        assert told[5:8].count([1, True]) == 1
+        assert told[8:] == [[0, 1], True]
+    assert found[0][12:15].index([1, True]) == found[1][12:15].index([1, True])
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Prints a line per part; exit 1 when a rank would wait for ever, differ from the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ import broadcast_injection as injection  # noqa: E402
 import broadcast_programs as programs  # noqa: E402
 
 
-def fakes(stride: int) -> None:
+def fakes(form: str, stride: int) -> None:
     """Every bytecode of each call, both ways to wait, 2 and 4 ranks, small and large payloads."""
     for size in (2, 4):
         for verb in injection.VERBS:
@@ -31,8 +32,8 @@ def fakes(stride: int) -> None:
                     for way in ("block", "handle"):
                         # A payload's steps repeat: its bytecodes are sampled, a small value's all taken.
                         step = stride if payload == "small" else 7 * stride
-                        count += injection.sweep(size, victim, verb, payload, way, stride=step)
-            print(f"fakes, {size} ranks, {verb}: {count} injections, 0 hangs, 0 silent breaks", flush=True)
+                        count += injection.sweep(form, size, victim, verb, payload, way, stride=step)
+            print(f"fakes, {form}, {size} ranks, {verb}: {count} injections, 0 hangs, 0 silent breaks", flush=True)
 
 
 def over_mpi(size: int, count: int) -> None:
@@ -44,25 +45,28 @@ def over_mpi(size: int, count: int) -> None:
     subprocess.run(command, check=True, timeout=3600)
 
 
+#: A call has about so many bytecodes, polls apart; what lies beyond them does not hit.
+BYTECODES = {"small": 1200, "pieces": 2400, "large": 3200}
+#: Injections of one pass over them (count); the next pass begins one bytecode later.
+PASS = 50
+
+
 def rank_main(count: int) -> None:
     """One rank of :func:`over_mpi`."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    for verb in injection.VERBS:
+    for form, verb in itertools.product(injection.FORMS, injection.VERBS):
         hits = 0
-        parts = [(victim, payload) for victim in (0, 1) for payload in injection.PAYLOADS]
-        for victim, payload in parts:
-            turns = -(-count // len(parts))
-            # A call has about so many bytecodes, polls apart; what lies beyond them does not hit.
-            length = {"small": 1600, "pieces": 2400, "large": 3200}[payload]
-            stride = max(1, length // turns)
-            rounds = -(-turns * stride // length) if stride == 1 else 1
-            for _ in range(max(1, rounds)):
-                part = min(turns, length // stride)
-                hits += comm.bcast(injection.on_ranks(comm, verb, payload, victim, 1, part, stride), root=victim)
+        for first in itertools.count(1):
+            if hits >= count:
+                break
+            for victim, payload in itertools.product((0, comm.size - 1), injection.PAYLOADS):
+                stride = BYTECODES[payload] // PASS
+                found = injection.on_ranks(comm, form, verb, payload, victim, first, PASS, stride)
+                hits += comm.bcast(found, root=victim)
         if comm.rank == 0:
-            print(f"MPI, {comm.size} ranks, {verb}: {hits} injections, 0 hangs, 0 silent breaks", flush=True)
+            print(f"MPI, {form}, {comm.size} ranks, {verb}: {hits} injections, 0 hangs, 0 silent breaks", flush=True)
 
 
 def main() -> None:
@@ -80,9 +84,14 @@ def main() -> None:
         return
     everything = not (options.fakes or options.programs or options.mpi)
     if options.programs or everything:
-        print(f"programs of two calls on two ranks: {programs.explore()} runs as the oracle says", flush=True)
+        for form in programs.FORMS:
+            print(
+                f"programs of two calls on two ranks, {form}: {programs.explore(form)} runs as the oracle says",
+                flush=True,
+            )
     if options.fakes or everything:
-        fakes(options.stride)
+        for form in injection.FORMS:
+            fakes(form, options.stride)
     for size in options.mpi or ((2, 4) if everything else ()):
         over_mpi(size, options.count)
 

@@ -3,7 +3,8 @@
 Layout:
 
 - ``_broadcaster``: ``Broadcaster`` begins exchanges; ``_handle``: who waits for them
-- ``_exchange``: one exchange on one rank, as a script that can be begun again; ``_failure``: what went wrong, as text
+- ``_exchange``: one exchange on one rank, as a script that can be begun again; ``_ahead``: one whose root waits for nobody;
+  ``_failure``: what went wrong, as text
 - ``_settings``: what ranks agree on at construction; ``_config``, ``_errors``
 - ``_frame``: the first frame and the verdict on all ranks' frames; ``_block``: what does not fit in it
 - ``_pool``, ``_window``: memory

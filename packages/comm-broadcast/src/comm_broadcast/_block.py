@@ -18,6 +18,8 @@ from comm_broadcast._errors import RemoteProtocolError
 
 ALIGNMENT = 64
 _COUNT = struct.Struct("<I")
+#: The table of one segment, up to where that begins.
+_SINGLE = struct.Struct(f"<IQ{ALIGNMENT - 12}x")
 _LARGE = 1 << 63
 #: What follows a streamed block: a frame that says whether all of it was written (bytes).
 TRAILER_BYTES = 512
@@ -103,6 +105,17 @@ def write(target: memoryview, segments: Sequence[Segment], entries: Sequence[int
     prepare(target, segments, entries)
     for _ in copy(target, segments, entries):
         pass
+
+
+def single_bytes(source: memoryview) -> int:
+    """Size of a block of one segment."""
+    return _SINGLE.size + len(source)
+
+
+def write_single(target: memoryview, source: memoryview) -> None:
+    """The same bytes as :func:`write` gives for one segment that exists already."""
+    target[: _SINGLE.size] = _SINGLE.pack(1, len(source))
+    target[_SINGLE.size :] = source
 
 
 def write_sizes(target: memoryview, sizes: Sequence[int]) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from comm_broadcast._ahead import AheadExchange
 from comm_broadcast._codec import Codec, PickleCodec
 from comm_broadcast._comm import Comm
 from comm_broadcast._config import BroadcastConfig
-from comm_broadcast._errors import BroadcastConfigError, CommBroadcastError, LocalProtocolError
+from comm_broadcast._errors import (
+    BroadcastConfigError,
+    BroadcastError,
+    CallMismatchError,
+    CommBroadcastError,
+    LocalProtocolError,
+)
 from comm_broadcast._exchange import Ended, Exchange, is_running
 from comm_broadcast._frame import Call, Operation
-from comm_broadcast._handle import Handle, Wait, blocking, finish, poll
+from comm_broadcast._handle import Handle, Pace, Wait, blocking, finish
 from comm_broadcast._pool import BufferPool
 from comm_broadcast._settings import ChosenCodec, check_waiting, choose, comm_problem, compare, digest, settings_of
 from comm_broadcast._window import SharedWindow, open_window
@@ -56,8 +64,9 @@ class Broadcaster:
     more set up the shared window, where one is asked for), after the adapter's own (``MpiComm`` duplicates its communicator).
     Nothing else is collective but the exchanges themselves. One exchange at a time; not for several threads.
 
-    An exchange ends on a rank when every rank has begun it. A call that an exception interrupts has begun its exchange, or has
-    not: :attr:`begun` says which.
+    An exchange ends on a rank when every rank has begun it; with ``ahead_max`` a broadcast ends on the root when it has been
+    sent, and on the others when it has come. A call that an exception interrupts has begun its exchange, or has not:
+    :attr:`begun` says which.
 
     Args:
         comm: An adapter (``MpiComm``, ``TorchComm``, ``testing.FakeComm``) of which this object becomes the only user.
@@ -86,14 +95,13 @@ class Broadcaster:
             raise BroadcastConfigError(problem)
         self.comm = comm
         self.config = config
-        self.spin_s = _DEFAULTS.spin_s
         self.window: SharedWindow | None = None
         settings = settings_of(comm.size, root, config, PickleCodec() if codec is None else codec, timeout_s)
         _construct(compare(comm, settings), None if settings.problem is not None else timeout_s)
         if settings.codec is None or settings.sink is None:
             raise BroadcastConfigError(f"not refused by the ranks together: {settings.problem}")
         self._codec: ChosenCodec = settings.codec
-        self.spin_s = config.spin_s
+        self.pace = Pace(config.spin_s)
         self.sink = settings.sink
         self.pool = BufferPool(config.pool_bytes_max)
         self._root = root
@@ -102,6 +110,9 @@ class Broadcaster:
         self.last = Ended()
         self._queue: deque[Exchange] = deque()
         self._released = False
+        #: What closing was told, for when it is done.
+        self._told: CommBroadcastError | None = None
+        self._exchange = AheadExchange if config.ahead_max else Exchange
         if config.shared_slot_bytes and comm.size > 1:
             self.window = _construct(open_window(comm, config.shared_slot_bytes, root), timeout_s)
 
@@ -156,7 +167,7 @@ class Broadcaster:
         Args:
             value: What the root gives.
             codec: See :meth:`start_broadcast`.
-            wait: How to wait between polls; default: spin shortly, then sleep.
+            wait: How to wait between polls; default: sleep, shortly at first.
             timeout_s: How long to wait (s); None: as long as a rank is missing.
 
         Raises:
@@ -193,7 +204,22 @@ class Broadcaster:
 
     def statistics(self) -> BroadcastStatistics:
         """A frozen snapshot."""
-        return BroadcastStatistics(exchanges=self.begun, **asdict(self.last.totals), allocations=self.pool.allocations)
+        return BroadcastStatistics(
+            exchanges=self.begun, **self.last.totals._asdict(), allocations=self.pool.allocations
+        )
+
+    def progress(self) -> bool:
+        """Keep what the root's earlier broadcasts left under way (``ahead_max``) going; whether nothing is.
+
+        Any other call does so, too; this one is for a root that has nothing to send for long. Never waits.
+
+        Raises:
+            TransportError: The communicator failed.
+        """
+        self._settle()
+        if self._released or self._queue or self.last.broken is not None:
+            return not self._queue
+        return sum(map(self.comm.test, range(len(self.last.kept)))) == len(self.last.kept)
 
     def abandon(self) -> None:
         """Give up whatever has not ended, as :meth:`Handle.abandon` does; for a handle that is out of reach.
@@ -215,6 +241,8 @@ class Broadcaster:
 
         Raises:
             BroadcastTimeoutError: A rank did not join. Close again, or :meth:`release` without it.
+            BroadcastError, CallMismatchError: What the root had not told yet of the last broadcasts (``ahead_max``). All is
+                closed.
             LocalProtocolError: Called from within an exchange, by a codec or ``wait`` function.
             TransportError: The communicator failed; it is released all the same.
         """
@@ -225,22 +253,30 @@ class Broadcaster:
         self._refuse_reentry("close")
         self._refuse_foreign()
         self.abandon()
-        if self.last.closed is None and self.last.broken is None:
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        # One exchange, or more until the root has told everybody.
+        while self.last.closed is None and self.last.broken is None:
             last = self._queue[-1] if self._queue else None
             if last is None or last.call.operation is not Operation.CLOSE:
-                last = Exchange(self, self._call(Operation.CLOSE, 0), None, self._codec)
+                last = self._exchange(self, self._call(Operation.CLOSE, 0), None, self._codec)
                 self._queue.append(last)
-            last.blocking = blocking(self, last, None, timeout_s)
+            last.blocking = blocking(self, last, None, None if end_s is None else max(0.0, end_s - time.monotonic()))
             try:
                 finish(last.blocking)
+            except (BroadcastError, CallMismatchError) as error:
+                self._told = self._told or error
             except CommBroadcastError:
                 if last.ended is not None:
                     self.release()
                 raise
+            self._settle()
         broken = self.last.broken is not None
         if not broken:
             self.comm.free()
         self.release()
+        told, self._told = self._told, None
+        if told is not None:
+            raise told
 
     def release(self) -> None:
         """Give the communicator up without the other ranks: local, never waits, for use after a fault. They are not told.
@@ -277,20 +313,21 @@ class Broadcaster:
             raise LocalProtocolError(f"the broadcaster is closed: {self.last.closed}") from self.last.closed
         if self.last.broken is not None:
             raise LocalProtocolError(f"the broadcaster is broken: {self.last.broken}") from self.last.broken
-        self._refuse_reentry(operation.name.lower())
-        if any(exchange.is_open for exchange in self._queue):
-            raise LocalProtocolError(
-                "an exchange has not ended, one at a time per broadcaster: wait for its handle, or abandon() it"
-            )
+        if self._queue:
+            self._refuse_reentry(operation.name.lower())
+            if any(exchange.is_open for exchange in self._queue):
+                raise LocalProtocolError(
+                    "an exchange has not ended, one at a time per broadcaster: wait for its handle, or abandon() it"
+                )
         self._refuse_foreign()
         if len(self._queue) >= ABANDONED_MAX:
             raise LocalProtocolError(f"{len(self._queue)} exchanges were given up and wait for the other ranks")
         chosen = self._codec if codec is None or codec is self._codec.codec else choose(codec)
         self.abandon()
-        return Exchange(self, self._call(operation, chosen.digest), value, chosen)
+        return self._exchange(self, self._call(operation, chosen.digest), value, chosen)
 
     def _refuse_foreign(self) -> None:
-        if not self._queue and self.last.broken is None and len(self.comm.posted):
+        if not self._queue and self.last.broken is None and len(self.comm.posted) != len(self.last.kept):
             raise LocalProtocolError(
                 "the communicator has operations of somebody else under way: it serves one broadcaster"
             )
@@ -339,9 +376,9 @@ class Broadcaster:
         while queue and queue[0].ended is not None:
             ended = queue[0].ended
             if ended.broken is None:
-                self.comm.forget()
+                self.comm.forget(len(ended.kept))
             # Without its result, which belongs to whoever asked for it and may look into memory.
-            self.last = replace(ended, value=None, error=None)
+            self.last = Ended(ended.sequence, None, None, *ended[3:])
             # Out of the queue first: forgetting a value may run its code, which may call this object again.
             queue.popleft().release()
 
@@ -358,5 +395,5 @@ def _construct(steps: Any, timeout_s: float | None) -> Any:
             return True
         return False
 
-    poll(test, None, timeout_s, _DEFAULTS.spin_s, None)
+    Pace(_DEFAULTS.spin_s).poll(test, None, timeout_s)
     return result[0]

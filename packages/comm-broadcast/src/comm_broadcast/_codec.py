@@ -58,7 +58,7 @@ class BufferSegment(Segment):
             target[:] = self._view
         yield self.nbytes
 
-    def source(self) -> memoryview | None:
+    def source(self) -> memoryview:
         """In place."""
         return self._view
 
@@ -127,20 +127,23 @@ class PickleCodec:
             buffers.append(BufferSegment(raw))
             return False
 
+        if not (self._per_item and type(value) is list):
+            data = pickle.dumps(value, protocol=5, buffer_callback=keep_in_band)
+            return [BufferSegment(b"\0" + data), *buffers]
         sink = io.BytesIO()
-        whole = not (self._per_item and type(value) is list)
-        sink.write(b"\0" if whole else b"\1" + struct.pack("=Q", len(value)))
-        for item in [value] if whole else value:
+        sink.write(b"\1" + struct.pack("=Q", len(value)))
+        for item in value:
             pickle.Pickler(sink, protocol=5, buffer_callback=keep_in_band).dump(item)
         # No view of the sink itself: a collector that finds both in one cycle would close it under the view.
         return [BufferSegment(memoryview(sink.getvalue())), *buffers]
 
     def decode(self, segments: Sequence[memoryview]) -> Any:
         """See :class:`Codec`. Trusts the sender."""
-        source = io.BytesIO(segments[0])
+        first = segments[0]
         buffers = iter(segments[1:])
-        if source.read(1) == b"\0":
-            return pickle.Unpickler(source, buffers=buffers).load()  # noqa: S301 - ranks of one program trust each other
+        if first[0] == 0:
+            return pickle.loads(first[1:], buffers=buffers)  # noqa: S301 - ranks of one program trust each other
+        source = io.BytesIO(first[1:])
         (count,) = struct.unpack("=Q", source.read(8))
         return [pickle.Unpickler(source, buffers=buffers).load() for _ in range(count)]  # noqa: S301
 

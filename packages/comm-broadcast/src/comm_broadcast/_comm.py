@@ -19,7 +19,8 @@ Buffer = Any
 class Comm(Protocol):
     """A communicator of this package's own: nothing else may use it. Every method may raise ``TransportError``.
 
-    The adapter keeps the buffers of an operation alive until it has completed, whoever forgets it.
+    The adapter keeps the buffers of an operation alive until it has completed, whoever forgets it. Several operations may be
+    under way; all ranks start the collective ones in the same order.
     """
 
     rank: int
@@ -35,6 +36,12 @@ class Comm(Protocol):
     def iallgather(self, send: Buffer, receive: Buffer) -> None:
         """Start to gather equal-sized buffers everywhere; ``receive`` has ``size`` times the bytes of ``send``."""
 
+    def igather(self, send: Buffer, receive: Buffer | None, root: int) -> None:
+        """Start to gather equal-sized buffers at the root, whose ``receive`` has ``size`` times the bytes of ``send``.
+
+        A rank's part must reach the root whether or not the ranks between make progress: no tree.
+        """
+
     def isend(self, buffer: Buffer, target: int) -> None:
         """Start to send to one rank."""
 
@@ -44,8 +51,8 @@ class Comm(Protocol):
     def test(self, index: int) -> bool:
         """Whether the listed operation has completed; makes progress, never blocks, may be asked again."""
 
-    def forget(self) -> None:
-        """All listed operations have completed: the list begins anew."""
+    def forget(self, keep: int) -> None:
+        """Unlist all but the last ``keep`` operations: they have completed. A second time changes nothing."""
 
     def free(self) -> None:
         """Release the communicator (collective); a second call does nothing."""
@@ -56,21 +63,21 @@ class Run:
 
     __slots__ = ("comm", "count")
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, earlier: int = 0) -> None:
         self.comm = comm
-        #: Operations of this pass so far.
-        self.count = 0
+        #: Operations before the next one: those listed by earlier scripts, and this pass's so far.
+        self.count = earlier
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next operation was started by an earlier pass already."""
         return len(self.comm.posted) > self.count
 
-    def start(self, call: Callable[[Buffer, Any], None], buffer: Buffer, other: Any) -> int:
+    def start(self, call: Callable[..., None], *arguments: Any) -> int:
         """Start the next operation; its index."""
         index = self.count
         if len(self.comm.posted) <= index:
-            call(buffer, other)
+            call(*arguments)
             if len(self.comm.posted) <= index:
                 raise TransportError(
                     getattr(call, "__name__", "operation"), self.comm.rank, "the adapter does not list what it starts"

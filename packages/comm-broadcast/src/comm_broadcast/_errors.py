@@ -45,12 +45,15 @@ class CallMismatchError(RemoteProtocolError):
     """The ranks' calls of one exchange differ: operation, root, codec or settings. All raise it; the next exchange works.
 
     Attributes:
-        calls: What each rank called, in rank order.
+        calls: What each rank called, in rank order; "" where this rank does not know it (``ahead_max``).
+        earlier: Whether it was an exchange before the one that raises, whose value then was not delivered to anybody.
     """
 
-    def __init__(self, calls: tuple[str, ...]) -> None:
-        super().__init__("the calls do not match: " + "; ".join(f"rank {r}: {call}" for r, call in enumerate(calls)))
+    def __init__(self, calls: tuple[str, ...], *, earlier: bool = False) -> None:
+        known = "; ".join(f"rank {r}: {call}" for r, call in enumerate(calls) if call)
+        super().__init__(f"the calls {'of an earlier exchange did' if earlier else 'do'} not match: {known}")
         self.calls = calls
+        self.earlier = earlier
 
 
 class ClosedError(CommBroadcastError):

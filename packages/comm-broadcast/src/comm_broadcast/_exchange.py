@@ -19,14 +19,14 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from comm_broadcast import _block
-from comm_broadcast._codec import Segment
+from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._comm import Buffer, Comm, Run
 from comm_broadcast._config import HEADER_BYTES, BroadcastConfig
 from comm_broadcast._errors import (
@@ -66,8 +66,7 @@ Steps = Generator[None, None, Any]
 Move = tuple[Callable[[Buffer, int], None], int]
 
 
-@dataclass(frozen=True)
-class Totals:
+class Totals(NamedTuple):
     """Counts over all exchanges that have ended."""
 
     inline: int = 0
@@ -79,8 +78,19 @@ class Totals:
     abandoned: int = 0
 
 
-@dataclass(frozen=True)
-class Ended:
+class Kept(NamedTuple):
+    """An operation that an exchange left under way.
+
+    Attributes:
+        sequence: The exchange's number.
+        status: What it gathers from all ranks, if it gathers.
+    """
+
+    sequence: int
+    status: bytearray | None = None
+
+
+class Ended(NamedTuple):
     """An exchange's end on this rank: its result, and what the next one begins with.
 
     Attributes:
@@ -90,6 +100,8 @@ class Ended:
         broken: Why the object cannot be used any more.
         closed: Who closed it.
         totals: Counts up to here.
+        kept: What is under way still, in order: the last operations of the adapter's list.
+        reports: Root: what all ranks have to be told.
     """
 
     sequence: int = 0
@@ -98,7 +110,9 @@ class Ended:
     untold: Failure | None = None
     broken: CommBroadcastError | None = None
     closed: ClosedError | None = None
-    totals: Totals = field(default=Totals())
+    totals: Totals = Totals()
+    kept: tuple[Kept, ...] = ()
+    reports: tuple[CommBroadcastError, ...] = ()
 
 
 #: What is left of a script that an exception has ended.
@@ -118,7 +132,7 @@ class Owner(Protocol):
 
 
 @dataclass
-class _Outgoing:
+class Outgoing:
     """This rank's first frame, complete, and what follows it."""
 
     frame: bytearray
@@ -140,7 +154,7 @@ class _Outgoing:
 
 
 @dataclass
-class _Incoming:
+class Incoming:
     """What a rank's block and buffers are received into, and what became of them."""
 
     failure: Failure | None = None
@@ -180,12 +194,12 @@ class Exchange:
         self.moving_bytes = 0
         self.completed = 0
         self._steps: Generator[Ended | None, None, None] | None = None
-        self._out: _Outgoing | None = None
+        self._out: Outgoing | None = None
         self._received: bytearray | None = None
         self._copying: Iterator[int] | None = None
         self._ready = 0
         self._copy_failure: Failure | None = None
-        self._in: dict[int, _Incoming] = {}
+        self._in: dict[int, Incoming] = {}
         self._results: tuple[bytearray, bytearray] | None = None
         self._raised = False
 
@@ -228,23 +242,25 @@ class Exchange:
 
     def _script(self) -> Generator[Ended | None, None, None]:
         """None for each wait, then the end: an item, since a ``StopIteration`` may be anybody's."""
-        yield (yield from self._whole())
-
-    def _whole(self) -> Generator[None, None, Ended]:
         before = self._owner.last
-        if before.closed is not None:
-            if self.call.operation is Operation.CLOSE:
-                return replace(before, value=None, error=None)
-            error: CommBroadcastError = LocalProtocolError(f"the broadcaster is closed: {before.closed}")
-            return replace(before, value=None, error=error)
-        if before.broken is not None:
+        if before.closed is not None or before.broken is not None:
+            ended = self._too_late(before)
+        else:
+            try:
+                ended = yield from self._exchange(Run(self._owner.comm, len(before.kept)), before)
+            except (TransportError, RemoteProtocolError) as error:
+                ended = self._end(before, error=error, broken=error)
+        yield ended
+
+    def _too_late(self, before: Ended) -> Ended:
+        """The exchange before this one ended the object."""
+        if before.closed is None:
             error = LocalProtocolError(f"the broadcaster is broken: {before.broken}")
-            return replace(before, value=None, error=error)
-        try:
-            ended: Ended = yield from self._exchange(Run(self._owner.comm), before)
-            return ended
-        except (TransportError, RemoteProtocolError) as error:
-            return self._end(before, error=error, broken=error)
+        elif self.call.operation is Operation.CLOSE:
+            return before._replace(value=None, error=None)
+        else:
+            error = LocalProtocolError(f"the broadcaster is closed: {before.closed}")
+        return before._replace(value=None, error=error)
 
     def _end(
         self,
@@ -256,26 +272,30 @@ class Exchange:
         broken: CommBroadcastError | None = None,
         closed: ClosedError | None = None,
         moved: bool = False,
+        kept: tuple[Kept, ...] = (),
+        reports: tuple[CommBroadcastError, ...] = (),
     ) -> Ended:
         """The one value that the script comes to; ``moved``: the payload was transferred."""
-        totals, out = before.totals, self._out
-        if moved and out is not None:
-            is_sender = out.kind is not Kind.NONE
-            is_root = is_sender and self.call.operation is Operation.BROADCAST
-            totals = replace(
-                totals,
-                inline=totals.inline + (is_root and out.kind is Kind.INLINE),
-                shared=totals.shared + (is_root and out.kind is Kind.SHARED),
-                large_buffers=totals.large_buffers + (len(out.large) if is_root else 0),
-                bytes_sent=totals.bytes_sent + (out.bytes if is_sender else 0),
-                bytes_received=totals.bytes_received + self._bytes_received,
-            )
-        totals = replace(
-            totals,
-            failures=totals.failures + isinstance(error, BroadcastError),
-            abandoned=totals.abandoned + self.given_up,
+        inline, shared, large, sent, received, failures, abandoned = before.totals
+        out = self._out
+        if moved:
+            received += self._bytes_received
+            if out is not None and out.kind is not Kind.NONE:
+                sent += out.bytes
+                if self.call.operation is Operation.BROADCAST:
+                    inline += out.kind is Kind.INLINE
+                    shared += out.kind is Kind.SHARED
+                    large += len(out.large)
+        totals = Totals(
+            inline,
+            shared,
+            large,
+            sent,
+            received,
+            failures + isinstance(error, BroadcastError),
+            abandoned + self.given_up,
         )
-        return Ended(before.sequence + 1, value, error, untold, broken, closed, totals)
+        return Ended(before.sequence + 1, value, error, untold, broken, closed, totals, kept, reports)
 
     def _exchange(self, run: Run, before: Ended) -> Steps:
         """Frames of all ranks, their verdict, and the payload."""
@@ -289,15 +309,16 @@ class Exchange:
         self.moving_bytes = 0
         first = run.start(comm.iallgather, out.frame, received)
         self._interrupt(out.failure)
-        ends = (
-            _block.piece_ends(out.head, out.size, self._owner.config.chunk_bytes) if out.kind is Kind.STREAMED else []
-        )
-        if ends:
-            self._copy_until(out, ends[0])
+        ends: list[int] = []
+        if out.kind is Kind.STREAMED:
+            ends = _block.piece_ends(out.head, out.size, self._owner.config.chunk_bytes)
+            if ends:
+                self._copy_until(out, ends[0])
         yield from self._wait(run, first)
         size = len(out.frame)
-        views = [memoryview(received)[r * size : (r + 1) * size] for r in range(comm.size)]
-        frames = [Frame.unpack(view, sequence, r) for r, view in enumerate(views)]
+        whole = memoryview(received)
+        views = [whole[r * size : (r + 1) * size] for r in range(comm.size)]
+        frames = self._frames(views, sequence)
         error = verdict(frames, views)
         if error is not None:
             return self._stopped(error, before, out)
@@ -305,7 +326,19 @@ class Exchange:
             return (yield from self._broadcast(run, before, out, frames, views, ends))
         return (yield from self._gather(run, before, out, frames, views))
 
-    def _stopped(self, error: CommBroadcastError, before: Ended, out: _Outgoing) -> Ended:
+    def _frames(self, views: list[memoryview], sequence: int) -> list[Frame]:
+        """All ranks' frames. The others' in a broadcast are one and the same, unless something is wrong: it is decoded once."""
+        if self.call.operation is not Operation.BROADCAST:
+            return [Frame.unpack(view, sequence, r) for r, view in enumerate(views)]
+        root = self.call.root
+        nothing = Frame(sequence, Status.GOOD, Kind.NONE, rank=root, call=self.call)
+        header = nothing.header()
+        return [
+            nothing if r != root and view[:HEADER_BYTES] == header else Frame.unpack(view, sequence, r)
+            for r, view in enumerate(views)
+        ]
+
+    def _stopped(self, error: CommBroadcastError, before: Ended, out: Outgoing) -> Ended:
         """The verdict ends the exchange for everybody; nothing moves."""
         if out.slot is not None and self._owner.window is not None:
             self._owner.window.withdraw(out.slot, before.sequence + 1)
@@ -332,41 +365,54 @@ class Exchange:
             raise failure.error
 
     def _wait(self, run: Run, index: int) -> Steps:
-        yield from run.wait(index)
+        test = run.comm.test
+        while not test(index):
+            yield
         self.completed = max(self.completed, index + 1)
 
     # -- what this rank gives ------------------------------------------------------------------------------------------
 
-    def _outgoing(self, sequence: int, untold: Failure | None) -> _Outgoing:
+    def _outgoing(self, sequence: int, untold: Failure | None) -> Outgoing:
         """This rank's frame: everything that a value could make fail is done here, before anybody is told of it."""
         owner, comm = self._owner, self._owner.comm
-        out = _Outgoing(bytearray(owner.config.frame_bytes))
+        out = Outgoing(bytearray(owner.config.frame_bytes))
         view = memoryview(out.frame)
-        mine = Frame(sequence, kind=Kind.NONE, rank=comm.rank, call=self.call)
         if untold is not None:
-            pack_failure(view, replace(mine, status=Status.FAILED_EARLIER), untold.cause, untold.details)
+            told = Frame(sequence, Status.FAILED_EARLIER, Kind.NONE, rank=comm.rank, call=self.call)
+            pack_failure(view, told, untold.cause, untold.details)
             return out
-        operation = self.call.operation
-        if operation is Operation.CLOSE or (operation is Operation.BROADCAST and comm.rank != self.call.root):
-            mine.pack_into(view)
+        operation, root = self.call.operation, self.call.root
+        if operation is Operation.CLOSE or (operation is Operation.BROADCAST and comm.rank != root):
+            rank = comm.rank if operation is Operation.CLOSE else root
+            Frame(sequence, Status.GOOD, Kind.NONE, rank=rank, call=self.call).pack_into(view)
             return out
         try:
             self._fill(out, view, sequence)
         except BaseException as error:  # noqa: BLE001 - the other ranks wait for this frame whatever happened
             failure = Failure.of(error)
-            failed = _Outgoing(bytearray(owner.config.frame_bytes), failure=failure)
+            failed = Outgoing(bytearray(owner.config.frame_bytes), failure=failure)
             if owner.window is not None:
                 owner.window.withdraw_all(sequence)
-            told = replace(mine, status=Status.FAILED)
+            told = Frame(sequence, Status.FAILED, Kind.NONE, rank=comm.rank, call=self.call)
             pack_failure(memoryview(failed.frame), told, failure.cause, failure.details)
             return failed
         return out
 
-    def _fill(self, out: _Outgoing, view: memoryview, sequence: int) -> None:
+    def _fill(self, out: Outgoing, view: memoryview, sequence: int) -> None:
         """Encode the value, into the frame if it fits, and write the frame."""
         owner = self._owner
         config, broadcast = owner.config, self.call.operation is Operation.BROADCAST
-        out.segments = self._codec.encode(self._value)
+        segments = out.segments = self._codec.encode(self._value)
+        only = segments[0] if len(segments) == 1 else None
+        if type(only) is BufferSegment and not config.check_round_trip:
+            # A small value's usual way, and nothing but copies.
+            source = only.source()
+            out.size = _block.single_bytes(source)
+            if out.size <= config.inline_bytes_max:
+                out.kind = Kind.INLINE
+                _block.write_single(view[HEADER_BYTES : HEADER_BYTES + out.size], source)
+                Frame(sequence, block_bytes=out.size, rank=owner.comm.rank, call=self.call).pack_into(view)
+                return
         size, out.entries, out.large = _block.plan(out.segments, config)
         out.size = size
         if size <= config.inline_bytes_max and not out.large:
@@ -407,7 +453,7 @@ class Exchange:
         if not _equal(self._value, again):
             raise ValueError(f"the value does not survive its codec: {type(self._value).__name__} came back different")
 
-    def _copy_until(self, out: _Outgoing, end: int) -> None:
+    def _copy_until(self, out: Outgoing, end: int) -> None:
         """Copy more of a streamed block, whose frame is under way: what fails now is told in the trailer."""
         while self._ready < end and self._copy_failure is None:
             try:
@@ -424,7 +470,7 @@ class Exchange:
         self,
         run: Run,
         before: Ended,
-        out: _Outgoing,
+        out: Outgoing,
         frames: list[Frame],
         views: list[memoryview],
         ends: list[int],
@@ -432,22 +478,29 @@ class Exchange:
         root, comm = self.call.root, run.comm
         move: Move = (comm.ibcast, root)
         if comm.rank != root:
-            part = self._in.setdefault(root, _Incoming())
+            part = self._in.setdefault(root, Incoming())
             told = yield from self._take(run, part, views[root], frames[root], move)
             if told is not None:
                 return self._end(before, error=told, moved=True)
             value = None if part.result is None else part.result[0]
+            if part.failure is None and not self._owner.config.agree:
+                return self._end(before, value=value, moved=True)
             return (yield from self._finish(run, before, value, part.failure))
         if out.kind is Kind.STREAMED:
-            yield from self._stream(run, before, out, ends)
+            for index in (yield from self._stream(run, before, out, ends)):
+                yield from self._wait(run, index)
+            self.moving_bytes = 0
             if self._copy_failure is not None:
                 failure = self._copy_failure
                 return self._end(before, error=failure.raised(comm.rank), moved=True)
-        yield from self._give_large(run, out, move)
+        if out.large:
+            yield from self._give_large(run, out, move)
+        if not self._owner.config.agree:
+            return self._end(before, value=self._value, moved=True)
         return (yield from self._finish(run, before, self._value, None))
 
-    def _stream(self, run: Run, before: Ended, out: _Outgoing, ends: list[int]) -> Steps:
-        """Send a block's pieces, each as soon as it is copied: the others take it in meanwhile."""
+    def _stream(self, run: Run, before: Ended, out: Outgoing, ends: list[int]) -> Generator[None, None, deque[int]]:
+        """Send a block's pieces, each as soon as it is copied: the others take it in meanwhile. Those still under way."""
         comm = run.comm
         under_way: deque[int] = deque()
         start = out.head
@@ -465,19 +518,17 @@ class Exchange:
             elif len(under_way) > _PIECES_MAX:
                 yield from self._wait(run, under_way.popleft())
         self._interrupt(self._copy_failure)
-        for index in under_way:
-            yield from self._wait(run, index)
-        self.moving_bytes = 0
+        return under_way
 
-    def _write_trailer(self, sequence: int, out: _Outgoing) -> None:
+    def _write_trailer(self, sequence: int, out: Outgoing) -> None:
         trailer, failure = out.block[out.size :], self._copy_failure
         mine = Frame(sequence, kind=Kind.NONE, rank=self._owner.comm.rank, call=self.call)
         if failure is None:
             mine.pack_into(trailer)
         else:
-            pack_failure(trailer, replace(mine, status=Status.FAILED), failure.cause, failure.details)
+            pack_failure(trailer, mine._replace(status=Status.FAILED), failure.cause, failure.details)
 
-    def _give_large(self, run: Run, out: _Outgoing, move: Move) -> Steps:
+    def _give_large(self, run: Run, out: Outgoing, move: Move) -> Steps:
         for buffer in out.large.values():
             yield from self._chunks(run, buffer, None, buffer.nbytes, self._owner.config.chunk_bytes, move)
 
@@ -495,14 +546,14 @@ class Exchange:
     # -- what others give ----------------------------------------------------------------------------------------------
 
     def _take(
-        self, run: Run, part: _Incoming, view: memoryview, frame: Frame, move: Move
+        self, run: Run, part: Incoming, view: memoryview, frame: Frame, move: Move
     ) -> Generator[None, None, BroadcastError | None]:
         """A sender's block and large buffers, decoded. Takes part in every transfer, whatever fails.
 
         Returns:
             What the trailer of a streamed block says that failed: every rank raises this, and nothing follows.
         """
-        sizes = _block.read_sizes(view[HEADER_BYTES:], frame.large_count)
+        sizes = _block.read_sizes(view[HEADER_BYTES:], frame.large_count) if frame.large_count else ()
         if frame.kind is Kind.INLINE:
             if part.block is None:
                 # The frames of all ranks lie in one buffer, which a view would keep.
@@ -528,7 +579,7 @@ class Exchange:
             self._decode(part, part.block, [part.large[i] for i in sorted(part.large)])
         return None
 
-    def _allocate(self, part: _Incoming, size: int) -> bool:
+    def _allocate(self, part: Incoming, size: int) -> bool:
         if part.memory is None and part.failure is None:
             try:
                 part.memory = self._owner.pool.take(size)
@@ -537,14 +588,14 @@ class Exchange:
         return part.memory is not None
 
     def _fetch(
-        self, run: Run, part: _Incoming, buffer: memoryview | None, size: int, chunk_bytes: int, move: Move
+        self, run: Run, part: Incoming, buffer: memoryview | None, size: int, chunk_bytes: int, move: Move
     ) -> Steps:
         if buffer is None and (part.sink is None or len(part.sink) < min(size, chunk_bytes)):
             part.sink = self._owner.sink.take(min(size, chunk_bytes))
         yield from self._chunks(run, buffer, part.sink, size, chunk_bytes, move)
 
     def _take_stream(
-        self, run: Run, part: _Incoming, view: memoryview, frame: Frame, large: int, move: Move
+        self, run: Run, part: Incoming, view: memoryview, frame: Frame, large: int, move: Move
     ) -> Generator[None, None, BroadcastError | None]:
         """Receive a streamed block's pieces, into a sink without a block, and look at its trailer."""
         head = frame.payload_bytes
@@ -574,16 +625,19 @@ class Exchange:
         last = Frame.unpack(trailer, frame.sequence, frame.rank)
         return None if last.status is Status.GOOD else BroadcastError.of((failure_in(trailer, last),))
 
-    def _look(self, part: _Incoming, frame: Frame) -> None:
+    def _look(self, part: Incoming, frame: Frame) -> None:
         """A block in the window: it must be looked at, and let go, in any case."""
         window = self._owner.window
         if window is None:
             raise RemoteProtocolError("the root used a shared window that this rank does not have")
-        if part.block is not None or part.failure is not None:
+        if part.block is not None:
             return
         if part.memory is None:
             part.memory = window.slot(frame.slot, frame.block_bytes)
         window.watch(frame.slot, part.memory, frame.sequence)
+        if part.failure is not None:
+            part.memory = None
+            return
         if self._views:
             part.block = part.memory.data.toreadonly()
             return
@@ -597,7 +651,7 @@ class Exchange:
         part.block = copy.data
         part.memory = None
 
-    def _decode(self, part: _Incoming, block: memoryview, large: list[memoryview]) -> None:
+    def _decode(self, part: Incoming, block: memoryview, large: list[memoryview]) -> None:
         """Make the value, unless nobody wants it or something failed before."""
         if part.result is not None or part.failure is not None:
             return
@@ -613,7 +667,7 @@ class Exchange:
 
     # -- gather --------------------------------------------------------------------------------------------------------
 
-    def _gather(self, run: Run, before: Ended, out: _Outgoing, frames: list[Frame], views: list[memoryview]) -> Steps:
+    def _gather(self, run: Run, before: Ended, out: Outgoing, frames: list[Frame], views: list[memoryview]) -> Steps:
         """What did not fit in the frames, rank by rank: to all, or between that rank and the root."""
         comm, root = run.comm, self.call.root
         everywhere = self.call.operation is Operation.ALLGATHER
@@ -630,7 +684,7 @@ class Exchange:
                     yield from self._give_large(run, out, move)
                 values.append(self._value)
             elif everywhere or at_root:
-                part = self._in.setdefault(r, _Incoming())
+                part = self._in.setdefault(r, Incoming())
                 move = (comm.ibcast, r) if everywhere else (comm.irecv, r)
                 yield from self._take(run, part, views[r], frame, move)
                 failure = failure or part.failure

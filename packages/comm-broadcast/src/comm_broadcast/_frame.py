@@ -1,11 +1,12 @@
-"""The first frame: one fixed size, contributed by every rank to every exchange, decoded from its sender's word alone.
+"""The first frame: one fixed size, of every rank or (``ahead_max``) of the root alone, decoded from its sender's word alone.
 
 0  magic u32 | 4  version u8 | 5 status u8 | 6 kind u8 | 7 operation u8 | 8 sequence u64 | 16 block_bytes u64
 24 chunk_bytes u64 | 32 large_count u32 | 36 rank u32 | 40 payload_bytes u32 | 44 slot u32 | 48 root u32 | 52 codec u32
 56 settings u32 | 60 crc32 of the bytes before
 64 payload: the whole block when it fits, else the sizes of large buffers and a streamed block's head; an error's text
 
-A frame's header and an error's text are also the trailer of a streamed block.
+A frame's header and an error's text are also the trailer of a streamed block, and what a rank says of itself after a broadcast
+whose root does not wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import enum
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
 
 from comm_broadcast._config import HEADER_BYTES
 from comm_broadcast._errors import (
@@ -28,8 +31,9 @@ from comm_broadcast._errors import (
 
 _HEADER = struct.Struct("<IBBBBQQQIIIIIII")
 _CRC = struct.Struct("<I")
+_WHOLE = struct.Struct("<IBBBBQQQIIIIIIII")
 MAGIC = 0x4D584243
-VERSION = 3
+VERSION = 4
 
 
 class Operation(enum.IntEnum):
@@ -49,6 +53,8 @@ class Status(enum.IntEnum):
     FAILED = 1
     #: The sender failed in an earlier exchange; its text follows.
     FAILED_EARLIER = 2
+    #: From the root: what went wrong in an earlier exchange follows; all ranks raise it, and this exchange moves nothing.
+    REPORT = 3
 
 
 class Kind(enum.IntEnum):
@@ -68,8 +74,7 @@ _STATUSES = dict(enumerate(Status))
 _KINDS = dict(enumerate(Kind))
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What must be the same on all ranks of an exchange.
 
     Attributes:
@@ -94,8 +99,7 @@ class Call:
         return f"{self.operation.name.lower()}({', '.join([f'root={self.root}', *different])})"
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A first frame's fields.
 
     Attributes:
@@ -119,13 +123,16 @@ class Frame:
 
     def pack_into(self, target: memoryview) -> None:
         """Write the header."""
+        target[:HEADER_BYTES] = self.header()
+
+    def header(self) -> bytes:
+        """The header's bytes."""
         call = self.call
-        _HEADER.pack_into(
-            target, 0, MAGIC, VERSION, self.status, self.kind, call.operation, self.sequence, self.block_bytes,
-            self.chunk_bytes, self.large_count, self.rank, self.payload_bytes, self.slot, call.root, call.codec,
-            call.settings,
+        data = _HEADER.pack(
+            MAGIC, VERSION, self.status, self.kind, call.operation, self.sequence, self.block_bytes, self.chunk_bytes,
+            self.large_count, self.rank, self.payload_bytes, self.slot, call.root, call.codec, call.settings,
         )  # fmt: skip
-        _CRC.pack_into(target, _HEADER.size, zlib.crc32(target[: _HEADER.size]))
+        return data + _CRC.pack(zlib.crc32(data))
 
     @staticmethod
     def unpack(source: memoryview, sequence: int, sender: int) -> Frame:
@@ -134,10 +141,9 @@ class Frame:
         Raises:
             RemoteProtocolError: It is damaged, of another version, or belongs to another exchange; names the sender.
         """
-        (crc,) = _CRC.unpack_from(source, _HEADER.size)
-        magic, version, status, kind, operation, got, block, chunk, large, rank, text, slot, root, codec, settings = (
-            _HEADER.unpack_from(source, 0)
-        )
+        (
+            magic, version, status, kind, operation, got, block, chunk, large, rank, text, slot, root, codec, settings, crc,
+        ) = _WHOLE.unpack_from(source, 0)  # fmt: skip
         if magic != MAGIC or crc != zlib.crc32(source[: _HEADER.size]):
             raise RemoteProtocolError(f"rank {sender}: damaged first frame (magic {magic:#x})")
         if version != VERSION:
@@ -146,21 +152,26 @@ class Frame:
             raise RemoteProtocolError(
                 f"rank {sender}: exchange {got}, this rank is at {sequence}: the ranks are not level"
             )
+        if rank == root and (status, kind) == (Status.GOOD, Kind.NONE):
+            # Of a rank that gives nothing: the same bytes on all such ranks.
+            rank = sender
         if status not in _STATUSES or kind not in _KINDS or operation not in _OPERATIONS or rank != sender:
             raise RemoteProtocolError(
                 f"rank {sender}: status {status}, kind {kind}, operation {operation} of rank {rank} are not a frame of its"
             )
         call = Call(_OPERATIONS[operation], root, codec, settings)
         frame = Frame(got, _STATUSES[status], _KINDS[kind], block, chunk, large, rank, text, slot, call)
-        follows = frame.kind in (Kind.FOLLOWS, Kind.STREAMED) or frame.large_count
-        if frame.status is Status.GOOD and follows and frame.chunk_bytes <= 0:
-            raise RemoteProtocolError(f"rank {sender}: chunks of {frame.chunk_bytes} bytes")
+        if not (text or block or large) and frame.kind is Kind.NONE:
+            return frame
+        follows = frame.kind in (Kind.FOLLOWS, Kind.STREAMED) or large
+        if frame.status is Status.GOOD and follows and chunk <= 0:
+            raise RemoteProtocolError(f"rank {sender}: chunks of {chunk} bytes")
         room = len(source) - HEADER_BYTES
-        head = frame.payload_bytes if frame.status is Status.GOOD and frame.kind is Kind.STREAMED else 0
+        head = text if frame.status is Status.GOOD and frame.kind is Kind.STREAMED else 0
         if (
-            frame.payload_bytes > room
-            or (frame.status is Status.GOOD and frame.kind is Kind.INLINE and frame.block_bytes > room)
-            or (head and head > min(room - 8 * frame.large_count, frame.block_bytes))
+            text > room
+            or (frame.status is Status.GOOD and frame.kind is Kind.INLINE and block > room)
+            or (head and head > min(room - 8 * large, block))
         ):
             raise RemoteProtocolError(f"rank {sender}: first frame promises more than it holds")
         return frame
@@ -186,16 +197,102 @@ def verdict(frames: Sequence[Frame], views: Sequence[memoryview]) -> CommBroadca
     Pure, and every rank has the same frames: so all come to the same verdict. A rank that closes ends the object, whatever the
     others called; calls that differ move nothing; then all failures are told at once.
     """
-    closing = [frame.rank for frame in frames if frame.call.operation is Operation.CLOSE]
-    if closing:
-        return ClosedError(closing[0])
     first = frames[0].call
-    if any(frame.call != first for frame in frames):
-        return CallMismatchError(tuple(frame.call.text(first) for frame in frames))
-    failures = tuple(
+    for frame in frames:
+        if frame.status is not Status.GOOD or frame.call != first or first.operation is Operation.CLOSE:
+            return problems(frames, views)[0]
+    return None
+
+
+def problems(
+    frames: Sequence[Frame], views: Sequence[memoryview], *, earlier: bool = False
+) -> list[CommBroadcastError]:
+    """What went wrong on the ranks, the most important first: somebody closed, calls differ, all failures at once.
+
+    Args:
+        frames, views: Of all ranks, in rank order, and their bytes.
+        earlier: They are what ranks said of an exchange that is over: its failures and calls are told as such.
+    """
+    first = frames[0].call
+    found: list[CommBroadcastError] = []
+    if first.operation is Operation.CLOSE or any(frame.call != first for frame in frames):
+        closing = [frame.rank for frame in frames if frame.call.operation is Operation.CLOSE]
+        found.append(
+            ClosedError(closing[0])
+            if closing
+            else CallMismatchError(tuple(frame.call.text(first) for frame in frames), earlier=earlier)
+        )
+    failures = [
         failure_in(view, frame) for frame, view in zip(frames, views, strict=True) if frame.status is not Status.GOOD
-    )
-    return BroadcastError.of(failures) if failures else None
+    ]
+    if failures:
+        if earlier:
+            failures = [RankFailure(f.rank, f.cause, f.details, True) for f in failures]
+        found.append(BroadcastError.of(tuple(failures)))
+    return found
+
+
+def pack_report(target: memoryview, frame: Frame, error: CommBroadcastError) -> None:
+    """Write the frame in which the root tells all ranks of an earlier exchange. Long texts are cut to what fits."""
+    room = len(target) - HEADER_BYTES
+    if isinstance(error, ClosedError):
+        data = _REPORTS.encode(("closed", error.rank))
+    elif isinstance(error, CallMismatchError):
+        data = _fitting("calls", [[call] for call in error.calls], room)
+    elif isinstance(error, BroadcastError):
+        data = _fitting("failures", [[f.rank, f.cause, f.details] for f in error.failures], room)
+    else:
+        raise TypeError(f"not an error that ranks tell each other: {type(error).__name__}")
+    target[HEADER_BYTES : HEADER_BYTES + len(data)] = data
+    frame._replace(status=Status.REPORT, kind=Kind.NONE, payload_bytes=len(data)).pack_into(target)
+
+
+def report_in(view: memoryview, frame: Frame) -> CommBroadcastError:
+    """The error that the root tells all ranks.
+
+    Raises:
+        RemoteProtocolError: It is not one.
+    """
+    try:
+        kind, found = msgspec.msgpack.decode(view[HEADER_BYTES : HEADER_BYTES + frame.payload_bytes])
+        if kind == "closed":
+            return ClosedError(found)
+        if kind == "calls":
+            return CallMismatchError(tuple(call for (call,) in found), earlier=True)
+        return BroadcastError.of(tuple(RankFailure(rank, cause, details, True) for rank, cause, details in found))
+    except (ValueError, TypeError) as error:
+        raise RemoteProtocolError(f"rank {frame.rank}: not a report: {error}") from error
+
+
+_REPORTS = msgspec.msgpack.Encoder()
+
+
+def _fitting(kind: str, rows: list[list[Any]], room: int) -> bytes:
+    """As many rows as there is room for, at least one; their texts are cut first, the last one of a row from its front."""
+    limit = room
+    while (
+        len(data := _REPORTS.encode((kind, [[_cut(item, limit, i) for i, item in enumerate(row)] for row in rows])))
+        > room
+    ):
+        if limit > _REPORT_TEXT_MIN:
+            limit //= 2
+        elif len(rows) > 1:
+            rows = rows[:-1]
+        else:
+            rows, limit = [[item if type(item) is int else "" for item in rows[0]]], room
+    return data
+
+
+#: Texts of a report are cut to so many characters before ranks are left out.
+_REPORT_TEXT_MIN = 16
+
+
+def _cut(item: Any, limit: int, place: int) -> Any:
+    """A text of at most so many bytes; a traceback (the third of a row) keeps its end."""
+    if type(item) is not str:
+        return item
+    data = item.encode("utf-8", "replace")
+    return (data[-limit:] if place == 2 else data[:limit]).decode("utf-8", "ignore")
 
 
 #: Separates an error's cause from its traceback in a frame.

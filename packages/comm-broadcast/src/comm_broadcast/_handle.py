@@ -16,60 +16,79 @@ T = TypeVar("T")
 #: Called between polls with the longest time to wait (s); may return early.
 Wait = Callable[[float], object]
 
-_PAUSE_S_MIN = 20e-6
-_PAUSE_S_MAX = 1e-3
-#: Time allowed for each byte of the transfer at hand before a poll may sleep (s): ten times what a slow copy takes.
-_S_PER_BYTE = 10e-9
-#: Polls between two looks at the clock (count).
-_POLLS_PER_LOOK = 16
-#: Lets whoever else could run on this core, another rank for instance, before the next poll; where the system can.
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+#: After each step polls follow each other without a pause for so long (s), and for each byte of the transfer at hand: twice
+#: what a copy takes.
+_POLL_S = 10e-6
+_POLL_S_PER_BYTE = 0.4e-9
+#: Then the processor is given away between two polls for so long (s), to a rank on the same core for instance.
+_YIELD_S = 400e-6
+_yield: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+#: Giving it away for longer than this (s) means that others compute: they got a time slice for one poll. Then so many waits
+#: sleep instead (count), after which a process that does not compute is served at once.
+_SLICE_S = 600e-6
+_SLEEPING_WAITS = 50
+#: Pauses (s): the shortest that a system makes, 60 us to 0.3 ms; then growing, while nothing comes.
+_NAP_S = 1e-6
+_PAUSE_S_MIN, _PAUSE_S_MAX = 20e-6, 0.5e-3
+
+
+class Pace:
+    """How the blocking calls of one broadcaster wait between two polls.
+
+    Args:
+        spin_s: How long the shortest pauses are made after each step (s).
+    """
+
+    def __init__(self, spin_s: float) -> None:
+        self.spin_s = spin_s
+        #: Waits that sleep at once (count), since the machine does other work.
+        self._sleeping = 0
+
+    def poll(
+        self, test: Callable[[], bool], wait: Wait | None, timeout_s: float | None, exchange: Exchange | None = None
+    ) -> None:
+        """Test until it is true; between two tests call ``wait(timeout_s)``, or give the processor away.
+
+        Raises:
+            BroadcastTimeoutError: It did not come true in time.
+        """
+        now_s = time.perf_counter()
+        end_s = math.inf if timeout_s is None else now_s + timeout_s
+        pause_s, seen, poll_end_s, yield_end_s, nap_end_s = _PAUSE_S_MIN, -1, now_s, now_s, now_s + self.spin_s
+        while not test():
+            now_s = time.perf_counter()
+            if exchange is not None and seen != exchange.completed:
+                # A step was made: the other ranks are there, and the next step may be a matter of microseconds.
+                seen, pause_s = exchange.completed, _PAUSE_S_MIN
+                poll_end_s = now_s + _POLL_S + exchange.moving_bytes * _POLL_S_PER_BYTE
+                yield_end_s = poll_end_s + (0.0 if self._sleeping else _YIELD_S)
+                nap_end_s = now_s + self.spin_s
+                self._sleeping = max(0, self._sleeping - 1)
+            if now_s >= end_s:
+                raise BroadcastTimeoutError(f"not every rank joined the exchange within {timeout_s} s")
+            if wait is not None:
+                wait(min(pause_s, end_s - now_s))
+            elif now_s < poll_end_s:
+                continue
+            elif now_s < yield_end_s:
+                _yield()
+                if time.perf_counter() - now_s > _SLICE_S:
+                    self._sleeping, yield_end_s = _SLEEPING_WAITS, now_s
+                continue
+            else:
+                time.sleep(min(_NAP_S if now_s < nap_end_s else pause_s, end_s - now_s))
+                if now_s < nap_end_s:
+                    continue
+            pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
 class Owner(Protocol):
     """What a handle uses of its broadcaster."""
 
-    #: How long a blocking call polls without pause (s).
-    spin_s: float
+    pace: Pace
 
     def advance(self, exchange: Exchange) -> bool:
         """Make progress until the exchange has ended or something has to be waited for; whether it has ended."""
-
-
-def poll(
-    test: Callable[[], bool], wait: Wait | None, timeout_s: float | None, spin_s: float, exchange: Exchange | None
-) -> None:
-    """Test until it is true; between two tests call ``wait(timeout_s)`` (default: spin shortly, then sleep).
-
-    Raises:
-        BroadcastTimeoutError: It did not come true in time.
-    """
-    begun_s = time.perf_counter()
-    end_s = math.inf if timeout_s is None else begun_s + timeout_s
-    pause_s, polls, seen, spin_end_s = _PAUSE_S_MIN, 0, -1, begun_s + spin_s
-    while not test():
-        completed = 0 if exchange is None else exchange.completed
-        if wait is None and seen != completed:
-            # A step was made: the other ranks are there, and the next step may be a matter of microseconds.
-            moving = 0 if exchange is None else exchange.moving_bytes
-            seen, polls, pause_s = completed, 0, _PAUSE_S_MIN
-            spin_end_s = time.perf_counter() + spin_s + moving * _S_PER_BYTE
-            continue
-        polls += 1
-        if wait is None and polls % _POLLS_PER_LOOK:
-            _give_way()
-            continue
-        now_s = time.perf_counter()
-        if now_s >= end_s:
-            raise BroadcastTimeoutError(f"not every rank joined the exchange within {timeout_s} s")
-        if wait is not None:
-            wait(min(pause_s, end_s - now_s))
-        elif now_s < spin_end_s:
-            _give_way()
-        else:
-            polls = _POLLS_PER_LOOK - 1
-            time.sleep(min(pause_s, end_s - now_s))
-        pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
 def result_of(exchange: Exchange) -> Any:
@@ -93,7 +112,7 @@ def blocking(
     """
     result: tuple[Any, StopIteration | None]
     try:
-        poll(lambda: owner.advance(exchange), wait, timeout_s, owner.spin_s, exchange)
+        owner.pace.poll(lambda: owner.advance(exchange), wait, timeout_s, exchange)
         result = result_of(exchange), None
     except StopIteration as error:
         result = None, error
@@ -137,7 +156,7 @@ class Handle(Generic[T]):
         return value
 
     def wait(self, wait: Wait | None = None, *, timeout_s: float | None = None) -> T:
-        """Poll until the exchange ends; between polls ``wait(timeout_s)`` is called (default: spin shortly, then sleep).
+        """Poll until the exchange ends; between polls ``wait(timeout_s)`` is called (default: sleep, shortly at first).
 
         An error of ``wait``, or an interrupt, leaves the exchange given up; another :meth:`wait` takes it up again, if it comes
         before the value does.
@@ -154,7 +173,7 @@ class Handle(Generic[T]):
         exchange = self._exchange
         exchange.given_up = False
         try:
-            poll(self.test, wait, timeout_s, self._owner.spin_s, exchange)
+            self._owner.pace.poll(self.test, wait, timeout_s, exchange)
         except BroadcastTimeoutError:
             raise
         except BaseException:

@@ -85,6 +85,11 @@ class MpiComm:
         """See :class:`Comm`."""
         self._post("Iallgather", self._comm.Iallgather, ([send, self._byte],), ([receive, len(send), self._byte],))
 
+    def igather(self, send: Buffer, receive: Buffer | None, root: int) -> None:
+        """See :class:`Comm`. ``Igatherv``, since libraries send that one straight to the root."""
+        into = None if receive is None else [receive, ([len(send)] * self.size, None), self._byte]
+        self._post("Igatherv", self._comm.Igatherv, ([send, self._byte],), (into,), (root,))
+
     def isend(self, buffer: Buffer, target: int) -> None:
         """See :class:`Comm`."""
         self._post("Isend", self._comm.Isend, ([buffer, self._byte],), (target,), (_TAG,))
@@ -100,9 +105,9 @@ class MpiComm:
         except self._error as error:
             raise TransportError("Test", self.rank, error) from error
 
-    def forget(self) -> None:
+    def forget(self, keep: int) -> None:
         """See :class:`Comm`."""
-        self.posted.clear()
+        del self.posted[: len(self.posted) - keep]
 
     def free(self) -> None:
         """See :class:`Comm`."""

@@ -23,7 +23,7 @@ _DIGEST_BYTES = 16
 #: What each rank contributes (bytes): digest, whether it refuses, text.
 CONTRIBUTION_BYTES = 1024
 _VALUE_CHARACTERS_MAX = 160
-_COMM_METHODS = ("ibcast", "iallgather", "isend", "irecv", "test", "forget", "free")
+_COMM_METHODS = ("ibcast", "iallgather", "igather", "isend", "irecv", "test", "forget", "free")
 #: What a codec has, and of which type; None: something that can be called.
 _CODEC_PARTS = (("encode", None), ("decode", None), ("name", str), ("views", bool), ("head_only", bool))
 
@@ -150,7 +150,7 @@ def settings_of(size: int, root: Any, config: Any, codec: Any, timeout_s: Any) -
         failure = Failure.of(error)
         return Settings(values, problem=failure.cause, interrupt=failure.error if failure.is_interrupt else None)
     values |= {
-        "root": root, "frame_bytes": config.frame_bytes, "agree": config.agree,
+        "root": root, "frame_bytes": config.frame_bytes, "agree": config.agree, "ahead_max": config.ahead_max,
         "shared_slot_bytes": config.shared_slot_bytes, "codec": chosen.name,
     }  # fmt: skip
     return Settings(values, chosen, sink)
@@ -183,7 +183,7 @@ def compare(comm: Comm, settings: Settings) -> Generator[None, None, None]:
     receive = bytearray(CONTRIBUTION_BYTES * comm.size)
     run = Run(comm)
     yield from run.wait(run.start(comm.iallgather, send, receive))
-    comm.forget()
+    comm.forget(0)
     parts = [bytes(receive[r * CONTRIBUTION_BYTES : (r + 1) * CONTRIBUTION_BYTES]) for r in range(comm.size)]
     texts = [part[_DIGEST_BYTES + 1 :].rstrip(b"\0").decode("utf-8", "replace") for part in parts]
     if settings.interrupt is not None:

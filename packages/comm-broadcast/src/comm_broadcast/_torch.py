@@ -78,6 +78,13 @@ class TorchComm:
         parts = list(self._tensor(receive).chunk(self.size))
         self._post("all_gather", self._group.allgather, ([parts],), ([self._tensor(send)],))
 
+    def igather(self, send: Buffer, receive: Buffer | None, root: int) -> None:
+        """See :class:`Comm`."""
+        options = self._dist.GatherOptions()
+        options.rootRank = root
+        parts = [] if receive is None else [list(self._tensor(receive).chunk(self.size))]
+        self._post("gather", self._group.gather, (parts,), ([self._tensor(send)],), (options,))
+
     def isend(self, buffer: Buffer, target: int) -> None:
         """See :class:`Comm`."""
         self._blocking.add(len(self.posted))
@@ -101,10 +108,10 @@ class TorchComm:
         self.posted[index] = _Nothing()
         return True
 
-    def forget(self) -> None:
-        """See :class:`Comm`."""
+    def forget(self, keep: int) -> None:
+        """See :class:`Comm`. What is kept are collectives: no transfer between two ranks."""
         self._blocking.clear()
-        self.posted.clear()
+        del self.posted[: len(self.posted) - keep]
 
     def free(self) -> None:
         """Destroy the group if it was made here."""

@@ -175,6 +175,6 @@ def _exchange(comm: Comm, text: str) -> Generator[None, None, list[str]]:
     receive = bytearray(_TEXT * comm.size)
     run = Run(comm)
     yield from run.wait(run.start(comm.iallgather, send, receive))
-    comm.forget()
+    comm.forget(0)
     parts: list[Any] = [bytes(receive[r * _TEXT : (r + 1) * _TEXT]) for r in range(comm.size)]
     return [part.rstrip(b"\0").decode("utf-8", "replace") for part in parts]

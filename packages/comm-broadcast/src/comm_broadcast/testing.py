@@ -163,6 +163,23 @@ class FakeComm:
 
         self.posted.append(_Posted("allgather", number, 0, attempt))
 
+    def igather(self, send: Buffer, receive: Buffer | None, root: int) -> None:
+        """See :class:`Comm`."""
+        source = memoryview(send).cast("B")
+        number = self._number("gather", root)
+        self._world.join(number, self.rank, "gather", source.nbytes, bytes(source))
+
+        def attempt() -> bool:
+            board = self._world.joined(number, self.rank)
+            if receive is None:
+                return True
+            if len(board) < self.size:
+                return False
+            memoryview(receive).cast("B")[:] = b"".join(board[r][2] for r in range(self.size))
+            return True
+
+        self.posted.append(_Posted("gather", number, root, attempt))
+
     def isend(self, buffer: Buffer, target: int) -> None:
         """See :class:`Comm`."""
         number = self._number("send", target)
@@ -190,14 +207,15 @@ class FakeComm:
         posted.done = posted.done or posted.attempt()
         return posted.done
 
-    def forget(self) -> None:
+    def forget(self, keep: int) -> None:
         """See :class:`Comm`."""
-        for posted in self.posted:
+        done = len(self.posted) - keep
+        for posted in self.posted[:done]:
             self._next[_key(posted.operation, posted.peer)] = posted.number + 1
             if posted.operation == "receive":
                 self._world.mail(posted.peer, self.rank).pop(posted.number, None)
         self._world.past(self._next[_key("bcast", 0)], self.rank)
-        self.posted.clear()
+        del self.posted[:done]
 
     def free(self) -> None:
         """See :class:`Comm`."""

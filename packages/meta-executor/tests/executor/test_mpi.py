@@ -11,7 +11,7 @@ import pytest
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.messages import Admit, Leave, Result, Schedule, Work
 from meta_executor.executor.request import Request
-from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork
+from meta_executor.executor.work import BROADCAST_CONFIG, BroadcastRecord, BroadcastWork, ChainWork
 
 
 def until(condition, limit_s: float = 30.0) -> None:
@@ -73,9 +73,10 @@ def test_broadcast_work_is_the_same_on_every_rank_and_a_late_rank_costs_nothing(
     """Rank 1 is late by 0.3 s: rank 0's calls return at once, everything arrives in order, views were copied."""
     from comm_broadcast import Broadcaster, MpiComm, TokenBatchCodec
 
-    work = BroadcastWork(
-        Broadcaster(MpiComm(world_comm.Dup()), codec=TokenBatchCodec(BroadcastRecord)), world_comm.Get_rank()
+    broadcaster = Broadcaster(
+        MpiComm(world_comm.Dup()), codec=TokenBatchCodec(BroadcastRecord), config=BROADCAST_CONFIG
     )
+    work = BroadcastWork(broadcaster, world_comm.Get_rank())
     items: list[Any] = []
     if work._rank == 1:
         time.sleep(0.3)

@@ -16,13 +16,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from comm_broadcast import Broadcaster, Handle
+from comm_broadcast import BroadcastConfig, Broadcaster, Handle
 from meta_executor.executor.links import Link
 from meta_executor.executor.messages import Admit, Leave, Work, WorkItem
 from meta_executor.executor.request import decoder, encoder
 
 #: Items of one broadcast (count): bounds how long the others are kept from their loop.
 ITEMS_PER_BROADCAST_MAX = 256
+#: Rank 0 waits for nobody: a rank that is late by a few steps holds up neither it nor the others.
+BROADCAST_CONFIG = BroadcastConfig(ahead_max=4)
 
 
 class WorkChannel(Protocol):
@@ -94,7 +96,8 @@ class BroadcastWork:
     """Non-blocking broadcasts from rank 0.
 
     Args:
-        broadcaster: ``comm_broadcast.Broadcaster`` with root 0 and ``TokenBatchCodec(BroadcastRecord)``; None for one rank.
+        broadcaster: ``comm_broadcast.Broadcaster`` with root 0, ``TokenBatchCodec(BroadcastRecord)`` and
+            ``BROADCAST_CONFIG``; None for one rank.
         rank: This rank.
         ring: Rank 0: ends the others' waits, because a broadcast has begun.
     """
@@ -107,6 +110,7 @@ class BroadcastWork:
         self._items: deque[WorkItem] = deque()
         self._handle: Handle[list[BroadcastRecord]] | None = None
         self._leaving = False
+        self._under_way = False
 
     def publish(self, items: Items[WorkItem]) -> None:
         """Decide: rank 0 takes its own items now, the others when the broadcast has come."""
@@ -132,6 +136,7 @@ class BroadcastWork:
         if self._handle is None:
             if self._rank == 0:
                 if not self._outbox:
+                    self._under_way = not broadcaster.progress()
                     return False
                 count = min(len(self._outbox), ITEMS_PER_BROADCAST_MAX)
                 batch = [_record_of(self._outbox.popleft()) for _ in range(count)]
@@ -155,8 +160,8 @@ class BroadcastWork:
 
     @property
     def busy(self) -> bool:
-        """A broadcast of rank 0 is not complete yet."""
-        return self._rank == 0 and (self._handle is not None or bool(self._outbox))
+        """A broadcast of rank 0 has not come to all ranks yet."""
+        return self._rank == 0 and (self._handle is not None or bool(self._outbox) or self._under_way)
 
     def close(self) -> None:
         """Close the broadcaster: collective, after the Leave item."""

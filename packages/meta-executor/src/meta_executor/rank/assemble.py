@@ -48,7 +48,7 @@ from meta_executor.executor.request import Answers
 from meta_executor.executor.scheduler import StepLimits
 from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver_context import AnyAgreement
-from meta_executor.executor.work import BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
+from meta_executor.executor.work import BROADCAST_CONFIG, BroadcastRecord, BroadcastWork, ChainWork, WorkChannel
 from meta_executor.rank.free_memory import device_free_bytes, host_free_bytes
 from meta_executor.rank.kv_budget import RankBudget, agreed_budget, block_bytes_of, measure_budget
 from meta_executor.rank.startup import (
@@ -544,7 +544,7 @@ def _group_work(comm: MPI.Intracomm, bell: RankBell) -> WorkChannel:
         for rank in range(1, size):
             bell.ring(rank)
 
-    broadcaster = Broadcaster(MpiComm(comm.Dup()), codec=TokenBatchCodec(BroadcastRecord))
+    broadcaster = Broadcaster(MpiComm(comm.Dup()), codec=TokenBatchCodec(BroadcastRecord), config=BROADCAST_CONFIG)
     return BroadcastWork(broadcaster, comm.Get_rank(), ring)
 
 
