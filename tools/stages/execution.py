@@ -218,7 +218,7 @@ class Runner:
         waivers = waived_tests(run.waivers, line, plan.stage)
         off = tuple(w.test.target for w in waivers)
         result.begun = True
-        split = self._workers > 1 and not line.isolated
+        split = self._workers > 1 and not line.isolated and not line.alone
         live = self._pytest(line, (line.target,), folder, label, waived=off, half="parallel" if split else "all",
                             expressions=True)  # fmt: skip
         self._take(result, live, folder, label)

@@ -70,6 +70,12 @@ class TestLine:
         return " ".join(parts)
 
     @property
+    def alone(self) -> bool:
+        """Its expression asks for a marker whose tests want the machine for themselves: none of it runs in parallel."""
+        marks = set(re.split(r"\s+and\s+", self.mark or ""))
+        return bool(marks & {"mpi", "service"}) and not re.search(r"[()]|\bor\b", self.mark or "")
+
+    @property
     def selects(self) -> tuple[str, str | None, str | None]:
         """What it selects, on whatever hardware: two lines with the same run the same tests."""
         return self.target, self.keyword, self.mark

@@ -62,7 +62,7 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_line_that_covers_nothing_is_no_coverage_whatever_else_passed(project, workers):
     """It selects nothing or only skips: so is its stage, exit 3, however many other tests are green."""
     write_tests(project, **{name: body for name, (_, body, _) in NOTHING.items()})
@@ -93,17 +93,20 @@ ENDS = {
 }
 
 
-def test_a_marker_covers_what_a_test_raises_and_nothing_else(project):
+@pytest.mark.parametrize(
+    "ends", [("assertion", "passes", "missing", "killed", "late"), pytest.param(tuple(ENDS), marks=pytest.mark.slow)]
+)
+def test_a_marker_covers_what_a_test_raises_and_nothing_else(project, ends):
     """A test that does not exist, cannot be set up, crashed or ran out of time fails its line, marked or not."""
-    write_tests(project, **{name: body for name, (body, _, _) in ENDS.items()})
-    targets = [(name, marker) for name in ENDS for marker in ("XFAIL", "UNSTABLE")]
-    copies = {name: (project / "t" / f"test_{name}.py").read_text() for name in ENDS}
+    write_tests(project, **{name: ENDS[name][0] for name in ends})
+    targets = [(name, marker) for name in ends for marker in ("XFAIL", "UNSTABLE")]
+    copies = {name: (project / "t" / f"test_{name}.py").read_text() for name in ends}
     for name, body in copies.items():
         (project / "t" / f"test_{name}_UNSTABLE.py").write_text(body)
         (project / "t" / f"test_{name}.py").rename(project / "t" / f"test_{name}_XFAIL.py")
     lines(project, *(f"t/test_{name}_{marker}.py::test_b {marker} (known)" for name, marker in targets))
     found = [line.verdict.value for line in only(project).lines]
-    wanted = [verdict for _, xfail, unstable in ENDS.values() for verdict in (xfail, unstable)]
+    wanted = [verdict for name in ends for verdict in ENDS[name][1:]]
     assert dict(zip(targets, found, strict=True)) == dict(zip(targets, wanted, strict=True))
 
 

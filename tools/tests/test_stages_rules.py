@@ -1,6 +1,7 @@
 """The rules of the field's lists, stages, shards and waivers, one by one, without running a test."""
 
 import ast
+import functools
 import json
 import random
 import subprocess
@@ -717,13 +718,16 @@ def test_what_a_stage_runs_is_its_own(project):
     assert fingerprints("A10-*")["A10-PyTorch-1"] == fingerprints("*")["A10-PyTorch-1"]
 
 
+@functools.cache
 def imported(path):
     """Top-level modules that a file imports when it is loaded."""
+    found = set()
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield (node.module or "").partition(".")[0]
+            found.add((node.module or "").partition(".")[0])
+    return found
 
 
 def test_what_the_tests_of_a_stage_import_is_what_it_needs():
@@ -736,6 +740,6 @@ def test_what_the_tests_of_a_stage_import_is_what_it_needs():
         for line in select(read_list(ROOT / "testlists" / stage.list_file), query_of_stage(stage), stage).lines:
             path = ROOT / line.path
             for file in [path] if path.is_file() else path.rglob("test_*.py"):
-                found = set(imported(file)) - ours - set(sys.stdlib_module_names) - set(stage.needs)
+                found = imported(file) - ours - set(sys.stdlib_module_names) - set(stage.needs)
                 missing |= {(stage.hardware, str(file.relative_to(ROOT)), name) for name in found}
     assert not missing

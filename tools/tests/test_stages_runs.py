@@ -147,6 +147,16 @@ def test_waived_tests_are_taken_out_by_their_whole_name(project):
     assert result.waived == [("t/test_other.py::test_b", "known")]
 
 
+def test_a_line_of_worlds_starts_no_workers(project):
+    """Its expression says that all of it runs alone: one process, in which it ran."""
+    (project / "t" / "test_w.py").write_text("import pytest\n\n@pytest.mark.service\ndef test_b():\n    pass\n")
+    lines(project, 't/test_w.py -m "not slow and service"')
+    result = only(project, workers=2)
+    assert [case.outcome for case in result.cases] == ["passed"]
+    log = next((project / "results").rglob("log.txt")).read_text()
+    assert log.count("$ ") == 1 and "xdist" not in log
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_waived_file_below_a_folder_is_taken_out(project, workers):
     """Also in every worker; parameters of a waived test with it."""
