@@ -537,6 +537,16 @@ def test_stretches_are_placed_as_one_by_one(lengths):
             assert all(p.exclusion in (Exclusion.COUNT_LIMIT, Exclusion.NO_FREE_SLOT) for p in decision.passed_over)
 
 
+def test_a_rank_may_take_two_in_a_row_and_no_more_than_its_slots():
+    """Loads that differ by exactly a length: the one with fewer requests is first again."""
+    ranks = [RankState(0, 0, 0, 16, 99), RankState(1, 10, 5, 99, 99)]
+    requests = [RouteRequest(i, 10) for i in range(32)]
+    result = Router().route(requests, ranks)
+    assert result.assignments == dumb_balanced(requests, ranks)
+    assert result.assignments[0][:2] == (0, 1)
+    assert len(result.assignments[0]) == 16
+
+
 def test_blocks_of_a_stretch_are_taken():
     """All requests would fit the tightest rank's blocks; slots end, and what is shared again finds what the stretch left."""
     ranks = [RankState(0, 0, 0, 20, 60), RankState(1, 0, 0, 99, 60), RankState(2, 10**6, 0, 99, 60)]
