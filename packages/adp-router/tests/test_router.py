@@ -507,6 +507,10 @@ def test_many_ranks_and_huge_loads_are_placed_as_few_and_small_ones(size, load):
     assert Router().route(requests, ranks).assignments == dumb_balanced(requests, ranks)
 
 
+def counts_of(result):
+    return [len(ids) for ids in result.assignments.values()]
+
+
 LENGTHS = {
     "equal": lambda rng: 100,
     "near": lambda rng: 8192 + rng.randrange(100),
@@ -547,12 +551,21 @@ def test_a_rank_may_take_two_in_a_row_and_no_more_than_its_slots():
     assert len(result.assignments[0]) == 16
 
 
-def test_blocks_of_a_stretch_are_taken():
-    """All requests would fit the tightest rank's blocks; slots end, and what is shared again finds what the stretch left."""
-    ranks = [RankState(0, 0, 0, 20, 60), RankState(1, 0, 0, 99, 60), RankState(2, 10**6, 0, 99, 60)]
-    requests = [RouteRequest(i, 100 - i, kv_block_count=1) for i in range(60)]
-    result = Router(config=RouterConfig(count_multiplier=1.0)).route(requests, ranks)
-    assert result.assignments == dumb_balanced(requests, ranks)
+@pytest.mark.parametrize("capacity", ["free_tokens", "free_kv_blocks"])
+def test_many_requests_do_not_overfill_a_rank(capacity):
+    """Dozens that do not all fit the tightest rank: it is filled to the brim, whichever capacity it is."""
+    ranks = [RankState(0, **{capacity: 70}), RankState(1, **{capacity: 9999})]
+    result = Router().route([RouteRequest(i, 7, kv_block_count=7) for i in range(64)], ranks)
+    assert counts_of(result) == [10, 54]
+
+
+def test_what_a_stretch_brought_is_given():
+    """A rank that had no slot is behind by what the others were given, at whatever load they stood: its turn comes first."""
+    router = Router()
+    requests = [RouteRequest(i, 10) for i in range(64)]
+    result = router.route(requests, [RankState(r, 1000, 1, free_slots=99 * (r < 2)) for r in range(3)])
+    assert counts_of(result) == [32, 32, 0]
+    assert counts_of(router.route([RouteRequest(99, 10)], [RankState(r) for r in range(3)])) == [0, 0, 1]
 
 
 def test_the_digest_notices_every_difference():

@@ -45,7 +45,6 @@ def place_balanced(placement: Placement, indices: Sequence[int]) -> None:
     if done:
         placement.note_least_loaded(order[:done], where, lengths[:done])
     if done < len(order):
-        placement.take_blocks(order[:done], where)
         _place_bound(placement, order[done:], _with_room(placement, able), by_turn)
 
 
@@ -80,7 +79,7 @@ def _stretch(placement: Placement, lengths: Sequence[int], done: int, positions:
 def _place_stretch(
     placement: Placement, lengths: Sequence[int], sum_max: int, positions: list[int], by_turn: list[int]
 ) -> Sequence[int]:
-    """Positions for requests that nothing refuses; keeps the books, but for the blocks.
+    """Positions for requests that nothing refuses; keeps the books, but for room and blocks: all together fit everywhere.
 
     A rank's (tokens, requests, turn) is one number, its key: where all fit a double exactly, a double with the requests and the
     turn behind the point, so that a length is added as it is; else an integer.
@@ -120,7 +119,6 @@ def _place_stretch(
         position = by_turn[number & turn_mask]
         load, count = (number >> low_bits) + least, (number & low_mask) >> turn_bits
         placement.slots[position] -= count - counts[position]
-        placement.room[position] -= load - tokens[position]
         tokens[position], counts[position] = load, count
     return where
 

@@ -201,12 +201,6 @@ class Placement:
             and any(self.fits(index, p) is None for index in indices)
         ]
 
-    def take_blocks(self, indices: Sequence[int], positions: Sequence[int]) -> None:
-        """Take the KV blocks of many placements."""
-        if self.batch.kv_block_counts is not None:
-            for index, position in zip(indices, positions, strict=True):
-                self.blocks[position] -= self.batch.kv_block_counts[index]
-
     # -- limits --------------------------------------------------------------------------------------------------------
 
     def limit_to(self, limits: list[int]) -> None:
