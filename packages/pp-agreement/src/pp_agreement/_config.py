@@ -62,6 +62,11 @@ class Domain:
         return len(self.ranks)
 
     @property
+    def voices(self) -> int:
+        """How many reasons a commit carries: one of each member."""
+        return self.size
+
+    @property
     def scheduler_index(self) -> int:
         """Position of the scheduling rank among the members."""
         return self.index_of(self.scheduling_rank if self.scheduling_rank is not None else self.ranks[0])

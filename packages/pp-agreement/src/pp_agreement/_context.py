@@ -65,6 +65,7 @@ class Context:
         self.session = session
         self.me = domain.index_of(rank)
         self.size = domain.size
+        self.voices = domain.voices  # how many reasons a commit carries: of each member one, or of each group
         self.all_mask = (1 << self.size) - 1
         self.replicated = replicated
         self.coordinator = self.me if replicated else domain.coordinator_index

@@ -186,7 +186,7 @@ class Coordinator:
     def finalize(self, round_: Round, tally: Tally) -> None:
         """Everybody let go of the attempt: what follows depends on the greatest reason."""
         reason = tally.abort_reason
-        if tally.terminal_mask:
+        if tally.terminal_mask or reason == Reason.TERMINAL_VOTE:  # a group may hold a vote that is not cast here yet
             mode = FinalizeMode.TERMINAL
         elif reason > TRANSIENT_MAX:
             mode = FinalizeMode.CLOSED
@@ -244,7 +244,7 @@ class Coordinator:
 
     def copy(self, context: Context, streams: Streams, rounds: Rounds, end: Callable[[Round], None]) -> Coordinator:
         """An independent copy, for explorers."""
-        twin = Coordinator(context, streams, rounds, end)
+        twin = type(self)(context, streams, rounds, end)
         twin.ignored = self.ignored
         return twin
 

@@ -65,8 +65,11 @@ class Ending:
         rounds.last = last
         if context.is_scheduler and not declared:
             self.streams.control(Kind.DRAIN, incarnation=last)
-            for round_ in tuple(rounds.open.values()):
-                self.member.end_unscheduled(round_)
+            self._end_unscheduled()
+
+    def _end_unscheduled(self) -> None:
+        for round_ in tuple(self.rounds.open.values()):
+            self.member.end_unscheduled(round_)
 
     def close(self) -> None:
         """This rank is drained and will say nothing more."""
@@ -128,6 +131,7 @@ class Ending:
                 self.streams.fan_out((int(Kind.CLOSE_ACK), 0, 0, 0, 0, 0, 0))
 
     def _compare(self) -> None:
+        """Look at the reports that have come, once the last admission is known."""
         context = self.context
         last = self.authored or 0
         for member, (count, _digest) in self.reports.items():
@@ -144,7 +148,11 @@ class Ending:
         if len(digests) != 1:
             told = ", ".join(f"{context.name(m)}: {d:016x}" for m, (_c, d) in sorted(self.reports.items()))
             raise Violation(FaultCode.DRAIN_MISMATCH, f"digests of {last} decisions differ: {told}")
-        self.streams.fan_out((int(Kind.DRAINED), 0, 0, 0, 0, digests.pop(), last))
+        self._conclude(digests.pop(), last)
+
+    def _conclude(self, digest: int, last: int) -> None:
+        """All ranks have reported, and alike: the drain is proven."""
+        self.streams.fan_out((int(Kind.DRAINED), 0, 0, 0, 0, digest, last))
 
     # -- what the coordinator says ----------------------------------------------------------------------------------
 
@@ -203,7 +211,7 @@ class Ending:
         deliver: Callable[[], None],
     ) -> Ending:
         """An independent copy, for explorers."""
-        twin = Ending.__new__(Ending)
+        twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.context, twin.streams, twin.rounds, twin.member = context, streams, rounds, member
         twin.silence, twin.deliver = silence, deliver

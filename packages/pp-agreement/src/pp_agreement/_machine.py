@@ -85,6 +85,9 @@ class AgreementCore:
         ConfigurationError: ``rank`` is not a member.
     """
 
+    coordinator_type: type[Coordinator] = Coordinator
+    ending_type: type[Ending] = Ending
+
     def __init__(
         self, domain: Domain, rank: int, config: AgreementConfig, *, replicated: bool = False, session: int = 0
     ) -> None:
@@ -100,9 +103,11 @@ class AgreementCore:
         self.book = Rounds(self.context, self.streams)
         self.rounds = self.book.open
         self.member = Member(self.context, self.streams, self.book)
-        self.coordinator = Coordinator(self.context, self.streams, self.book, self._end_attempt)
+        self.coordinator = self.coordinator_type(self.context, self.streams, self.book, self._end_attempt)
         self.silence = Silence(self.context, self.streams)
-        self.ending = Ending(self.context, self.streams, self.book, self.member, self.silence, self._deliver_local)
+        self.ending = self.ending_type(
+            self.context, self.streams, self.book, self.member, self.silence, self._deliver_local
+        )
         self._words: dict[int, bytes] = {}  # by member: what it said before its FAIL_STOP
         self._stepping = False
 

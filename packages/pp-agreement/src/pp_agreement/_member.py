@@ -90,7 +90,7 @@ class Member:
         self.activated_count = 0
         self._finals = blake2b(digest_size=16)
         self._activations = blake2b(digest_size=16)
-        self._no_reasons = (REASONS[0],) * context.size
+        self._no_reasons = (REASONS[0],) * context.voices
         self.outcome_counts = [0, 0, 0]
         self.ignored = 0
         self.latency_sum_s = 0.0
@@ -622,7 +622,7 @@ class Member:
                 raise Violation(FaultCode.QUARANTINE_BUDGET, f"{self.quarantined} rounds are in quarantine", round_)
 
     def _reasons(self, packed: int) -> tuple[Reason, ...]:
-        return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.size)])
+        return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.voices)])
 
     def _measure(self, since_s: float | None) -> None:
         if since_s is None:

@@ -108,7 +108,7 @@ class Streams:
         context = self.context
         if context.is_scheduler:
             self.local.append(record)
-        elif not context.replicated:
+        elif context.scheduler in self.queues:  # in a group that another one schedules, nobody
             self.queues[context.scheduler].append(record)
 
     def stop(self, records: list[Record], survivors: frozenset[int], tell: bool) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import DomainStopped, LocalProtocolError, WouldBlock
-from pp_agreement._events import AgreementEvent, Answer, Disposition, Frame, Key, Outcome, Reason, Record, SendFrame
+from pp_agreement._events import AgreementEvent, Answer, Disposition, Key, Outcome, Reason, Record
 from pp_agreement._machine import AgreementCore
 from pp_agreement._round import Round
 from pp_agreement._state import Kind, ReadyState, TerminalState
 from pp_agreement._validate import InvariantViolation
 from pp_agreement.testing._monitor import HEARD, PropertyViolation, Row, did, told
+from pp_agreement.testing._nodes import DEADLINE_S, nodes_of
 
-_DEADLINE_S = 1.0
 _SAID = {
     Kind.VOTE: "publish",
     Kind.WITHDRAW: "withdraw",
@@ -61,6 +61,8 @@ class World:
         recall: Whether members may recall a lease, once per attempt.
         early: Members that may speak of the next attempt, publishing or withdrawing it, while this one ends.
         ticks: Times that all deadlines of a member may pass, each.
+        groups: Sizes of the groups that the ranks form, in order; empty: every rank is a member of its own.
+        frames: Whether everybody's records wait for a slot, and leave and arrive together, as many as there are.
         lazy: Record kinds whose sending is a transition of its own (others leave at once).
     """
 
@@ -87,6 +89,8 @@ class World:
     early: tuple[int, ...] = ()
     ticks: int = 0
     lease_timeout: bool = False
+    groups: tuple[int, ...] = ()
+    frames: bool = False
     lazy: tuple[Kind, ...] = (Kind.VOTE, Kind.ACK)
     slow_abort_ack: bool = False
 
@@ -111,14 +115,15 @@ class Exploration:
 class _Result:
     core: int
     events: tuple[AgreementEvent, ...]
-    frames: tuple[tuple[int, tuple[Record, ...]], ...]
+    frames: tuple[tuple[int, _Frame], ...]
     answer: object
     refused: bool
     said: tuple[tuple[str, int, int, tuple[int, ...]], ...] = ()
 
 
-# A state: (core ids, channels, rows, schedule, budgets, crashed); all hashable.
-_State = tuple[tuple[int, ...], tuple[tuple[Record, ...], ...], tuple[Row, ...], tuple[Key, ...], tuple[int, ...], int]
+# A frame is its records. A state: (core ids, channels, rows, schedule, budgets, crashed); all hashable.
+_Frame = tuple[Record, ...]
+_State = tuple[tuple[int, ...], tuple[tuple[_Frame, ...], ...], tuple[Row, ...], tuple[Key, ...], tuple[int, ...], int]
 
 
 class Explorer:
@@ -131,29 +136,31 @@ class Explorer:
             1,
             tuple(range(world.size)),
             scheduling_rank=world.scheduler,
-            coordinator_rank=world.coordinator,
+            coordinator_rank=world.size - world.groups[-1]
+            if world.groups and world.coordinator is None
+            else world.coordinator,
         )
         self.config = AgreementConfig(
             credits=world.credits,
             round_timeout_s=None,
             story_entries_max=0,
-            doubt_deadline_s=_DEADLINE_S,
-            lease_timeout_s=_DEADLINE_S if world.lease_timeout else None,
+            doubt_deadline_s=DEADLINE_S,
+            lease_timeout_s=DEADLINE_S if world.lease_timeout else None,
         )
         self.digests = world.drain or world.requests > 1
-        self.cores: list[AgreementCore] = []
+        self.cores: list[Any] = []
         self.ids: dict[object, int] = {}
         self.memo: dict[tuple[int, object], _Result] = {}
         self.links = [(a, b) for a in range(world.size) for b in range(world.size) if a != b]
         self.link_index = {link: i for i, link in enumerate(self.links)}
+        self.nodes = nodes_of(self.domain, world.groups, self.config, world.lazy)
         self.scheduler = self.domain.scheduler_index
-        self.coordinator = self.domain.coordinator_index
         self.exploration = Exploration(world)
         self.keys = [Key(1 if world.same_request else 10 + i, i + 1) for i in range(world.requests)]
 
     # -- executing the real core, once per distinct (core, input) ------------------------------------------------------
 
-    def _intern(self, core: AgreementCore) -> int:
+    def _intern(self, core: Any) -> int:
         print_ = (core.me, core.fingerprint(digests=self.digests))
         known = self.ids.get(print_)
         if known is None:
@@ -181,44 +188,30 @@ class Explorer:
                 said.append((_SAID[kind], round_.incarnation - 1, round_.own.attempt, extra))
             say(round_, slot, kind, outcome, disposition, reason)
 
-        core.streams.say = listen  # type: ignore[method-assign]
+        core.streams.say = listen
         refused = False
         effects: list[Any] = []
-        if isinstance(given, tuple) and given and given[0] == "record":
-            _tag, source, record = given
-            given_event: ev.Input = ev.FrameReceived(source, Frame(core.streams.expected[source], 0, (record,)))
-        else:
-            given_event = given  # type: ignore[assignment]
-        now_s = core.context.now_s + 2 * _DEADLINE_S if isinstance(given_event, ev.SweepCompleted) else 0.0
         try:
-            effects.extend(core.step(given_event, now_s))
+            effects.extend(self.nodes.perform(core, given))
         except (LocalProtocolError, WouldBlock, DomainStopped):
             refused = True
             if core.fingerprint() != self.cores[core_id].fingerprint():
                 raise PropertyViolation(f"a refused call changed the state: {given}") from None
-        frames: list[tuple[int, tuple[Record, ...]]] = []
-        for peer in core.peers:
-            while self._flushes(core, peer):
-                sent = core.step(ev.SlotFreed(peer, 0), 0.0)
-                frames.extend((e.peer, e.frame.records) for e in sent if isinstance(e, SendFrame))
+        frames = self.nodes.sent(core, effects)
+        if not self.world.frames:
+            frames += self.nodes.flush(core)
+            frames = [(target, (record,)) for target, records in frames for record in records]
         del core.streams.say  # the copy's own again
         events = tuple(e for e in effects if isinstance(e, AgreementEvent))
         answer = next((e.value for e in effects if isinstance(e, Answer)), None)
-        frames.extend((e.peer, e.frame.records) for e in effects if isinstance(e, SendFrame))
         result = _Result(self._intern(core), events, tuple(frames), answer, refused, tuple(said))
         self.memo[core_id, given] = result
         return result
 
-    def _flushes(self, core: AgreementCore, peer: int) -> bool:
-        """Whether waiting records leave at once: the coordinator's always, others unless a later one may replace them."""
-        if core.is_coordinator:
-            return bool(core.streams.queues[peer])
-        return bool(core.streams.intents) and not any(r[0] in self.world.lazy for r in core.streams.intents.values())
-
     # -- states and transitions ---------------------------------------------------------------------------------------
 
     def _initial(self) -> _State:
-        ids = tuple(self._intern(AgreementCore(self.domain, r, self.config)) for r in self.domain.ranks)
+        ids = tuple(self._intern(self.nodes.new(rank)) for rank in self.domain.ranks)
         # budgets: per member a bit set of spent optional actions (request index * 4 + {withdraw, revoke, idle vote})
         state: _State = (
             ids, ((),) * len(self.links), ((0,) * self.world.size,) * self.world.requests, (), (0,) * self.world.size, 0,
@@ -276,7 +269,7 @@ class Explorer:
             channel_list = list(channels)
             for peer, records in result.frames:
                 place = self.link_index[member, peer]
-                channel_list[place] = (*channel_list[place], *records)
+                channel_list[place] = (*channel_list[place], records)
             channels = tuple(channel_list)
         if result.said:
             row_list = list(rows)
@@ -309,15 +302,15 @@ class Explorer:
         """(must happen eventually, label, next state)."""
         ids, channels, rows, schedule, budgets, crashed = state
         world = self.world
-        for place, records in enumerate(channels):
-            if not records:
+        for place, frames in enumerate(channels):
+            if not frames:
                 continue
             source, target = self.links[place]
             if crashed >> target & 1:
                 continue
-            result = self._execute(ids[target], ("record", source, records[0]))
-            moved = (*channels[:place], records[1:], *channels[place + 1 :])
-            label = f"{Kind(records[0][0]).name} {source}->{target}"
+            result = self._execute(ids[target], ("frame", source, frames[0]))
+            moved = (*channels[:place], frames[1:], *channels[place + 1 :])
+            label = f"{' '.join(Kind(r[0]).name for r in frames[0])} {source}->{target}"
             yield True, label, self._settle((ids, moved, rows, schedule, budgets, crashed), target, result)
         for member in range(world.size):
             if crashed >> member & 1:
@@ -325,9 +318,9 @@ class Explorer:
             core = self.cores[ids[member]]
             if core.fault is not None:
                 continue
-            if not core.is_coordinator and core.streams.intents:
-                sent = self._execute(ids[member], ev.SlotFreed(self.coordinator, 0))
-                yield True, f"send {member}", self._settle(state, member, sent)
+            for target in self.nodes.waiting(core):
+                sent = self._execute(ids[member], ("slot", target))
+                yield True, f"send {member}->{target}", self._settle(state, member, sent)
             yield from self._local(state, member, core)
         if world.crash and not crashed:
             for member in range(world.size):
@@ -437,7 +430,7 @@ class Explorer:
                 vote, extra = self._vote(member, key)
                 yield True, f"terminal {name}", self._call(state, member, vote, "terminal", index, extra)
         passed = budgets[member] >> 8 * world.requests
-        if passed < world.ticks and any(core.book.timers.armed()):
+        if passed < world.ticks and self.nodes.is_armed(core):
             late = self._execute(ids[member], ev.SweepCompleted(0))
             spent_state = self._spend(state, member, (passed + 1 ^ passed) << 8 * world.requests, replace=True)
             yield False, f"deadlines @{member}", self._settle(spent_state, member, late)
@@ -585,6 +578,8 @@ CI_WORLDS: dict[str, World] = {
     "2 ranks, drain with reopening": World(
         2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, terminal=(0, 1), attempts=2, drain=True, lazy=(),
     ),
+    "2 x 2 ranks, one withdraws": World(4, groups=(2, 2), withdrawers=(1,), revoke=True, lazy=()),
+    "2 x 2 ranks, terminal": World(4, groups=(2, 2), ready=False, terminal=(0, 1, 2, 0), lazy=()),
     "2 ranks, reused id": World(2, 2, withdrawers=(1,), terminal=(0, 1), same_request=True, unheard=True, lazy=()),
 }  # fmt: skip
 """Explored by the tests."""
