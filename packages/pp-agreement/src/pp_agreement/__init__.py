@@ -13,6 +13,8 @@ Layout, from the leaves up::
     _codec, _transport             frames <-> bytes; the interface of transports
     _inprocess, _mpi, _zmq, _lifeline    adapters
     _agreement, _allgather         the shell around the core; the blocking baseline
+    _groups, _relay, _group_agreement    members that are groups of ranks: who, the joined cores of a leader, the shell
+    _lanes                         several domains on one transport
     _negotiate                     start-up comparison of flags
     _statistics, _evidence, _verify, _validate    what happened, as data; compared; checked
     testing                        simulated networks, explorer, simulator, conformance checks
@@ -65,7 +67,10 @@ from pp_agreement._events import (
     SilenceVerdict,
     WithdrawResult,
 )
+from pp_agreement._group_agreement import GroupAgreement
+from pp_agreement._groups import Groups
 from pp_agreement._inprocess import InProcessNetwork, InProcessTransport
+from pp_agreement._lanes import Lanes, LaneTransport
 from pp_agreement._lifeline import PidWatch
 from pp_agreement._machine import AgreementCore
 from pp_agreement._negotiate import AgreementMode, Contribution, contribution, negotiate
@@ -99,10 +104,12 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     # identity and bounds
     "Domain",
+    "Groups",
     "AgreementConfig",
     "Key",
     # the agreement
     "Agreement",
+    "GroupAgreement",
     "AllgatherAgreement",
     "BaseAgreement",
     "AgreementCore",
@@ -118,6 +125,8 @@ __all__ = [
     "Sweep",
     "InProcessNetwork",
     "InProcessTransport",
+    "Lanes",
+    "LaneTransport",
     "MpiTransport",
     "ZmqTransport",
     "Exchange",

@@ -25,6 +25,8 @@ _HEADER = struct.Struct("<4sBBHIIHHQIQ")
 _RECORD = struct.Struct("<BBBBIQQ")
 _COUNT = struct.Struct("<H")
 _COUNT_OFFSET = 6
+_DOMAIN = struct.Struct("<I")
+_DOMAIN_OFFSET = 8
 _HEAD = _HEADER.size
 # A stream's header is the same in every frame up to the target's rank, but for the count: two runs of bytes around it.
 _IDENTITY = struct.Struct("<IIHH")
@@ -112,6 +114,11 @@ class Codec:
         else:
             told = f"flags {flags}, sequence {sequence}"
         raise RemoteProtocolError(told, rank=self._ranks[source])
+
+
+def frame_domain(frame: bytes | bytearray | memoryview) -> int:
+    """The domain that a frame claims to be of; -1 where it is too short to say."""
+    return int(_DOMAIN.unpack_from(frame, _DOMAIN_OFFSET)[0]) if len(frame) >= HEADER_BYTES else -1
 
 
 def frame_length(buffer: bytes | bytearray | memoryview) -> int:

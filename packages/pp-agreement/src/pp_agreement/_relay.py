@@ -14,16 +14,16 @@ back meanwhile: only the scheduling rank may, and its own activation forbids it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig
 from pp_agreement._context import Context, Violation
 from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
-from pp_agreement._events import AdviceKind, Effect, FaultCode, FinalizeMode, Key, Reason
+from pp_agreement._events import AdviceKind, Disposition, Effect, FaultCode, FinalizeMode, Key, Outcome, Reason
 from pp_agreement._groups import Groups
 from pp_agreement._machine import AgreementCore
 from pp_agreement._round import Round, Tally
@@ -285,6 +285,23 @@ FOR_THE_HOST = (ev.Advice, ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)
 """What a leader hears outside and its own host is told as it is."""
 
 
+class Voice(Protocol):
+    """The calls by which a voice is made to speak."""
+
+    def publish_ready(self, key: Key) -> object: ...
+    def withdraw(self, key: Key, reason: Reason = ...) -> object: ...
+    def acknowledge_prepare(self, key: Key) -> bool: ...
+    def acknowledge_abort(self, key: Key) -> None: ...
+    def activate(self, keys_in_schedule_order: Iterable[Key]) -> int: ...
+    def revoke(self, key: Key, reason: Reason = ...) -> object: ...
+    def recall(self, key: Key, reason: Reason = ...) -> bool: ...
+    def doubt(self, key: Key, reason: Reason = ...) -> bool: ...
+    def vote_terminal(
+        self, key: Key, outcome: Outcome, disposition: Disposition = ..., reason: Reason = ...
+    ) -> bool: ...
+    def fail(self, detail: str, code: FaultCode = ...) -> None: ...
+
+
 class Bridge:
     """Joins a leader's two cores.
 
@@ -294,35 +311,29 @@ class Bridge:
     Args:
         group: The core inside the group.
         voice: The core among the leaders.
-        rise: Performs a local call of the voice, and gives its answer.
+        calls: The voice's local calls, by the names that an ``Agreement`` gives them.
         fall: Performs a method of either core: (method, arguments without the time).
     """
 
-    def __init__(
-        self, group: GroupCore, voice: OuterCore, rise: Callable[[ev.Input], Any], fall: Callable[..., None]
-    ) -> None:
+    def __init__(self, group: GroupCore, voice: OuterCore, calls: Voice, fall: Callable[..., None]) -> None:
         self.group = group
         self.voice = voice
-        self.rise = rise
+        self.calls = calls
         self.fall = fall
 
-    def join(self, take: Callable[[], tuple[ev.AgreementEvent, ...]]) -> list[ev.AgreementEvent]:
+    def join(
+        self, take: Callable[[], tuple[ev.AgreementEvent, ...]], tell: Callable[[ev.AgreementEvent], object]
+    ) -> None:
         """Bring both to the same: after anything that happened to either.
 
         Args:
             take: What the voice was told since the last time, in order.
-
-        Returns:
-            What this rank's own host is to be told as it is.
+            tell: Hands this rank's own host what it is to be told as it is.
         """
-        told = []
         self.speak()
         while events := take():
             for event in events:
-                passed = self.hear(event)
-                if passed is not None:
-                    told.append(passed)
-        return told
+                self.hear(event, tell)
 
     # -- falling ----------------------------------------------------------------------------------------------------
 
@@ -346,7 +357,6 @@ class Bridge:
         if key is not None:
             self.settle(key.incarnation)
         self.speak()
-        return None
 
     # -- rising -----------------------------------------------------------------------------------------------------
 
@@ -362,7 +372,7 @@ class Bridge:
             if ending.proven is not None and not self.voice.ending.may_report:
                 self.fall(self.voice.vouch)
             if self.group.fault is not None:
-                self.rise(ev.HostFailed(self.group.fault.code, self.group.fault.detail))
+                self.calls.fail(self.group.fault.detail, self.group.fault.code)
 
     def settle(self, incarnation: int) -> None:
         """Compare what the group has counted about a round with what its voice has said, and say what is missing."""
@@ -379,7 +389,7 @@ class Bridge:
         doubt = asked.get((incarnation, AdviceKind.DOUBT))
         if doubt is not None and own.terminal is TerminalState.OPEN and own.ready in FENCE[TerminalInput.DOUBT]:
             del asked[incarnation, AdviceKind.DOUBT]
-            self.rise(ev.DoubtRaised(key, REASONS[doubt]))
+            self.calls.doubt(key, REASONS[doubt])
         full = tally.terminal_mask == self.group.context.all_mask
         if full and own.terminal < TerminalState.VOTED and own.ready in FENCE[TerminalInput.VOTE]:
             self._vote(tally, above, key)
@@ -389,30 +399,30 @@ class Bridge:
         if tally.withdrawn or tally.abort_reason or (tally.terminal_mask and tally.phase is Phase.ABORTING):
             self._end(tally, above, key)
         elif own.ready is ReadyState.IDLE and own.terminal < TerminalState.VOTED and tally.votes == full:
-            self.rise(ev.ReadyPublished(key))
+            self.calls.publish_ready(key)
         if own.ready is ReadyState.PREPARED and tally.phase is Phase.GRANTING and tally.acks == full:
-            granted = self.rise(ev.PrepareAcknowledged(key))
+            granted = self.calls.acknowledge_prepare(key)
             if granted and not self.group.is_scheduler:  # nobody is told: the schedule may come from now on
                 self.fall(self.group.fall, ev.Released(key), 0)
         if own.ready is ReadyState.LEASED:
             reason = self.group.coordinator.asked.pop((key.incarnation, AdviceKind.RECALL), None)
             if reason is not None:
-                self.rise(ev.RecallRequested(key, REASONS[reason]))
+                self.calls.recall(key, REASONS[reason])
         if own.ready in _LEASED and tally.phase is Phase.RELEASED and tally.activated == full:
-            self.rise(ev.ScheduleActivated((key,)))
+            self.calls.activate((key,))
         if own.ready is ReadyState.ABORTING and tally.phase is Phase.ABORTING and tally.abort_acks == full:
-            self.rise(ev.AbortAcknowledged(key))
+            self.calls.acknowledge_abort(key)
 
     def _end(self, tally: Tally, above: Round, key: Key) -> None:
         """Somebody in the group wants the attempt to end: the voice withdraws or revokes, with the greatest reason."""
         own = above.own
         reason = max(tally.abort_reason, int(Reason.TERMINAL_VOTE) if tally.terminal_mask else 0)
         if own.ready in _LEASED:
-            self.rise(ev.RevokeRequested(key, REASONS[reason]))
+            self.calls.revoke(key, REASONS[reason])
         elif (own.ready in _UNLEASED and own.terminal < TerminalState.VOTED) or (
             own.ready in _ENDING and reason > own.told_reason
         ):
-            self.rise(ev.WithdrawRequested(key, REASONS[reason]))
+            self.calls.withdraw(key, REASONS[reason])
 
     def _vote(self, tally: Tally, above: Round, key: Key) -> None:
         """Every rank of the group has voted: the greatest of each is the group's vote."""
@@ -421,4 +431,4 @@ class Bridge:
         if disposition and not above.own.doubt_expired:
             self.fall(self.voice.trust, above)
         reason = max(vote[2] for vote in votes)
-        self.rise(ev.TerminalVoted(key, OUTCOMES[outcome], DISPOSITIONS[disposition], REASONS[reason]))
+        self.calls.vote_terminal(key, OUTCOMES[outcome], DISPOSITIONS[disposition], REASONS[reason])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pp_agreement.testing._conformance import NotConforming, check_transport
 from pp_agreement.testing._explorer import CI_WORLDS, NIGHTLY_WORLDS, Exploration, Explorer, World
+from pp_agreement.testing._group_simulator import simulate_groups
 from pp_agreement.testing._monitor import Monitor, PropertyViolation
 from pp_agreement.testing._scenario import ScenarioMismatch, play, run_scenario
 from pp_agreement.testing._simulator import SimulationFailure, SimulationResult, mutate, simulate
@@ -20,6 +21,7 @@ __all__ = [
     "NIGHTLY_WORLDS",
     # seeded simulation
     "simulate",
+    "simulate_groups",
     "mutate",
     "SimulationResult",
     "SimulationFailure",

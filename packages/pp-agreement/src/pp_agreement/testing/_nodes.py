@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import LocalProtocolError
-from pp_agreement._events import AgreementEvent, Answer, Effect, FaultCode, Frame, Record, SendFrame
+from pp_agreement._events import (
+    AgreementEvent,
+    Answer,
+    Disposition,
+    Effect,
+    FaultCode,
+    Frame,
+    Key,
+    Outcome,
+    Reason,
+    Record,
+    SendFrame,
+)
 from pp_agreement._groups import Groups
 from pp_agreement._machine import AgreementCore
 from pp_agreement._relay import Bridge, GroupCore, OuterCore
@@ -85,6 +97,49 @@ class FlatNodes:
         return any(node.book.timers.armed())
 
 
+class _Calls:
+    """A voice's local calls, as inputs of its core."""
+
+    def __init__(self, rise: Callable[[ev.Input], Any]) -> None:
+        self._rise = rise
+
+    def publish_ready(self, key: Key) -> object:
+        return self._rise(ev.ReadyPublished(key))
+
+    def withdraw(self, key: Key, reason: Reason = Reason.CANCELLED) -> object:
+        return self._rise(ev.WithdrawRequested(key, reason))
+
+    def acknowledge_prepare(self, key: Key) -> bool:
+        return bool(self._rise(ev.PrepareAcknowledged(key)))
+
+    def acknowledge_abort(self, key: Key) -> None:
+        self._rise(ev.AbortAcknowledged(key))
+
+    def activate(self, keys_in_schedule_order: Iterable[Key]) -> int:
+        return int(self._rise(ev.ScheduleActivated(tuple(keys_in_schedule_order))) or 0)
+
+    def revoke(self, key: Key, reason: Reason = Reason.CANCELLED) -> object:
+        return self._rise(ev.RevokeRequested(key, reason))
+
+    def recall(self, key: Key, reason: Reason = Reason.CANCELLED) -> bool:
+        return bool(self._rise(ev.RecallRequested(key, reason)))
+
+    def doubt(self, key: Key, reason: Reason = Reason.DOUBT) -> bool:
+        return bool(self._rise(ev.DoubtRaised(key, reason)))
+
+    def vote_terminal(
+        self,
+        key: Key,
+        outcome: Outcome,
+        disposition: Disposition = Disposition.RELEASE,
+        reason: Reason = Reason.NONE,
+    ) -> bool:
+        return bool(self._rise(ev.TerminalVoted(key, outcome, disposition, reason)))
+
+    def fail(self, detail: str, code: FaultCode = FaultCode.HOST) -> None:
+        self._rise(ev.HostFailed(code, detail))
+
+
 class GroupNode:
     """One rank of a group; looks to the explorer like a core of a flat domain of all ranks."""
 
@@ -100,7 +155,7 @@ class GroupNode:
         self.now_s = 0.0
         self.effects: list[Effect] = []
         self.events: list[AgreementEvent] = []
-        self.bridge = None if self.voice is None else Bridge(self.group, self.voice, self._rise, self._fall)
+        self.bridge = None if self.voice is None else Bridge(self.group, self.voice, _Calls(self._rise), self._fall)
 
     # -- what the bridge performs -----------------------------------------------------------------------------------
 
@@ -158,7 +213,7 @@ class GroupNode:
 
     def _joined(self) -> tuple[Effect, ...]:
         if self.bridge is not None:
-            self.effects.extend(self.bridge.join(self._take))
+            self.bridge.join(self._take, self.effects.append)
         return tuple(self.effects)
 
     # -- what the explorer looks at ---------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class _Host:
     def __init__(self, simulation: _Simulation, agreement: Agreement) -> None:
         self.simulation = simulation
         self.agreement = agreement
-        self.me = agreement.domain.index_of(agreement.rank)
+        self.me = simulation.domain.index_of(agreement.rank)
         self.todo: list[tuple[str, Key]] = []
         self.admitted = 0
         self.scheduled = 0  # entries of the schedule log that this follower has activated
@@ -314,15 +314,8 @@ class _Simulation:
     def __init__(self, seed: int) -> None:
         draw = self.random = random.Random(seed)  # noqa: S311 - a simulation must be repeatable
         self.seed = seed
-        self.size = draw.choice((1, 2, 2, 3, 3, 4, 4, 6))
-        ranks = draw.sample(range(10), self.size)
-        self.domain = Domain(
-            draw.randint(0, 5),
-            tuple(ranks),
-            scheduling_rank=draw.choice(ranks) if draw.random() < 0.3 else None,
-            coordinator_rank=draw.choice(ranks) if draw.random() < 0.3 else None,
-            epoch=draw.randint(0, 3),
-        )
+        self.domain = self.draw_domain()
+        self.size = self.domain.size
         self.config = AgreementConfig(
             credits=draw.choice((1, 2, 3, 8)),
             frame_bytes_max=draw.choice((256, 256, 1024, 16_384)),
@@ -347,9 +340,7 @@ class _Simulation:
         self.monitor = Monitor(self.size, self.domain.scheduler_index)
         self.hosts: list[_Host] = []
         for rank in self.domain.ranks:
-            agreement = Agreement(
-                self.domain, rank, self.network.transport(rank), self.config, self._clock_of(len(self.hosts))
-            )
+            agreement = self.agreement(rank, self._clock_of(len(self.hosts)))
             agreement.open()
             self.hosts.append(_Host(self, agreement))
         reuse = draw.random() < 0.3
@@ -375,6 +366,50 @@ class _Simulation:
         self.jump_chance = draw.choice((0.0, 0.0, 0.02))
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
+
+    def draw_domain(self) -> Domain:
+        """Who takes part, in which roles."""
+        draw = self.random
+        ranks = draw.sample(range(10), draw.choice((1, 2, 2, 3, 3, 4, 4, 6)))
+        return Domain(
+            draw.randint(0, 5),
+            tuple(ranks),
+            scheduling_rank=draw.choice(ranks) if draw.random() < 0.3 else None,
+            coordinator_rank=draw.choice(ranks) if draw.random() < 0.3 else None,
+            epoch=draw.randint(0, 3),
+        )
+
+    def agreement(self, rank: int, clock: Callable[[], float]) -> Agreement:
+        """One rank's shell."""
+        return Agreement(self.domain, rank, self.network.transport(rank), self.config, clock)
+
+    def link_to_spoil(self) -> tuple[int, int]:
+        """A link on which frames travel."""
+        coordinator = self.domain.coordinator_index
+        other = self.random.choice([h.me for h in self.hosts if h.me != coordinator])
+        return self.random.choice(((other, coordinator), (coordinator, other)))
+
+    def places(self, agreement: Agreement) -> tuple[tuple[object, str], ...]:
+        """Where an interrupt may come: (object, method)."""
+        core = agreement._core
+        return (
+            (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "commit"),
+            (core.book, "retire"), (core.streams, "queue_up"),
+        )  # fmt: skip
+
+    def is_between_steps(self, _place: object) -> bool:
+        """Whether the place does not run inside a step of the core."""
+        return False
+
+    def observers(self, gone: int) -> list[_Host]:
+        """Who has to notice the silence of a rank."""
+        coordinator = self.domain.coordinator_index
+        live = [h for h in self.hosts if h.me not in self.dead]
+        return [h for h in live if h.me == coordinator or gone == coordinator or coordinator not in self.dead]
+
+    def is_named(self, agreement: Agreement, _gone: int) -> bool:
+        """Whether a rank that has stopped for a death says whose it was."""
+        return any(isinstance(v, ev.DeathVerdict) for v in agreement.verdicts)
 
     def _clock_of(self, index: int) -> Callable[[], float]:
         return lambda: self.now_s + (self.hosts[index].offset_s if index < len(self.hosts) else 0.0)
@@ -470,17 +505,13 @@ class _Simulation:
             victim.agreement.fail("the host says so")
         elif self.fault == INTERRUPT:
             core = victim.agreement._core
-            places: tuple[tuple[object, str], ...] = (
-                (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "commit"),
-                (core.book, "retire"), (core.streams, "queue_up"),
-            )  # fmt: skip
-            (place, name), countdown = draw.choice(places), draw.randint(0, 3)
+            (place, name), countdown = draw.choice(self.places(victim.agreement)), draw.randint(0, 3)
             honest, after = getattr(place, name), draw.random() < 0.5
 
             def breaking(*arguments: object, **options: object) -> object:
                 nonlocal countdown
                 countdown -= 1
-                if countdown >= 0 or not core.stepping:
+                if countdown >= 0 or not (core.stepping or self.is_between_steps(place)):
                     return honest(*arguments, **options)
                 setattr(place, name, honest)
                 if after:
@@ -489,9 +520,7 @@ class _Simulation:
 
             setattr(place, name, breaking)
         else:
-            coordinator = self.domain.coordinator_index
-            other = draw.choice([h.me for h in self.hosts if h.me != coordinator])
-            link = draw.choice(((other, coordinator), (coordinator, other)))
+            link = self.link_to_spoil()
             good = self.network.delivered.get(link)
             self.network.links[link].append((self.now_s, mutate(draw, good or draw.randbytes(64))))
 
@@ -544,9 +573,8 @@ class _Simulation:
                 raise PropertyViolation(f"drained, but {'; '.join(map(str, differing))}")
             return True
         if self.fault == CRASH:  # whoever observes the dead one has a verdict, and nobody stops for silence
-            coordinator = self.domain.coordinator_index
             (gone,) = self.dead
-            observers = [h for h in live if h.me == coordinator or gone == coordinator or coordinator not in self.dead]
+            observers = self.observers(gone)
             named = self.domain.ranks[gone]
             return all(
                 any(isinstance(v, ev.SilenceVerdict) and v.suspect_rank == named for v in h.agreement.verdicts)
@@ -557,7 +585,7 @@ class _Simulation:
             for host in live:
                 if host.agreement.stopped is None:
                     return False
-                if not any(isinstance(v, ev.DeathVerdict) for v in host.agreement.verdicts):
+                if not self.is_named(host.agreement, gone):
                     raise PropertyViolation(f"member {host.me} stopped without naming the dead rank")
             return True
         if self.fault == HOST_FAILURE:
@@ -594,12 +622,16 @@ def simulate(seed: int) -> SimulationResult:
     Raises:
         SimulationFailure: A property broke; the message names the seed, which replays it.
     """
-    simulation = _Simulation(seed)
+    return run_seed(_Simulation(seed))
+
+
+def run_seed(simulation: _Simulation) -> SimulationResult:
+    """Run what a seed has drawn; see :func:`simulate`."""
     try:
         return simulation.run()
     except Exception as error:
         stories = [s for h in simulation.hosts for i in h.agreement._core.rounds for s in h.agreement._core.story(i)]
         raise SimulationFailure(
-            f"seed {seed} ({simulation.fault}, {simulation.size} ranks): {type(error).__name__}: {error}\n"
+            f"seed {simulation.seed} ({simulation.fault}, {simulation.size} ranks): {type(error).__name__}: {error}\n"
             + "\n".join(stories[-40:])
         ) from error
