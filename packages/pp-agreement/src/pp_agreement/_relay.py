@@ -337,16 +337,17 @@ class Bridge:
 
     # -- falling ----------------------------------------------------------------------------------------------------
 
-    def hear(self, event: ev.AgreementEvent) -> ev.AgreementEvent | None:
-        """The voice was told something: the group is told. Returns what the leader's own host is to be told as it is."""
+    def hear(self, event: ev.AgreementEvent, tell: Callable[[ev.AgreementEvent], object]) -> None:
+        """The voice was told something: the group is told, or this rank's host."""
         if isinstance(event, ev.Fault):
             self.fall(self.group.step, ev.HostFailed(event.code, event.detail))
-            return None
+            return
         if isinstance(event, FOR_THE_HOST):
-            own = (
-                isinstance(event, ev.Advice) and event.source_rank == self.group.rank
-            )  # came to the host inside already
-            return None if own else event
+            if isinstance(event, ev.Advice) and event.source_rank == self.group.rank:
+                return  # it came to the host inside the group already
+            if self.group.fault is None:
+                tell(event)
+            return
         if isinstance(event, _PASSED_ON):
             reasons = 0
             if isinstance(event, ev.Committed):
