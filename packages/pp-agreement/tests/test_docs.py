@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,10 +36,33 @@ def test_readme_example_runs():
     assert done.stdout.count("Committed") == 4 and "drained=True" in done.stdout
 
 
+def test_readme_groups_example_runs():
+    (code,) = blocks("python groups")
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Committed") == 4 and done.stdout.count("Drained") == 4
+
+
 @pytest.mark.mpi(4)
 def test_readme_mpi_example_runs(world_comm):
     (code,) = blocks("python mpi4")
     exec(compile(code, "README.md", "exec"), {})
+    world_comm.Barrier()
+
+
+def test_groups_example_runs():
+    """Of three requests one is cancelled and two commit, told alike by all four ranks."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / "stages_with_tp.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout.count("Committed"), done.stdout.count("CLOSED")) == (8, 4)
+
+
+@pytest.mark.mpi(4)
+def test_groups_example_runs_over_mpi(world_comm, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["stages_with_tp.py", "--mpi"])
+    assert runpy.run_path(str(ROOT / "examples" / "stages_with_tp.py"))["main"]() == 0
     world_comm.Barrier()
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from pp_agreement import Reason
 from pp_agreement._state import Kind
 from pp_agreement.testing import CI_WORLDS, NIGHTLY_WORLDS, Explorer, World
 
@@ -49,6 +52,36 @@ def test_worlds_reach_every_event():
         "Drained",
         "DrainStarted",
     }
+
+
+ALIKE = {
+    "readiness": World(2, withdrawers=(0, 1), revoke=True, terminal=(0, 1)),
+    "reopening": World(2, withdrawers=(1,), withdraw_reason=Reason.NOT_READY, terminal=(1, 0), attempts=2, lazy=()),
+    "idle voters": World(2, terminal=(0, 2), idle_voters=(0, 1), withdrawers=(0,), lazy=()),
+    "doubt": World(2, ready=False, terminal=(0, 0), doubters=(0, 1), ticks=1),
+    "drain": World(2, 2, ready=False, terminal=(0, 1), drain=True, lazy=()),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_same_outcomes_are_possible_in_every_mode(name):
+    """The same workload ends in the same ways in one domain, with frames of several records, in groups, and over the blocking
+    baseline: none of them loses or adds a decision.
+    """
+    world = ALIKE[name]
+    ways = {
+        mode: Explorer(replace(world, **change)).run()
+        for mode, change in (
+            ("asynchronous", {}),
+            ("frames", {"frames": True}),
+            ("replicated", {"replicated": True}),
+            ("one group", {"groups": (2,)}),
+            ("two groups", {"groups": (1, 1)}),
+        )
+    }
+    assert {mode: found.violation for mode, found in ways.items()} == dict.fromkeys(ways)
+    outcomes = {mode: found.outcomes for mode, found in ways.items()}
+    assert outcomes == dict.fromkeys(ways, outcomes["asynchronous"]) and outcomes["asynchronous"]
 
 
 def test_a_violation_comes_with_its_trace(monkeypatch):

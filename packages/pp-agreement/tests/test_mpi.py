@@ -24,7 +24,10 @@ from pp_agreement import (
     FaultCode,
     Finalized,
     FinalizeMode,
+    GroupAgreement,
+    Groups,
     Key,
+    Lanes,
     Outcome,
     PidWatch,
     Prepared,
@@ -109,7 +112,10 @@ class AgreementBehaviour:
     def check_readiness(self, comm):
         """The whole generation-first life; activation in schedule order; equal activation digests."""
         domain = domain_of(comm)
-        with make(comm, domain) as agreement:
+        self.live(comm, domain, make(comm, domain))
+
+    def live(self, comm, domain, ranks_agreement):
+        with ranks_agreement as agreement:
             keys = [agreement.admit(i, i + 1) for i in range(20)]
             for key in keys:
                 assert agreement.publish_ready(key) is PublishResult.PUBLISHED
@@ -133,6 +139,55 @@ class AgreementBehaviour:
             _report, evidence = drain_and_close(agreement, 20)
             assert verify(gathered(comm, evidence)) == ()
             assert evidence["activated"] == 20
+
+    def check_groups(self, comm):
+        """The same life where members are groups, over lanes of one transport: one domain of all ranks to every rank."""
+        from pp_agreement import MpiTransport
+
+        size, rank = comm.Get_size(), comm.Get_rank()
+        ranks = tuple(range(size))
+        groups = Groups(40, (ranks[: (size + 1) // 2][::-1], ranks[(size + 1) // 2 :]))
+        world = Domain(39, ranks)
+        lanes = Lanes(MpiTransport(comm, world), world, rank, groups.domains(rank))
+        agreement = GroupAgreement(groups, rank, lanes.transport, CONFIG)
+        self.live(comm, Domain(1, ranks, scheduling_rank=groups.scheduling_rank), agreement)
+        assert lanes._closed is True
+
+    def check_lanes(self, comm):
+        """Two domains of unlike rank orders at once on one transport, one of them a subset: each decides its own."""
+        from pp_agreement import MpiTransport
+
+        size, rank = comm.Get_size(), comm.Get_rank()
+        world = Domain(50, tuple(range(size)))
+        domains = [Domain(51, world.ranks), Domain(52, world.ranks[::-1]), Domain(53, world.ranks[1:][::-1])]
+        mine = [domain for domain in domains if rank in domain.ranks]
+        lanes = Lanes(MpiTransport(comm, world, window=6), world, rank, mine)
+        agreements = [Agreement(domain, rank, lanes.transport(domain), CONFIG) for domain in mine]
+        wanted = {}
+        for agreement in agreements:
+            agreement.open()
+            identity = agreement.domain.domain_id
+            for number in range(1, 101):
+                key = agreement.admit(identity * 1000 + number, number, ready=False)
+                failing = agreement.domain.ranks[number % agreement.domain.size]
+                agreement.vote_terminal(key, Outcome.FAILED if rank == failing else Outcome.COMPLETED)
+            if agreement.is_scheduler:
+                agreement.start_drain(100)
+            wanted[identity] = [identity * 1000 + number for number in range(1, 101)]
+        committed = {identity: [] for identity in wanted}
+        until_s = time.monotonic() + LIMIT_S
+        while not all(a.drain_state().drained for a in agreements):
+            assert time.monotonic() < until_s, [a.drain_state() for a in agreements]
+            for agreement in agreements:
+                committed[agreement.domain.domain_id] += [e for e in agreement.poll() if isinstance(e, Committed)]
+        for identity, events in committed.items():
+            assert sorted(e.key.request_id for e in events) == wanted[identity]
+            assert {e.outcome for e in events} == {Outcome.FAILED}
+        closing = list(agreements)
+        while closing:  # all lanes of a rank close beside one another
+            assert time.monotonic() < until_s
+            closing = [agreement for agreement in closing if not agreement.close(0.01)]
+        assert lanes._closed is True
 
     def check_withdraw_race(self, comm):
         """PREPARE races a withdrawal; the attempt aborts everywhere, reuse waits for FINALIZE, the next one completes."""
@@ -446,6 +501,8 @@ def test_death_seen_by_a_guard_that_outlives_its_rank(world_comm):
 CHECKS = (
     "check_terminal_flood",
     "check_readiness",
+    "check_groups",
+    "check_lanes",
     "check_withdraw_race",
     "check_baseline",
     "check_conformance",

@@ -21,8 +21,9 @@ class Lanes:
     any of them, so that memory stays bounded.
 
     Args:
-        carrier: Transport of ``world``; not open yet. Give it a window of ``window`` times the lanes that two ranks share, or
-            lanes wait for one another.
+        carrier: Transport of ``world``; not open yet. It links every pair that a lane links, as MPI does (ZMQ links one
+            coordinator with the others: lanes over it share that one). Its window is best ``window`` times the lanes that
+            two ranks share; with less, lanes wait for one another.
         world: All ranks that the lanes reach; its roles are not used.
         rank: This rank.
         domains: The lanes of this rank, in any order: subsets of ``world`` in orders of their own, with distinct ids.

@@ -588,6 +588,7 @@ class AgreementCore:
         return (
             self.book.fingerprint(), self.member.fingerprint(digests), self.streams.fingerprint(),
             self.ending.fingerprint(), None if fault is None else (fault.code, fault.rank, fault.suspect_rank),
+            tuple(sorted(self._words.items())),
         )  # fmt: skip
 
 

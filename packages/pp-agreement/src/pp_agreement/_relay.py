@@ -285,6 +285,13 @@ FOR_THE_HOST = (ev.Advice, ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)
 """What a leader hears outside and its own host is told as it is."""
 
 
+def _told(fault: ev.Fault) -> str:
+    """A diagnosis in words that name the suspect: as a number it is known in its own domain only."""
+    suspect = fault.suspect_rank
+    named = f"rank {suspect} died" if fault.code is FaultCode.DEATH else f"rank {suspect}"
+    return fault.detail if suspect is None or named in fault.detail else f"{fault.detail}: {named}"
+
+
 class Voice(Protocol):
     """The calls by which a voice is made to speak."""
 
@@ -340,7 +347,7 @@ class Bridge:
     def hear(self, event: ev.AgreementEvent, tell: Callable[[ev.AgreementEvent], object]) -> None:
         """The voice was told something: the group is told, or this rank's host."""
         if isinstance(event, ev.Fault):
-            self.fall(self.group.step, ev.HostFailed(event.code, event.detail))
+            self.fall(self.group.step, ev.HostFailed(event.code, _told(event)))
             return
         if isinstance(event, FOR_THE_HOST):
             if isinstance(event, ev.Advice) and event.source_rank == self.group.rank:
@@ -373,7 +380,7 @@ class Bridge:
             if ending.proven is not None and not self.voice.ending.may_report:
                 self.fall(self.voice.vouch)
             if self.group.fault is not None:
-                self.calls.fail(self.group.fault.detail, self.group.fault.code)
+                self.calls.fail(_told(self.group.fault), self.group.fault.code)
 
     def settle(self, incarnation: int) -> None:
         """Compare what the group has counted about a round with what its voice has said, and say what is missing."""

@@ -74,8 +74,13 @@ class ZmqTransport:
 
     def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
         """See :class:`Transport`. Binds or connects; nobody is waited for."""
-        self._context = zmq.Context()
         binds = self._me == self._coordinator
+        if not binds and peers != (self._coordinator,):
+            hub = self._domain.ranks[self._coordinator]
+            raise ConfigurationError(
+                "peers", f"{peers}: rank {self._domain.ranks[self._me]} has links with rank {hub} only"
+            )
+        self._context = zmq.Context()
         for peer in peers:
             address = self._addresses[peer if binds else self._me]
             link = self._context.socket(zmq.PAIR)

@@ -20,12 +20,12 @@ from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import DomainStopped, LocalProtocolError, WouldBlock
 from pp_agreement._events import AgreementEvent, Answer, Disposition, Key, Outcome, Reason, Record
-from pp_agreement._machine import AgreementCore
 from pp_agreement._round import Round
 from pp_agreement._state import Kind, ReadyState, TerminalState
+from pp_agreement._streams import EXCHANGE
 from pp_agreement._validate import InvariantViolation
-from pp_agreement.testing._monitor import HEARD, PropertyViolation, Row, did, told
-from pp_agreement.testing._nodes import DEADLINE_S, nodes_of
+from pp_agreement.testing._monitor import HEARD, PropertyViolation, Row, did, ended, told
+from pp_agreement.testing._nodes import DEADLINE_S, HEARTBEAT_S, nodes_of
 
 _SAID = {
     Kind.VOTE: "publish",
@@ -63,6 +63,9 @@ class World:
         ticks: Times that all deadlines of a member may pass, each.
         groups: Sizes of the groups that the ranks form, in order; empty: every rank is a member of its own.
         frames: Whether everybody's records wait for a slot, and leave and arrive together, as many as there are.
+        replicated: The blocking baseline's cores: what they say waits for an exchange, which is one transition of all.
+        round_timeout: Whether a passing deadline may be that of a round that nobody moves; then the domain stops.
+        silence: Whether deadlines pass by sweeps that find a member's links empty, which makes verdicts.
         lazy: Record kinds whose sending is a transition of its own (others leave at once).
     """
 
@@ -91,6 +94,9 @@ class World:
     lease_timeout: bool = False
     groups: tuple[int, ...] = ()
     frames: bool = False
+    replicated: bool = False
+    round_timeout: bool = False
+    silence: bool = False
     lazy: tuple[Kind, ...] = (Kind.VOTE, Kind.ACK)
     slow_abort_ack: bool = False
 
@@ -108,6 +114,7 @@ class Exploration:
     complete: bool = True
     violation: str | None = None
     trace: tuple[str, ...] = ()
+    outcomes: set[tuple[str, ...]] = field(default_factory=set)
     reached: set[str] = field(default_factory=set)
 
 
@@ -142,8 +149,11 @@ class Explorer:
         )
         self.config = AgreementConfig(
             credits=world.credits,
-            round_timeout_s=None,
+            round_timeout_s=DEADLINE_S if world.round_timeout else None,
             story_entries_max=0,
+            heartbeat_s=HEARTBEAT_S,
+            silence_s=DEADLINE_S,
+            startup_s=DEADLINE_S,
             doubt_deadline_s=DEADLINE_S,
             lease_timeout_s=DEADLINE_S if world.lease_timeout else None,
         )
@@ -153,7 +163,7 @@ class Explorer:
         self.memo: dict[tuple[int, object], _Result] = {}
         self.links = [(a, b) for a in range(world.size) for b in range(world.size) if a != b]
         self.link_index = {link: i for i, link in enumerate(self.links)}
-        self.nodes = nodes_of(self.domain, world.groups, self.config, world.lazy)
+        self.nodes = nodes_of(self.domain, world.groups, self.config, world.lazy, replicated=world.replicated)
         self.scheduler = self.domain.scheduler_index
         self.exploration = Exploration(world)
         self.keys = [Key(1 if world.same_request else 10 + i, i + 1) for i in range(world.requests)]
@@ -161,7 +171,7 @@ class Explorer:
     # -- executing the real core, once per distinct (core, input) ------------------------------------------------------
 
     def _intern(self, core: Any) -> int:
-        print_ = (core.me, core.fingerprint(digests=self.digests))
+        print_ = (core.me, core.fingerprint(digests=self.digests), core.silence.suspects if self.world.silence else 0)
         known = self.ids.get(print_)
         if known is None:
             known = len(self.cores)
@@ -284,7 +294,7 @@ class Explorer:
     def _hand_over(self, state: _State, member: int, event: AgreementEvent) -> _State:
         self.exploration.reached.add(type(event).__name__)
         if isinstance(event, ev.Fault):
-            if not self.world.crash:
+            if not self.world.crash and not (self.world.round_timeout and event.code is ev.FaultCode.ROUND_TIMEOUT):
                 raise PropertyViolation(f"member {member}: {event}")
             return state
         if not hasattr(event, "key"):
@@ -322,6 +332,8 @@ class Explorer:
                 sent = self._execute(ids[member], ("slot", target))
                 yield True, f"send {member}->{target}", self._settle(state, member, sent)
             yield from self._local(state, member, core)
+        if world.replicated and any(self.cores[i].streams.intents for i in ids):
+            yield True, "exchange", self._exchange(state)
         if world.crash and not crashed:
             for member in range(world.size):
                 yield False, f"crash {member}", (ids, channels, rows, schedule, budgets, 1 << member)
@@ -332,9 +344,18 @@ class Explorer:
                     died = self._execute(ids[member], ev.PeerDied(crashed.bit_length() - 1, "test"))
                     yield False, f"evidence {member}", self._settle(state, member, died)
 
-    def _local(self, state: _State, member: int, core: AgreementCore) -> Iterator[tuple[bool, str, _State]]:
+    def _exchange(self, state: _State) -> _State:
+        """Everybody contributes what waits, and everybody hears all of it."""
+        said = [self._execute(core, ("slot", EXCHANGE)) for core in state[0]]
+        contributions = tuple(tuple(r for _peer, records in result.frames for r in records) for result in said)
+        state = (tuple(result.core for result in said), *state[1:])
+        for member in range(self.world.size):
+            state = self._settle(state, member, self._execute(state[0][member], ("exchange", contributions)))
+        return state
+
+    def _local(self, state: _State, member: int, core: Any) -> Iterator[tuple[bool, str, _State]]:
         world = self.world
-        ids, _channels, rows, schedule, budgets, _crashed = state
+        ids, channels, rows, schedule, budgets, _crashed = state
         if core.heard < world.requests:
             index = core.heard
             if self._may_admit(core, member, rows, index):
@@ -430,8 +451,9 @@ class Explorer:
                 vote, extra = self._vote(member, key)
                 yield True, f"terminal {name}", self._call(state, member, vote, "terminal", index, extra)
         passed = budgets[member] >> 8 * world.requests
-        if passed < world.ticks and self.nodes.is_armed(core):
-            late = self._execute(ids[member], ev.SweepCompleted(0))
+        if passed < world.ticks and (world.silence or self.nodes.is_armed(core)):
+            empty = sum(1 << a for (a, b), place in self.link_index.items() if b == member and not channels[place])
+            late = self._execute(ids[member], ("silence", empty) if world.silence else ev.SweepCompleted(0))
             spent_state = self._spend(state, member, (passed + 1 ^ passed) << 8 * world.requests, replace=True)
             yield False, f"deadlines @{member}", self._settle(spent_state, member, late)
         if world.drain and member == self.scheduler and core.heard == world.requests and core.book.last is None:
@@ -453,16 +475,16 @@ class Explorer:
         budgets[member] = budgets[member] ^ bits if replace else budgets[member] | bits
         return (*state[:4], tuple(budgets), state[5])
 
-    def _may_admit(self, core: AgreementCore, member: int, rows: tuple[Row, ...], index: int) -> bool:
+    def _may_admit(self, core: Any, member: int, rows: tuple[Row, ...], index: int) -> bool:
         if member != self.scheduler:
             return bool(rows[index][self.scheduler] & HEARD)
         if core.book.last is not None:
             return False
         if self.world.same_request and core.rounds:
             return False
-        return core.book.open_count < self.world.credits
+        return bool(core.book.open_count < self.world.credits)
 
-    def _activated(self, core: AgreementCore, rows: tuple[Row, ...], key: Key, member: int) -> bool:
+    def _activated(self, core: Any, rows: tuple[Row, ...], key: Key, member: int) -> bool:
         round_ = core.rounds.get(key.incarnation)
         return round_ is None or round_.own.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
 
@@ -512,10 +534,15 @@ class Explorer:
     def _finished(self, state: _State) -> None:
         found = self.exploration
         found.finished += 1
-        ids, _channels, _rows, _schedule, _budgets, crashed = state
+        ids, _channels, rows, _schedule, _budgets, crashed = state
         if crashed:
             return
         cores = [self.cores[i] for i in ids]
+        if any(core.fault is not None for core in cores):
+            if not all(core.fault is not None for core in cores):
+                raise PropertyViolation("liveness: one rank has stopped, and another goes on")
+            return
+        found.outcomes.add(tuple(ended(row) for row in rows))
         for core in cores:
             unfinished = bool(self.world.terminal) or bool(self.world.withdrawers)
             open_rounds = [r for r in core.rounds.values() if not self._resting(r.own.ready)]
@@ -578,8 +605,38 @@ CI_WORLDS: dict[str, World] = {
     "2 ranks, drain with reopening": World(
         2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, terminal=(0, 1), attempts=2, drain=True, lazy=(),
     ),
-    "2 x 2 ranks, one withdraws": World(4, groups=(2, 2), withdrawers=(1,), revoke=True, lazy=()),
-    "2 x 2 ranks, terminal": World(4, groups=(2, 2), ready=False, terminal=(0, 1, 2, 0), lazy=()),
+    "2 ranks, frames": World(2, withdrawers=(0, 1), revoke=True, terminal=(0, 1), frames=True),
+    "3 ranks, frames": World(3, withdrawers=(1,), terminal=(0, 1, 2), frames=True),
+    "3 ranks x 2, terminal, frames": World(3, 2, ready=False, terminal=(0, 1, 2), frames=True),
+    "3 replicas, all withdraw": World(3, withdrawers=(0, 1, 2), revoke=True, terminal=(0, 1, 2), replicated=True),
+    "2 replicas, reopening": World(
+        2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, revoke=True, terminal=(0, 2), attempts=2, unheard=True,
+        replicated=True,
+    ),
+    "2 replicas x 2, drain, one credit": World(
+        2, 2, withdrawers=(1,), terminal=(0, 1), drain=True, credits=1, unheard=True, replicated=True,
+    ),
+    "2 replicas, doubt and quarantine": World(
+        2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), ticks=1, replicated=True,
+    ),
+    "2 ranks, round time-outs": World(
+        2, withdrawers=(1,), revoke=True, terminal=(0, 1), round_timeout=True, ticks=1, lazy=(),
+    ),
+    "3 ranks, silence": World(3, ready=False, terminal=(0, 1, 0), silence=True, ticks=1, lazy=()),
+    "2 ranks, silence and drain": World(
+        2, withdrawers=(1,), terminal=(0, 1), silence=True, ticks=1, drain=True, lazy=(),
+    ),
+    "2 x 2 ranks, all phases": World(4, groups=(2, 2), withdrawers=(3,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
+    "2 x 2 ranks, unheard": World(4, groups=(2, 2), withdrawers=(3,), terminal=(0, 1, 2, 0), unheard=True, lazy=()),
+    "2 x 2 ranks, idle voters": World(4, groups=(2, 2), terminal=(0, 1, 2, 0), idle_voters=(1, 3), lazy=()),
+    "2 x 2 ranks, doubt": World(4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), doubters=(1, 2), ticks=1, lazy=()),
+    "2 x 2 ranks, leases expire": World(4, groups=(2, 2), terminal=(0, 1), lease_timeout=True, ticks=1, lazy=()),
+    "2 x 2 ranks x 2, drain, one credit": World(
+        4, 2, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), credits=1, unheard=True, drain=True, lazy=(),
+    ),
+    "2 x 2 ranks, round time-outs": World(
+        4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), round_timeout=True, ticks=1, lazy=(),
+    ),
     "2 ranks, reused id": World(2, 2, withdrawers=(1,), terminal=(0, 1), same_request=True, unheard=True, lazy=()),
 }  # fmt: skip
 """Explored by the tests."""
@@ -593,6 +650,50 @@ NIGHTLY_WORLDS: dict[str, World] = {
         3, withdrawers=(0, 1, 2), reasons=(Reason.NOT_READY, Reason.CANCELLED, Reason.CAPACITY), terminal=(0,),
         attempts=2, slow_abort_ack=True, lazy=(),
     ),
+    "2 ranks x 2, frames": World(2, 2, withdrawers=(1,), terminal=(0, 1), frames=True),
+    "2 ranks x 2, drain, frames, one credit": World(
+        2, 2, withdrawers=(1,), terminal=(0, 1), credits=1, frames=True, unheard=True, drain=True,
+    ),
+    "3 replicas, idle voters": World(
+        3, terminal=(0, 1, 2), idle_voters=(0, 1, 2), withdrawers=(1,), unheard=True, replicated=True,
+    ),
+    "3 ranks, round time-outs": World(
+        3, withdrawers=(1,), terminal=(0, 1, 0), round_timeout=True, ticks=1, lazy=(),
+    ),
+    "2 ranks, silence and quarantine": World(
+        2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), silence=True, ticks=1, lazy=(),
+    ),
+    "2 x 2 ranks, all withdraw": World(4, groups=(2, 2), withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
+    "3 + 1 ranks": World(4, groups=(3, 1), withdrawers=(2,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
+    "2 x 2 ranks, the coordinator's group schedules": World(
+        4, groups=(2, 2), withdrawers=(1, 3), revoke=True, coordinator=0, lazy=(),
+    ),
+    "2 x 2 ranks, the second group schedules": World(
+        4, groups=(2, 2), scheduler=2, coordinator=0, withdrawers=(1,), revoke=True, terminal=(0, 1, 2, 0), lazy=(),
+    ),
+    "2 x 2 ranks, reopening": World(
+        4, groups=(2, 2), withdrawers=(1,), withdraw_reason=Reason.NOT_READY, revoke=True, attempts=2, lazy=(),
+    ),
+    "2 x 2 ranks, mixed reasons": World(
+        4, groups=(2, 2), withdrawers=(1, 2), reasons=(Reason.NOT_READY, Reason.NOT_READY, Reason.CANCELLED),
+        attempts=2, lazy=(),
+    ),
+    "2 x 2 ranks, the next attempt": World(
+        4, groups=(2, 2), withdrawers=(1,), reasons=(Reason.NOT_READY,), attempts=2, early=(1,), lazy=(),
+    ),
+    "2 x 2 ranks, idle voters and reopening": World(
+        4, groups=(2, 2), terminal=(0, 1, 2, 0), idle_voters=(1, 2), withdrawers=(3,),
+        withdraw_reason=Reason.NOT_READY, attempts=2, lazy=(),
+    ),
+    "2 x 2 ranks, recall": World(
+        4, groups=(2, 2), withdrawers=(1,), terminal=(0,), recall=True, revoke=True, lazy=(),
+    ),
+    "2 x 2 ranks, drain": World(4, groups=(2, 2), terminal=(0, 1), drain=True, lazy=()),
+    "2 x 2 ranks, crash": World(4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), crash=True, lazy=()),
+    "2 x 2 ranks, crash, evidence": World(
+        4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), crash=True, evidence=True, lazy=(),
+    ),
+    "2 x 2 ranks, frames": World(4, groups=(2, 2), withdrawers=(3,), terminal=(0, 1, 2, 0), frames=True),
     "4 ranks, all withdraw": World(4, withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
     "4 ranks, one withdraws, terminal": World(4, withdrawers=(2,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
     "3 ranks, crash, evidence": World(

@@ -182,6 +182,14 @@ def told(row: Row, me: int, scheduler: int, event: AgreementEvent) -> Row:
     return row
 
 
+def ended(row: Row) -> str:
+    """How a request has ended: its outcome and disposition, "closed", or what the ranks have activated of it at last."""
+    if all(flags & COMMITTED for flags in row):
+        outcome = max(flags >> OUTCOME_SHIFT & 3 for flags in row)
+        return f"committed {outcome} {max(flags >> 3 & 1 for flags in row)}"
+    return "closed" if all(flags & CLOSED for flags in row) else "open"
+
+
 class Monitor:
     """Histories of a whole group, by incarnation; for simulations and hypothesis tests."""
 

@@ -29,6 +29,7 @@ from pp_agreement._validate import InvariantViolation
 from pp_agreement.testing._monitor import PropertyViolation
 
 DEADLINE_S = 1.0
+HEARTBEAT_S = 0.5
 FrameRecords = tuple[Record, ...]
 
 
@@ -50,14 +51,24 @@ class FlatNodes:
         return AgreementCore(self.domain, rank, self.config)
 
     def perform(self, node: Any, given: Any) -> tuple[Effect, ...]:
-        """What the host calls, ("frame", member, records), ("slot", member), or a sweep at which all deadlines have passed."""
+        """What the host calls, a sweep at which all deadlines have passed, or one of these tuples:
+
+        ("frame", member, records); ("slot", member); ("exchange", contributions); ("silence", members whose links are empty).
+        """
         if isinstance(given, ev.SweepCompleted):
             return tuple(node.step(given, later_s(node)))
+        if isinstance(given, tuple) and given[0] == "silence":
+            effects: list[Effect] = []
+            for _ in range(4):
+                effects += node.step(ev.SweepCompleted(given[1]), node.context.now_s + HEARTBEAT_S)
+            return tuple(effects)
         if isinstance(given, tuple) and given[0] == "frame":
             _tag, source, records = given
             given = ev.FrameReceived(source, Frame(node.streams.expected[source], 0, records))
         elif isinstance(given, tuple) and given[0] == "slot":
             given = ev.SlotFreed(given[1], 0)
+        elif isinstance(given, tuple) and given[0] == "exchange":
+            given = ev.ExchangeCompleted(given[1])
         return tuple(node.step(given, 0.0))
 
     def sent(self, _node: Any, effects: Sequence[Effect]) -> list[tuple[int, FrameRecords]]:
@@ -94,7 +105,16 @@ class FlatNodes:
 
     def is_armed(self, node: Any) -> bool:
         """Whether anything can become due."""
-        return any(node.book.timers.armed())
+        watched = self.config.round_timeout_s is not None and bool(node.rounds)
+        return watched or any(node.book.timers.armed())
+
+
+class ReplicatedNodes(FlatNodes):
+    """The blocking baseline: every rank counts, and all hear the same exchange."""
+
+    def new(self, rank: int) -> Any:
+        """See :class:`FlatNodes`."""
+        return AgreementCore(self.domain, rank, self.config, replicated=True)
 
 
 class _Calls:
@@ -330,9 +350,13 @@ class GroupNodes(FlatNodes):
 
     def is_armed(self, node: GroupNode) -> bool:
         """See :class:`FlatNodes`."""
-        return any(node.group.book.timers.armed())
+        return super().is_armed(node.group)
 
 
-def nodes_of(domain: Domain, groups: Sequence[int], config: AgreementConfig, lazy: Sequence[Kind]) -> FlatNodes:
+def nodes_of(
+    domain: Domain, groups: Sequence[int], config: AgreementConfig, lazy: Sequence[Kind], *, replicated: bool
+) -> FlatNodes:
     """The nodes of a world."""
+    if replicated:
+        return ReplicatedNodes(domain, config, lazy)
     return GroupNodes(domain, groups, config, lazy) if groups else FlatNodes(domain, config, lazy)

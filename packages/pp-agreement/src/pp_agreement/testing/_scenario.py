@@ -6,7 +6,7 @@ output of a file that was edited. Every command is followed by ``validate()`` on
 Commands (``@RANKS`` is ``*``, ``0,2`` or ``1``; K is ``incarnation`` or ``incarnation.attempt``)::
 
     world ranks=4 credits=8 coordinator=3 scheduler=0 window=4 frames=64 lease=- round=- doubt=30 quarantine=64
-          startup=5 bytes=16384
+          startup=5 bytes=16384 groups=2,2 (their sizes; the first rank of each leads it)
     admit REQUEST INCARNATION [terminal] @RANKS       publish K @RANKS            withdraw K [REASON] @RANKS
     ack K @RANKS        abortack K @RANKS             activate K,K @RANKS         revoke K [REASON] @RANKS
     recall K @RANKS     vote K OUTCOME [QUARANTINE] [REASON] @RANKS               doubt K @RANKS
@@ -22,6 +22,7 @@ Commands (``@RANKS`` is ``*``, ``0,2`` or ``1``; K is ``incarnation`` or ``incar
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 from pp_agreement import _events as ev
@@ -30,7 +31,10 @@ from pp_agreement._codec import Codec
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._errors import DomainStopped, LocalProtocolError, WouldBlock
 from pp_agreement._events import Disposition, Frame, Key, Outcome, Reason
+from pp_agreement._group_agreement import GroupAgreement
+from pp_agreement._groups import Groups
 from pp_agreement._inprocess import InProcessNetwork
+from pp_agreement._lanes import Lanes
 from pp_agreement._state import Kind
 
 _STEP_S = 0.01
@@ -74,15 +78,26 @@ class Scenario:
             quarantine_rounds_max=int(options.get("quarantine", "64")),
         )
         self.network = InProcessNetwork(self.domain, window=int(options.get("window", "4")), clock=lambda: self.now_s)
-        self.agreements = {
-            rank: Agreement(self.domain, rank, self.network.transport(rank), self.config, lambda: self.now_s)
-            for rank in ranks
-        }
+        sizes = [int(size) for size in options["groups"].split(",")] if "groups" in options else []
+        self.groups = self._groups(sizes) if sizes else None
+        self.agreements = {rank: self._agreement(rank) for rank in ranks}
         for agreement in self.agreements.values():
             agreement.open()
         self.requests = {}
         self.silent: set[int] = set()
         return []
+
+    def _groups(self, sizes: list[int]) -> Groups:
+        ends = list(accumulate(sizes))
+        rows = [self.domain.ranks[end - size : end] for size, end in zip(sizes, ends)]
+        return Groups(1, tuple(rows), self.domain.scheduling_rank, rows[-1][0])
+
+    def _agreement(self, rank: int) -> Agreement:
+        transport = self.network.transport(rank)
+        if self.groups is None:
+            return Agreement(self.domain, rank, transport, self.config, lambda: self.now_s)
+        lanes = Lanes(transport, self.domain, rank, self.groups.domains(rank), window=self.network.window // 2)
+        return GroupAgreement(self.groups, rank, lanes.transport, self.config, lambda: self.now_s)
 
     def run(self, line: str) -> list[str]:
         """Output lines of one command."""
@@ -176,8 +191,7 @@ class Scenario:
     def _do_restart(self, rest: list[str]) -> list[str]:
         """Another life of a rank, under the same epoch and over the same links."""
         rank = int(rest[0])
-        network = self.network.transport(rank)
-        self.agreements[rank] = Agreement(self.domain, rank, network, self.config, lambda: self.now_s)
+        self.agreements[rank] = self._agreement(rank)
         self.agreements[rank].open()
         return []
 
@@ -207,14 +221,17 @@ class Scenario:
             self.now_s += _STEP_S
             for other in self.agreements.values():
                 if other is not self.agreements[rank] and not other._ended:
-                    if (
+                    if self.groups is not None and "alone" not in rest and other._core.drained:
+                        other.close(0.0, lambda _s: None)
+                    elif (
                         "alone" not in rest
                         and other._core.drained
                         and other._core.fault is None
                         and not other._core.ending.closing
                     ):
                         other._call(other._core.ending.close)
-                    other.poll()
+                    if not other._ended:
+                        other.poll()
 
         clean = self.agreements[rank].close(2.0, turn)
         if clean:
