@@ -196,7 +196,7 @@ def test_an_interrupt_while_a_leader_joins_stops_the_domain():
     bridge = agreements[0]._bridge
     honest = bridge.hear
 
-    def broken(event, tell):
+    def broken(event):
         bridge.hear = honest
         raise KeyboardInterrupt
 

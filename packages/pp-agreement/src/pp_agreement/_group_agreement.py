@@ -76,9 +76,7 @@ class GroupAgreement(Agreement):
     # -- joining the two --------------------------------------------------------------------------------------------
 
     def _fall(self, method: Callable[..., Any], *given: Any) -> None:
-        shell = self if getattr(method, "__self__", None) is self._group else self._voice
-        if shell is not None:
-            shell._carry_out(method, *given, self._clock())
+        method(*given, self._clock())
 
     def _join(self) -> None:
         """What the group has agreed rises, what the domain has decided falls."""
@@ -87,7 +85,7 @@ class GroupAgreement(Agreement):
             return
         self._joining = True
         try:
-            bridge.join(voice._take, lambda event: self._keep((event,)))
+            bridge.join(voice._take)
         except LocalProtocolError as error:  # not the host's mistake: what a group says is never refused outside
             self._break_off(error)
         except BaseException as error:  # half of it may have been said
@@ -102,8 +100,8 @@ class GroupAgreement(Agreement):
         if self._voice is not None:
             self._voice.fail(told, FaultCode.INTERNAL)
 
-    def _apply(self, event: ev.Input) -> Any:
-        answer = super()._apply(event)
+    def _call(self, work: Callable[..., Any], *given: Any) -> Any:
+        answer = super()._call(work, *given)
         self._join()
         return answer
 

@@ -14,21 +14,27 @@ OUTSIDE = -1
 
 
 class GroupDomain(Domain):
-    """The domain inside a group: its leader, the first rank, speaks for it outside.
+    """The domain inside a group of the scheduling rank: a commit carries a reason of each group, not of each member."""
 
-    Only in the group of the scheduling rank is there one that admits and is released to.
-    """
+    __slots__ = ("_voices",)
+    _voices: int
 
-    __slots__ = ()
+    @classmethod
+    def of(cls, groups: Groups, row: tuple[int, ...]) -> GroupDomain:
+        """The domain inside one of the groups: its first rank leads it, and coordinates."""
+        number = groups.domain_id + 1 + groups.groups.index(row)
+        domain = cls(number, row, row[0], row[0], groups.epoch)
+        object.__setattr__(domain, "_voices", len(groups.groups))
+        return domain
 
     @property
-    def leader(self) -> int:
-        """The rank that also is a member of the domain of leaders."""
-        return self.ranks[0]
+    def voices(self) -> int:
+        """How many groups there are."""
+        return self._voices
 
 
 class FollowingDomain(GroupDomain):
-    """The domain inside a group whose scheduling rank is in another group."""
+    """The domain inside any other group: nobody in it admits first, revokes or is released to."""
 
     __slots__ = ()
 
@@ -113,9 +119,8 @@ class Groups:
     def inner(self, rank: int) -> Domain:
         """The domain inside the group of ``rank``; its leader coordinates."""
         row = self.group_of(rank)
-        number = self.domain_id + 1 + self.groups.index(row)
         kind = GroupDomain if row[0] == self.scheduling_rank else FollowingDomain
-        return kind(number, row, row[0], row[0], self.epoch)
+        return kind.of(self, row)
 
     def domains(self, rank: int) -> tuple[Domain, ...]:
         """The domains that ``rank`` is a member of: its group's, and for a leader also that of the leaders."""

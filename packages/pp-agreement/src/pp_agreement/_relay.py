@@ -23,10 +23,10 @@ from pp_agreement._config import AgreementConfig
 from pp_agreement._context import Context, Violation
 from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
-from pp_agreement._events import AdviceKind, Disposition, Effect, FaultCode, FinalizeMode, Key, Outcome, Reason
+from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason
 from pp_agreement._groups import Groups
-from pp_agreement._machine import AgreementCore
-from pp_agreement._round import Round, Tally
+from pp_agreement._machine import PEER, AgreementCore
+from pp_agreement._round import PLAIN_VOTE, Round, Tally
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     DISPOSITIONS,
@@ -62,8 +62,6 @@ class Relay(Coordinator):
     def count_ready(self, round_: Round, tally: Tally, source: int, kind: int, reason: int, attempt: int) -> None:
         """See :class:`Coordinator`."""
         super().count_ready(round_, tally, source, kind, reason, attempt)
-        if kind == Kind.ACTIVATE_ACK:  # the voice activates in the order in which the group has: that of the schedule
-            self.touched.pop(round_.incarnation, None)
         self.touched[round_.incarnation] = None
 
     def count_terminal(
@@ -93,7 +91,7 @@ class Relay(Coordinator):
     def finalize(self, round_: Round, tally: Tally) -> None:
         """Everybody in the group let go; what follows is not decided here."""
 
-    def _maybe_commit(self, round_: Round, tally: Tally) -> None:
+    def _commit(self, round_: Round, tally: Tally) -> None:
         """Nor is the outcome."""
 
     def _decide(
@@ -101,7 +99,6 @@ class Relay(Coordinator):
         round_: Round,
         tally: Tally,
         decision: Decision,
-        *,
         outcome: int = 0,
         disposition: int = 0,
         reason: int = 0,
@@ -195,21 +192,21 @@ class OuterCore(AgreementCore):
     def __init__(self, groups: Groups, rank: int, config: AgreementConfig, *, session: int = 0) -> None:
         super().__init__(groups.outer, rank, voice_config(config), session=session)
 
-    def vouch(self, now_s: float) -> tuple[Effect, ...]:
+    def vouch(self, now_s: float) -> None:
         """Every rank of the group has decided all admissions: this leader may report so."""
 
-        def vouched(_core: AgreementCore, _given: object) -> None:
+        def vouched() -> None:
             self.ending.may_report = True  # the report itself follows at the end of the step, as after any other
 
-        return self._run(vouched, None, now_s, "vouch", False)
+        self.call(vouched, (), now_s, PEER)
 
-    def trust(self, round_: Round, now_s: float) -> tuple[Effect, ...]:
+    def trust(self, round_: Round, now_s: float) -> None:
         """The deadline of a doubt in the group has passed, as the doubting rank's own core has made sure."""
 
-        def trusted(_core: AgreementCore, _given: object) -> None:
+        def trusted() -> None:
             round_.own.doubt_expired = True
 
-        return self._run(trusted, None, now_s, "trust", False)
+        self.call(trusted, (), now_s, PEER)
 
 
 class GroupCore(AgreementCore):
@@ -222,9 +219,17 @@ class GroupCore(AgreementCore):
 
     def __init__(self, groups: Groups, rank: int, config: AgreementConfig, *, session: int = 0) -> None:
         super().__init__(groups.inner(rank), rank, config, session=session)
-        self.context.voices = len(groups.groups)
 
-    def fall(self, event: ev.AgreementEvent, reasons: int, now_s: float) -> tuple[Effect, ...]:
+    def tell(self, event: ev.AgreementEvent) -> None:
+        """At a leader: what it has heard outside and its own host is told as it is."""
+        if self.fault is not None:
+            return
+        if isinstance(event, (ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)):
+            self.context.judge(event)
+        else:
+            self.context.emit(event)
+
+    def fall(self, event: ev.AgreementEvent, reasons: int, now_s: float) -> None:
         """At a leader: a decision about the domain reaches the group.
 
         Args:
@@ -232,7 +237,7 @@ class GroupCore(AgreementCore):
             reasons: With ``Committed``: of each group the greatest reason, eight bits each.
             now_s: See ``step``.
         """
-        return self._run(lambda _core, _given: self._on_fallen(event, reasons), None, now_s, "fall", False)
+        self.call(self._on_fallen, (event, reasons), now_s, PEER)
 
     def _on_fallen(self, event: ev.AgreementEvent, reasons: int) -> None:
         if isinstance(event, ev.DrainStarted):
@@ -328,32 +333,28 @@ class Bridge:
         self.calls = calls
         self.fall = fall
 
-    def join(
-        self, take: Callable[[], tuple[ev.AgreementEvent, ...]], tell: Callable[[ev.AgreementEvent], object]
-    ) -> None:
+    def join(self, take: Callable[[], tuple[ev.AgreementEvent, ...]]) -> None:
         """Bring both to the same: after anything that happened to either.
 
         Args:
             take: What the voice was told since the last time, in order.
-            tell: Hands this rank's own host what it is to be told as it is.
         """
         self.speak()
         while events := take():
             for event in events:
-                self.hear(event, tell)
+                self.hear(event)
 
     # -- falling ----------------------------------------------------------------------------------------------------
 
-    def hear(self, event: ev.AgreementEvent, tell: Callable[[ev.AgreementEvent], object]) -> None:
+    def hear(self, event: ev.AgreementEvent) -> None:
         """The voice was told something: the group is told, or this rank's host."""
         if isinstance(event, ev.Fault):
-            self.fall(self.group.step, ev.HostFailed(event.code, _told(event)))
+            self.fall(self.group.fail, event.code, _told(event))
             return
         if isinstance(event, FOR_THE_HOST):
             if isinstance(event, ev.Advice) and event.source_rank == self.group.rank:
                 return  # it came to the host inside the group already
-            if self.group.fault is None:
-                tell(event)
+            self.group.tell(event)
             return
         if isinstance(event, _PASSED_ON):
             reasons = 0
@@ -434,7 +435,7 @@ class Bridge:
 
     def _vote(self, tally: Tally, above: Round, key: Key) -> None:
         """Every rank of the group has voted: the greatest of each is the group's vote."""
-        votes = tally.terminal_votes.values()
+        votes = (PLAIN_VOTE, *tally.terminal_votes.values())
         outcome, disposition = max(vote[0] for vote in votes), max(vote[1] for vote in votes)
         if disposition and not above.own.doubt_expired:
             self.fall(self.voice.trust, above)

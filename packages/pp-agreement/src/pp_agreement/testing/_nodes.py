@@ -183,25 +183,20 @@ class GroupNode:
         if self.voice is None:
             raise AssertionError("only a leader has a voice")
         try:
-            effects = self.voice.step(event, self.now_s)
+            return self._keep(self.voice.step(event, self.now_s))
         except LocalProtocolError as error:
             raise PropertyViolation(f"rank {self.rank}: what the group says is refused outside: {error}") from error
-        return self._keep(effects)
 
     def _fall(self, method: Any, *arguments: Any) -> None:
-        effects = method(*arguments, self.now_s)
-        if getattr(method, "__self__", None) is self.voice:
-            self._keep(effects)
-        else:
-            self.effects.extend(effects)
+        method(*arguments, self.now_s)
 
     def _keep(self, effects: Sequence[Effect]) -> Any:
         self.events += [e for e in effects if isinstance(e, AgreementEvent)]
         return next((e.value for e in effects if isinstance(e, Answer)), None)
 
     def _take(self) -> tuple[AgreementEvent, ...]:
-        events, self.events = tuple(self.events), []
-        return events
+        events, self.events = self.events, []
+        return (*events, *self.voice.take()) if self.voice is not None else ()
 
     # -- inputs -----------------------------------------------------------------------------------------------------
 
@@ -233,8 +228,8 @@ class GroupNode:
 
     def _joined(self) -> tuple[Effect, ...]:
         if self.bridge is not None:
-            self.bridge.join(self._take, self.effects.append)
-        return tuple(self.effects)
+            self.bridge.join(self._take)
+        return (*self.effects, *self.group.take())
 
     # -- what the explorer looks at ---------------------------------------------------------------------------------
 
