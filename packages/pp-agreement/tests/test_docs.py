@@ -24,6 +24,22 @@ def test_design_holds_the_generated_figures(capsys):
     assert held == printed
 
 
+def test_design_names_what_exists():
+    """The table of rules and their places: a place that was renamed must be renamed there."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    table = text.split("| rule | its one place |")[1].split("\n## ")[0]
+    sources = {path.stem: path.read_text() for path in (ROOT / "src" / "pp_agreement").glob("*.py")}
+    names = [name for row in table.splitlines()[2:] if row for name in re.findall(r"`([^`]+)`", row.split(" | ")[1])]
+    assert len(names) > 20
+    for name in names:
+        owner, _, own = name.rpartition(".")
+        if owner.startswith("_") or (not owner and name in sources):
+            assert owner in sources or name in sources, name
+        found = [text for stem, text in sources.items() if not owner.startswith("_") or stem == owner]
+        pattern = rf"^( *def {own}|{own}\b.*=|class {own}\b)" if not own.endswith("_") else rf"^ *def {own}"
+        assert name in sources or any(re.search(pattern, text, re.MULTILINE) for text in found), name
+
+
 def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
@@ -72,6 +88,7 @@ def test_groups_example_runs_over_mpi(world_comm, monkeypatch):
         ("explore", ["2 ranks, drain", "1 rank"]),
         ("simulate", ["--seeds", "20", "--jobs", "1"]),
         ("simulate", ["--seed", "7"]),
+        ("simulate", ["--groups", "--seeds", "10", "--jobs", "1"]),
         ("fuzz", ["--count", "2000"]),
     ],
 )

@@ -9,18 +9,18 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-from pp_agreement.testing import SimulationFailure, simulate
+from pp_agreement.testing import SimulationFailure, simulate, simulate_groups
 
 BLOCK = 250
 
 
-def block(first: int, count: int) -> tuple[collections.Counter[str], list[str]]:
+def block(first: int, count: int, groups: bool) -> tuple[collections.Counter[str], list[str]]:
     """Counters and failures of a range of seeds."""
     counts: collections.Counter[str] = collections.Counter()
     failures = []
     for seed in range(first, first + count):
         try:
-            result = simulate(seed)
+            result = simulate_groups(seed) if groups else simulate(seed)
         except SimulationFailure as failure:
             failures.append(str(failure))
             continue
@@ -40,11 +40,12 @@ def main() -> int:
     parser.add_argument("--seeds", "--count", type=int, default=100_000)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--seed", type=int, help="replay one")
+    parser.add_argument("--groups", action="store_true", help="members are groups of ranks")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--nightly", action="store_true", help="100,000 seeds")
     options = parser.parse_args()
     if options.seed is not None:
-        print(simulate(options.seed))
+        print((simulate_groups if options.groups else simulate)(options.seed))
         return 0
     began_s = time.monotonic()
     total: collections.Counter[str] = collections.Counter()
@@ -52,7 +53,7 @@ def main() -> int:
     firsts = range(options.start, options.start + options.seeds, BLOCK)
     sizes = [min(BLOCK, options.start + options.seeds - first) for first in firsts]
     with ProcessPoolExecutor(options.jobs) as pool:
-        for done, (counts, failed) in enumerate(pool.map(block, firsts, sizes), 1):
+        for done, (counts, failed) in enumerate(pool.map(block, firsts, sizes, [options.groups] * len(sizes)), 1):
             total += counts
             failures += failed
             for failure in failed[:3]:

@@ -10,7 +10,7 @@ from typing import Any
 from pp_agreement import _events as ev
 from pp_agreement._agreement import Agreement
 from pp_agreement._config import AgreementConfig, Domain
-from pp_agreement._errors import ConfigurationError, DomainStopped, LocalProtocolError
+from pp_agreement._errors import ConcurrentCallError, ConfigurationError, DomainStopped, LocalProtocolError
 from pp_agreement._events import FaultCode, Key
 from pp_agreement._groups import Groups
 from pp_agreement._relay import Bridge, GroupCore, OuterCore, voice_config
@@ -119,6 +119,8 @@ class GroupAgreement(Agreement):
 
     def admit(self, request_id: int, incarnation: int, ready: bool = True) -> Key:
         """See :meth:`Agreement.admit`."""
+        if self._core.stepping:
+            raise ConcurrentCallError(f"rank {self.rank}: admit while another call runs")
         if self._voice is not None and self._core.fault is None and not self._ended:
             try:
                 self._voice.admit(request_id, incarnation, ready)
@@ -188,10 +190,11 @@ class GroupAgreement(Agreement):
                 return False
             self._events[:0] = self.poll()
             wait(0.0005)
-        clean = super().close(max(0.0, until_s - self._clock()), wait)
-        if not voice._ended and (self._ended or not self._is_drained(voice)):
-            voice.close(max(0.0, until_s - self._clock()), wait)
-        return clean
+        if (
+            not voice._ended
+        ):  # nothing is proven, or the domain has stopped: what was said last has half of the time to leave
+            voice.close(max(0.0, until_s - self._clock()) / 2, wait)
+        return super().close(max(0.0, until_s - self._clock()), wait)
 
     @staticmethod
     def _is_drained(agreement: Agreement) -> bool:

@@ -220,6 +220,12 @@ class GroupCore(AgreementCore):
     def __init__(self, groups: Groups, rank: int, config: AgreementConfig, *, session: int = 0) -> None:
         super().__init__(groups.inner(rank), rank, config, session=session)
 
+    def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
+        """See :class:`AgreementCore`. What the group said before its leader heard of the request can rise now."""
+        key = super().admit(request_id, incarnation, ready)
+        self.coordinator.touched[incarnation] = None
+        return key
+
     def tell(self, event: ev.AgreementEvent) -> None:
         """At a leader: what it has heard outside and its own host is told as it is."""
         if self.fault is not None:

@@ -151,4 +151,6 @@ def waiting_for(context: Context, round_: Round) -> str:
     else:
         done, what = tally.terminal_mask, "TERMINAL vote"
     missing = [str(r) for i, r in enumerate(context.domain.ranks) if not done >> i & 1]
-    return f"{what} of rank {', '.join(missing) or 'none'} missing"
+    if not missing:  # inside a group, whose leader has spoken
+        return f"every {what} of this group is here; another group's is missing"
+    return f"{what} of rank {', '.join(missing)} missing"
