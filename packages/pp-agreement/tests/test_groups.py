@@ -26,7 +26,7 @@ from pp_agreement import (
 from pp_agreement.testing import simulate_groups
 
 TWO = Groups(1, ((0, 1), (2, 3)))
-BLOCK = 60
+BLOCK = 40
 
 
 def agreements_of(groups, config=None, clock=lambda: 0.0):

@@ -634,8 +634,8 @@ CI_WORLDS: dict[str, World] = {
     "2 x 2 ranks x 2, drain, one credit": World(
         4, 2, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), credits=1, unheard=True, drain=True, lazy=(),
     ),
-    "2 x 2 ranks, round time-outs": World(
-        4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), round_timeout=True, ticks=1, lazy=(),
+    "2 + 1 ranks, round time-outs": World(
+        3, groups=(2, 1), ready=False, terminal=(0, 1, 0), round_timeout=True, ticks=1, lazy=(),
     ),
     "2 ranks, reused id": World(2, 2, withdrawers=(1,), terminal=(0, 1), same_request=True, unheard=True, lazy=()),
 }  # fmt: skip
@@ -662,6 +662,9 @@ NIGHTLY_WORLDS: dict[str, World] = {
     ),
     "2 ranks, silence and quarantine": World(
         2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), silence=True, ticks=1, lazy=(),
+    ),
+    "2 x 2 ranks, round time-outs": World(
+        4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), round_timeout=True, ticks=1, lazy=(),
     ),
     "2 x 2 ranks, all withdraw": World(4, groups=(2, 2), withdrawers=(0, 1, 2, 3), revoke=True, lazy=()),
     "3 + 1 ranks": World(4, groups=(3, 1), withdrawers=(2,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
