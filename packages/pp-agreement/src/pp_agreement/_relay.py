@@ -14,6 +14,7 @@ back meanwhile: only the scheduling rank may, and its own activation forbids it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -300,7 +301,8 @@ def _told(fault: ev.Fault) -> str:
     """A diagnosis in words that name the suspect: as a number it is known in its own domain only."""
     suspect = fault.suspect_rank
     named = f"rank {suspect} died" if fault.code is FaultCode.DEATH else f"rank {suspect}"
-    return fault.detail if suspect is None or named in fault.detail else f"{fault.detail}: {named}"
+    known = suspect is None or re.search(rf"\b{named}\b", fault.detail)
+    return fault.detail if known else f"{fault.detail}: {named}"
 
 
 class Voice(Protocol):
