@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 import comm_broadcast
-from comm_broadcast import BroadcastConfig, Broadcaster, BroadcastError, BroadcastTimeoutError, Handle
+from comm_broadcast import (
+    BroadcastConfig,
+    Broadcaster,
+    BroadcastError,
+    BroadcastTimeoutError,
+    ClosedError,
+    Handle,
+    LocalProtocolError,
+)
 from comm_broadcast.testing import FakeWorld
 
 SOURCES = str(Path(comm_broadcast.__file__).parent)
@@ -281,3 +289,54 @@ def on_ranks(comm: Any, form: str, verb: str, payload: str, victim: int, first: 
         hits += injector.has_raised
     broadcaster.close(timeout_s=limit_s)
     return hits
+
+
+def close_once(form: str, size: int, victim: int, at: int, kind: type[BaseException]) -> bool:
+    """An injection while one rank closes and the others broadcast; False: closing has fewer bytecodes.
+
+    Raises:
+        Broken: A rank waits for ever, or is not closed in the end.
+    """
+
+    def body(comm: Any) -> str:
+        broadcaster = Broadcaster(comm, config=FORMS[form], timeout_s=10.0)
+        broadcaster.broadcast(1, timeout_s=10.0)
+        said = ""
+        while comm.rank != victim and not said:
+            try:
+                broadcaster.broadcast(2, timeout_s=10.0)
+            except ClosedError as error:
+                said = f"told of {error.rank}"
+        injector = Injector(at if comm.rank == victim else 0, kind)
+        try:
+            injector.call(lambda: broadcaster.close(timeout_s=10.0))
+        except (kind, RuntimeError) as error:
+            if not is_injected(error, kind):
+                raise
+            broadcaster.close(timeout_s=10.0)
+        broadcaster.close(timeout_s=0)
+        try:
+            broadcaster.broadcast(3)
+        except LocalProtocolError:
+            return said or ("hit" if injector.has_raised else "missed")
+        return "open"
+
+    story = f"close, {form}, rank {victim} of {size}, {kind.__name__} before bytecode {at}"
+    try:
+        rows = FakeWorld(size).run(body)
+    except TimeoutError as error:
+        raise Broken(f"{story}: {error}") from error
+    if any(row != f"told of {victim}" for rank, row in enumerate(rows) if rank != victim) or rows[victim] not in (
+        "hit",
+        "missed",
+    ):
+        raise Broken(f"{story}: {rows}")
+    return rows[victim] == "hit"
+
+
+def sweep_close(form: str, size: int, victim: int, stride: int = 1) -> int:
+    """Injections before every ``stride``-th bytecode of closing; how many there were (count)."""
+    count = 0
+    while close_once(form, size, victim, 1 + count * stride, KINDS[count % len(KINDS)]):
+        count += 1
+    return count

@@ -28,6 +28,13 @@ def test_an_exception_before_any_bytecode_leaves_all_ranks_level(form, size, vic
     assert injection.sweep(form, size, victim, verb, payload, way, stride=stride) > 12
 
 
+@pytest.mark.parametrize("form", injection.FORMS)
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1)])
+def test_an_exception_while_closing_leaves_nobody_waiting(form, size, victim):
+    """Whoever was interrupted closes again; the others were told, or are told then."""
+    assert injection.sweep_close(form, size, victim, stride=47) > 8
+
+
 @pytest.mark.parametrize("form", programs.FORMS)
 def test_small_programs_of_calls_end_as_the_oracle_says(form):
     """Operations that match or do not, failures, dropped handles, closing: what every rank gets of every exchange."""

@@ -34,6 +34,8 @@ def fakes(form: str, stride: int) -> None:
                         step = stride if payload == "small" else 7 * stride
                         count += injection.sweep(form, size, victim, verb, payload, way, stride=step)
             print(f"fakes, {form}, {size} ranks, {verb}: {count} injections, 0 hangs, 0 silent breaks", flush=True)
+        count = sum(injection.sweep_close(form, size, victim, stride) for victim in (0, 1))
+        print(f"fakes, {form}, {size} ranks, close: {count} injections, 0 hangs", flush=True)
 
 
 def over_mpi(size: int, count: int) -> None:
