@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _TAG = 1
 #: Lists of requests whose buffers MPI may still read or write: they outlive whoever started them.
 _IN_FLIGHT: list[list[Any]] = []
+#: Small buffers of few ranks go straight from each to each: in a tree or a ring a rank that is late, or asleep between polls,
+#: would hold up those behind it (count, bytes).
+_STRAIGHT_RANKS_MAX = 16
+_STRAIGHT_BYTES_MAX = 8 << 10
 
 
 def _library() -> Any:
@@ -56,6 +60,7 @@ class MpiComm:
             )
         self._null = mpi.COMM_NULL
         self._byte = mpi.BYTE
+        self._in_place = mpi.IN_PLACE
         self._error: type[Exception] = mpi.Exception
         try:
             self._comm = comm.Dup()
@@ -65,6 +70,8 @@ class MpiComm:
             raise TransportError("Dup", comm.rank, error) from error
         self.rank = self._comm.rank
         self.size = self._comm.size
+        #: Where the part of each rank begins in a buffer that all get.
+        self._same = [0] * self.size
         self.posted: list[Any] = []
         _IN_FLIGHT.append(self.posted)
 
@@ -79,15 +86,33 @@ class MpiComm:
 
     def ibcast(self, buffer: Buffer, root: int) -> None:
         """See :class:`Comm`."""
-        self._post("Ibcast", self._comm.Ibcast, ([buffer, self._byte],), (root,))
+        size = len(buffer)
+        if not self._is_straight(size):
+            self._post("Ibcast", self._comm.Ibcast, ([buffer, self._byte],), (root,))
+            return
+        give, take = [buffer, (self._counts(size), self._same), self._byte], [buffer, size, self._byte]
+        pair = (give, self._in_place) if self.rank == root else (None, take)
+        self._post("Ibcast", self._comm.Iscatterv, (pair[0],), (pair[1],), (root,))
 
     def iallgather(self, send: Buffer, receive: Buffer) -> None:
         """See :class:`Comm`."""
-        self._post("Iallgather", self._comm.Iallgather, ([send, self._byte],), ([receive, len(send), self._byte],))
+        size = len(send)
+        if not self._is_straight(size):
+            self._post("Iallgather", self._comm.Iallgather, ([send, self._byte],), ([receive, size, self._byte],))
+            return
+        counts = self._counts(size)
+        give, take = [send, (counts, self._same), self._byte], [receive, (counts, None), self._byte]
+        self._post("Iallgather", self._comm.Ialltoallv, (give,), (take,))
+
+    def _is_straight(self, size: int) -> bool:
+        return self.size <= _STRAIGHT_RANKS_MAX and size <= _STRAIGHT_BYTES_MAX
+
+    def _counts(self, size: int) -> list[int]:
+        return [size] * self.size
 
     def igather(self, send: Buffer, receive: Buffer | None, root: int) -> None:
         """See :class:`Comm`. ``Igatherv``, since libraries send that one straight to the root."""
-        into = None if receive is None else [receive, ([len(send)] * self.size, None), self._byte]
+        into = None if receive is None else [receive, (self._counts(len(send)), None), self._byte]
         self._post("Igatherv", self._comm.Igatherv, ([send, self._byte],), (into,), (root,))
 
     def isend(self, buffer: Buffer, target: int) -> None:
