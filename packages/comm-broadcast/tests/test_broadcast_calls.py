@@ -33,7 +33,7 @@ from comm_broadcast._codec import BufferSegment, Segment
 from comm_broadcast._exchange import Exchange
 from comm_broadcast._frame import Call, Frame, Kind, Operation, Status, pack_failure, verdict
 from comm_broadcast._handle import Pace
-from comm_broadcast._settings import choose
+from comm_broadcast._settings import choose, is_crowded
 from comm_broadcast.testing import FakeWorld
 
 
@@ -514,7 +514,7 @@ def waited(monkeypatch, clock, pace, duration_s):
 
 def test_a_wait_polls_then_yields_then_sleeps(monkeypatch):
     """Each for as long as it pays; pauses grow to half a millisecond. A rank that shares the core gets it at once."""
-    clock, pace = Clock(), Pace(2e-3)
+    clock, pace = Clock(), Pace(2e-3, crowded=True)
     bare, yields, naps, pauses = waited(monkeypatch, clock, pace, 0.1)
     assert 5 <= bare <= 15
     assert 50 <= yields <= 450
@@ -525,8 +525,29 @@ def test_a_wait_polls_then_yields_then_sleeps(monkeypatch):
     assert waited(monkeypatch, clock, pace, 50e-6)[2:] == (0, [])
 
 
+def test_a_wait_on_a_core_of_its_own_polls_at_first(monkeypatch):
+    """Without giving it away; then it sleeps, longer and longer."""
+    bare, yields, naps, pauses = waited(monkeypatch, Clock(), Pace(2e-3, crowded=False), 0.1)
+    assert bare > 500
+    assert (yields, naps) == (0, 0)
+    assert (pauses[0], pauses[-1]) == (20e-6, 0.5e-3)
+
+
+@pytest.mark.parametrize(
+    ("places", "crowded"),
+    [
+        (["a1", "a2"], False), (["a1", "a2", "a3"], True), (["a1", "b1", "a2", "b2"], False), (["a1", "a1"], True),
+        (["a1", "b1", "b1", "b2"], False), (["b1", "a1", "b1", "b2"], True),
+    ],
+)  # fmt: skip
+def test_ranks_that_share_cores_know_it(places, crowded):
+    """More ranks on rank 0's machine than its two cores, or another rank in its process."""
+    named = [machine.encode() * 8 + process.encode() * 8 for machine, process in places]
+    assert is_crowded(named, 0, 2) == crowded
+
+
 def test_a_wait_on_a_busy_machine_sleeps(monkeypatch):
     """A yield that others take for a whole time slice is the last one for fifty waits."""
-    clock, pace = Clock(yield_s=3e-3), Pace(2e-3)
+    clock, pace = Clock(yield_s=3e-3), Pace(2e-3, crowded=True)
     assert waited(monkeypatch, clock, pace, 5e-3)[1] == 1
     assert [waited(monkeypatch, clock, pace, 5e-3)[1] for _ in range(51)] == [0] * 50 + [1]

@@ -97,11 +97,11 @@ class Broadcaster:
         self.config = config
         self.window: SharedWindow | None = None
         settings = settings_of(comm.size, root, config, PickleCodec() if codec is None else codec, timeout_s)
-        _construct(compare(comm, settings), None if settings.problem is not None else timeout_s)
+        crowded = _construct(compare(comm, settings), None if settings.problem is not None else timeout_s)
         if settings.codec is None or settings.sink is None:
             raise BroadcastConfigError(f"not refused by the ranks together: {settings.problem}")
         self._codec: ChosenCodec = settings.codec
-        self.pace = Pace(config.spin_s)
+        self.pace = Pace(config.spin_s, crowded=crowded)
         self.sink = settings.sink
         self.pool = BufferPool(config.pool_bytes_max)
         self._root = root
@@ -395,5 +395,5 @@ def _construct(steps: Any, timeout_s: float | None) -> Any:
             return True
         return False
 
-    Pace(_DEFAULTS.spin_s).poll(test, None, timeout_s)
+    Pace(_DEFAULTS.spin_s, crowded=True).poll(test, None, timeout_s)
     return result[0]

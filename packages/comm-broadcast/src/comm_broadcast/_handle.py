@@ -16,15 +16,15 @@ T = TypeVar("T")
 #: Called between polls with the longest time to wait (s); may return early.
 Wait = Callable[[float], object]
 
-#: After each step polls follow each other without a pause for so long (s), and for each byte of the transfer at hand: twice
-#: what a copy takes.
+#: Where ranks share cores, polls follow each other without a pause for so long after each step (s), and for each byte of the
+#: transfer at hand: twice what a copy takes.
 _POLL_S = 10e-6
 _POLL_S_PER_BYTE = 0.4e-9
-#: Then the processor is given away between two polls for so long (s), to a rank on the same core for instance.
+#: Then the processor is given away between two polls for so long (s).
 _YIELD_S = 400e-6
 _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 #: Giving it away for longer than this (s) means that others compute: they got a time slice for one poll. Then so many waits
-#: sleep instead (count), after which a process that does not compute is served at once.
+#: sleep instead (count), after which a process that does not compute is served sooner.
 _SLICE_S = 600e-6
 _SLEEPING_WAITS = 50
 #: Pauses (s): the shortest that a system makes, 60 us to 0.3 ms; then growing, while nothing comes.
@@ -35,12 +35,18 @@ _PAUSE_S_MIN, _PAUSE_S_MAX = 20e-6, 0.5e-3
 class Pace:
     """How the blocking calls of one broadcaster wait between two polls.
 
+    A rank with a core of its own polls without pause at first: whatever else runs there would have the core for a time slice,
+    of milliseconds, if it paused for a microsecond. Where ranks share cores, that is what the one that it waits for needs.
+
     Args:
-        spin_s: How long the shortest pauses are made after each step (s).
+        spin_s: How long after each step it polls without pause, or makes the shortest pauses (s).
+        crowded: Ranks share cores.
     """
 
-    def __init__(self, spin_s: float) -> None:
+    def __init__(self, spin_s: float, *, crowded: bool) -> None:
         self.spin_s = spin_s
+        self._poll_s = _POLL_S if crowded else spin_s
+        self._yield_s = _YIELD_S if crowded else 0.0
         #: Waits that sleep at once (count), since the machine does other work.
         self._sleeping = 0
 
@@ -60,8 +66,8 @@ class Pace:
             if exchange is not None and seen != exchange.completed:
                 # A step was made: the other ranks are there, and the next step may be a matter of microseconds.
                 seen, pause_s = exchange.completed, _PAUSE_S_MIN
-                poll_end_s = now_s + _POLL_S + exchange.moving_bytes * _POLL_S_PER_BYTE
-                yield_end_s = poll_end_s + (0.0 if self._sleeping else _YIELD_S)
+                poll_end_s = now_s + self._poll_s + exchange.moving_bytes * _POLL_S_PER_BYTE
+                yield_end_s = poll_end_s + (0.0 if self._sleeping else self._yield_s)
                 nap_end_s = now_s + self.spin_s
                 self._sleeping = max(0, self._sleeping - 1)
             if now_s >= end_s:

@@ -6,7 +6,9 @@ A rank's own mistake is as public as a difference: a rank that raised by itself 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sized
+import os
+import platform
+from collections.abc import Generator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,9 @@ from comm_broadcast._failure import Failure, shown
 from comm_broadcast._frame import VERSION
 from comm_broadcast._pool import Sink
 
-_DIGEST_BYTES = 16
-#: What each rank contributes (bytes): digest, whether it refuses, text.
+_DIGEST_BYTES, _MACHINE_BYTES, _PLACE_BYTES = 16, 8, 16
+_TEXT_START = _DIGEST_BYTES + 1 + _PLACE_BYTES
+#: What each rank contributes (bytes): digest, whether it refuses, where it runs, text.
 CONTRIBUTION_BYTES = 1024
 _VALUE_CHARACTERS_MAX = 160
 _COMM_METHODS = ("ibcast", "iallgather", "igather", "isend", "irecv", "test", "forget", "free")
@@ -164,10 +167,29 @@ def _problem(size: int, root: Any, config: Any) -> str | None:
     return BroadcastConfig.problem(config)
 
 
-def compare(comm: Comm, settings: Settings) -> Generator[None, None, None]:
+def _place() -> bytes:
+    """Which machine this is, and which process."""
+    machine = hashlib.blake2b(platform.node().encode("utf-8", "replace"), digest_size=_MACHINE_BYTES).digest()
+    return machine + os.getpid().to_bytes(_PLACE_BYTES - _MACHINE_BYTES, "little")
+
+
+def is_crowded(places: Sequence[bytes], rank: int, cores: int) -> bool:
+    """Whether a rank that polls may keep another from running: more ranks than cores, or threads of one process."""
+    here = [place for place in places if place[:_MACHINE_BYTES] == places[rank][:_MACHINE_BYTES]]
+    return len(here) > cores or here.count(places[rank]) > 1
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compare(comm: Comm, settings: Settings) -> Generator[None, None, bool]:
     """Refuse together: if a rank has a problem, or the settings differ.
 
     The digest covers the settings whole; the texts, cut to what fits, are for the message.
+
+    Returns:
+        See :func:`is_crowded`.
 
     Raises:
         BroadcastConfigError: On every rank, naming field and ranks.
@@ -178,14 +200,14 @@ def compare(comm: Comm, settings: Settings) -> Generator[None, None, None]:
     shown = "\n".join(
         line if len(line) <= _VALUE_CHARACTERS_MAX else line[:_VALUE_CHARACTERS_MAX] + "…" for line in lines
     )
-    text = (shown if problem is None else problem).encode("utf-8", "replace")[: CONTRIBUTION_BYTES - _DIGEST_BYTES - 1]
-    send = bytearray((whole + bytes([problem is not None]) + text).ljust(CONTRIBUTION_BYTES, b"\0"))
+    text = (shown if problem is None else problem).encode("utf-8", "replace")[: CONTRIBUTION_BYTES - _TEXT_START]
+    send = bytearray((whole + bytes([problem is not None]) + _place() + text).ljust(CONTRIBUTION_BYTES, b"\0"))
     receive = bytearray(CONTRIBUTION_BYTES * comm.size)
     run = Run(comm)
     yield from run.wait(run.start(comm.iallgather, send, receive))
     comm.forget(0)
     parts = [bytes(receive[r * CONTRIBUTION_BYTES : (r + 1) * CONTRIBUTION_BYTES]) for r in range(comm.size)]
-    texts = [part[_DIGEST_BYTES + 1 :].rstrip(b"\0").decode("utf-8", "replace") for part in parts]
+    texts = [part[_TEXT_START:].rstrip(b"\0").decode("utf-8", "replace") for part in parts]
     if settings.interrupt is not None:
         raise settings.interrupt
     refused = [f"rank {rank}: {texts[rank]}" for rank, part in enumerate(parts) if part[_DIGEST_BYTES]]
@@ -199,3 +221,4 @@ def compare(comm: Comm, settings: Settings) -> Generator[None, None, None]:
             raise BroadcastConfigError(
                 f"ranks disagree: rank {rank} differs from rank 0 where the texts are cut, likely in the codec's types"
             )
+    return is_crowded([part[_DIGEST_BYTES + 1 : _TEXT_START] for part in parts], comm.rank, _cores())
