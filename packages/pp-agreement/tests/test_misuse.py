@@ -342,6 +342,21 @@ def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     )
 
 
+@pytest.mark.parametrize("name", ["streams.say", "book.note"])
+def test_a_call_that_is_broken_off_stops_the_domain(name):
+    """Outside of a poll too: what the call had begun may have been said by half."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    one.vote_terminal(key, Outcome.COMPLETED)
+    zero.poll()
+    interrupted(zero._core, name, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        zero.vote_terminal(key, Outcome.COMPLETED)
+    assert zero.stopped.code is FaultCode.INTERNAL
+    with pytest.raises(DomainStopped):
+        zero.doubt(key)
+
+
 def test_an_interrupt_after_a_fault_keeps_the_first_diagnosis():
     """What stopped the domain is what is told: not what happened while it was being told."""
     network, (zero, one) = pair()
