@@ -398,6 +398,7 @@ def interrupts(body, *, every):
 
         def shielded(step):
             nonlocal done
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it when tracing begins
             sys.settrace(trace)
             try:
                 step()

@@ -79,6 +79,7 @@ class Injector:
 
     def call(self, body: Callable[[], Any]) -> Any:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it when tracing begins
         sys.settrace(self._enter)
         try:
             return body()
