@@ -229,7 +229,7 @@ class TestInterrupts:
         if where == "ticket":
             tickets[1].add_done_callback(lambda _: interrupt(1))
         with pytest.raises(KeyboardInterrupt):
-            submitter._on_result(tuple(_entries_of(submitter, tickets)), _failed_future())
+            sender.fail(0, OSError("gone"))
         assert told == [0, 1]
         assert all(ticket.done() for ticket in tickets)
         assert submitter.close(PATIENCE_S)
@@ -261,19 +261,6 @@ class TestInterrupts:
 
 def _interrupt(_: object) -> None:
     raise KeyboardInterrupt
-
-
-def _failed_future() -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_exception(OSError("gone"))
-    return future
-
-
-def _entries_of(submitter: Any, tickets: list[Any]) -> list[Any]:
-    from rpc_batch_submit import Entry
-
-    found = [o for o in gc.get_objects() if isinstance(o, Entry) and any(o.ticket is t for t in tickets)]
-    return sorted(found, key=lambda entry: entry.request)
 
 
 class TestOutcomes:

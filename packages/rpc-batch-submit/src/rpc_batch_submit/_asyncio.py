@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, SendBatch
+from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, EntryState, SendBatch, ends_of
 from rpc_batch_submit._config import BatchSubmitConfig
-from rpc_batch_submit._errors import BatchAborted, BatchSendUnknown, BatchUsageError
+from rpc_batch_submit._errors import BatchAborted, BatchSendUnknown, BatchSubmitError, BatchUsageError
 from rpc_batch_submit._hooks import Hooks, first_interrupt
 from rpc_batch_submit._outcomes import is_unknown, unpack_outcomes
 
@@ -69,12 +69,13 @@ class AsyncioBatchSubmitter(Generic[_T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._to_send: deque[SendBatch[_T]] = deque()
-        self._sending = False
+        #: Batches whose sends have begun and are not over, with the requests that were handed over (the others were cancelled).
+        self._under_way: dict[SendBatch[_T], tuple[Entry[_T], ...]] = {}
+        #: Those that have a future.
+        self._in_flight: dict[asyncio.Future[Any], SendBatch[_T]] = {}
+        #: Who sends what is queued.
+        self._sender: object = None
         self._idle: list[asyncio.Future[None]] = []
-        #: Sends under way, with their requests.
-        self._in_flight: dict[asyncio.Future[Any], tuple[Entry[_T], ...]] = {}
-        #: Everything that was buffered and not settled, for the day its loop is closed.
-        self._open: dict[Entry[_T], None] = {}
         _submitters.add(self)
 
     def submit(self, request: _T) -> asyncio.Future[None]:
@@ -97,22 +98,38 @@ class AsyncioBatchSubmitter(Generic[_T]):
         hooks, core = self._hooks, self._core
         request_id, size_bytes, bypass = hooks.look_at(request)
         ticket: asyncio.Future[None] = loop.create_future()
-        entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
+        entry: Entry[_T] | None = None
+        registered: list[object] = []
         try:
+            entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
             if hooks.register is not None:
-                hooks.register(request)
-            self._open[entry] = None
+                # In one step of the interpreter: afterwards it is known whether it was done.
+                registered.extend(map(hooks.register, (request,)))
             batches = core.buffer(entry, loop.time(), bypass=bypass)
-        except BaseException:
-            core.withdraw(entry)
-            self._open.pop(entry, None)
+            self._to_send.extend(batches)
+            if batches:
+                self._perform(ticket)
+            self._arm()
+            return ticket
+        except BaseException as error:
+            if entry is not None or not isinstance(error, BatchSubmitError):
+                self._not_taken(ticket, error, registered=bool(registered))
             raise
-        if batches:
-            self._perform(batches)
-        due_s = core.due_s()
-        if due_s is not None and self._timer is None:
-            self._timer = loop.call_at(due_s, self._on_timer)
-        return ticket
+
+    def _not_taken(self, ticket: object, error: BaseException, *, registered: bool) -> None:
+        """``submit`` raises: what has not left is as if it had never been there."""
+        self._mend(ticket)
+        entry = self._core.find(ticket)
+        buffered = entry is not None and self._core.remove(entry)
+        if (
+            entry is not None
+            and entry.state is EntryState.SETTLED
+            and (registered or buffered or not isinstance(error, Exception))
+        ):
+            # Also if an interrupt came out of ``register``: it may have been done.
+            self._end(entry, BatchAborted(f"interrupted before it was sent: {error!r}"))
+        self._wake_idle()
+        self._perform(ticket)
 
     def abort(self, request_id: Hashable) -> bool:
         """Remove a request that is still buffered: True, its future raises ``BatchAborted``.
@@ -120,18 +137,32 @@ class AsyncioBatchSubmitter(Generic[_T]):
         False: it was sent, abort it there.
         """
         self._leave_closed_loop()
-        entry = self._core.abort(request_id)
+        error = BatchAborted(f"request {request_id!r} was aborted before it was sent")
+        entry = self._core.buffered(request_id)
         if entry is None:
             return False
-        self._open.pop(entry, None)
-        self._tell(entry, BatchAborted(f"request {request_id!r} was aborted before it was sent"))
-        self._wake_idle()
+        try:
+            self._core.take_back(entry)
+            self._end(entry, error)
+            self._wake_idle()
+        except BaseException:
+            self._recover(entry)
+            if entry.state is EntryState.SETTLED:
+                self._end(entry, error)
+            self._wake_idle()
+            raise
         return True
 
     def flush(self) -> None:
         """Send what is buffered now."""
         self._leave_closed_loop()
-        self._perform(self._core.flush())
+        me = object()
+        try:
+            self._to_send.extend(self._core.flush())
+            self._perform(me)
+        except BaseException:
+            self._recover(me)
+            raise
 
     async def aclose(self, timeout_s: float | None = None) -> bool:
         """Take nothing more, send what is buffered, wait until everything is settled; True if it was in time."""
@@ -146,7 +177,13 @@ class AsyncioBatchSubmitter(Generic[_T]):
     def close(self) -> None:
         """Take nothing more and send what is buffered, without waiting for the outcomes (``aclose`` does)."""
         self._leave_closed_loop()
-        self._perform(self._core.close())
+        me = object()
+        try:
+            self._to_send.extend(self._core.close())
+            self._perform(me)
+        except BaseException:
+            self._recover(me)
+            raise
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -163,6 +200,12 @@ class AsyncioBatchSubmitter(Generic[_T]):
     ) -> None:
         await self.aclose()
 
+    def _arm(self) -> None:
+        """See to it that the buffer is looked at when it is due."""
+        due_s = self._core.due_s()
+        if due_s is not None and self._timer is None and self._loop is not None:
+            self._timer = self._loop.call_at(due_s, self._on_timer)
+
     def _on_timer(self) -> None:
         self._timer = None
         loop = self._loop
@@ -171,28 +214,53 @@ class AsyncioBatchSubmitter(Generic[_T]):
             return
         # The loop may call a little early (its clock's resolution); the buffer may also be a younger one.
         if due_s - loop.time() > 1e-4:
-            self._timer = loop.call_at(due_s, self._on_timer)
+            self._arm()
             return
-        self._perform(self._core.tick(due_s))
-
-    def _perform(self, batches: Sequence[SendBatch[_T]]) -> None:
-        """Send in order. A send that submits again only queues: its batch goes after the ones before it."""
-        self._to_send.extend(batches)
-        if self._sending:
-            return
-        self._sending = True
+        me = object()
         try:
-            while self._to_send:
-                self._send(self._to_send.popleft())
-        finally:
-            self._sending = False
+            self._to_send.extend(self._core.tick(due_s))
+            self._perform(me)
+        except BaseException:
+            self._recover(me)
+            raise
+
+    def _perform(self, me: object) -> None:
+        """Send what is queued, in order; ``me`` is this call's own object.
+
+        A send that submits again only queues: its batch goes after the ones before it.
+        """
+        while self._to_send and self._sender is None:
+            try:
+                self._sender = me
+                self._send(self._to_send[0])
+            finally:
+                self._leave(me)
+
+    def _leave(self, me: object) -> None:
+        if self._sender is me:
+            self._sender = None
+
+    def _mend(self, me: object) -> None:
+        """After an exception out of the middle of something."""
+        self._leave(me)
+        self._to_send.extend(self._core.mend((*self._to_send, *self._under_way)))
+        self._arm()
+
+    def _recover(self, me: object) -> None:
+        """Go on after it: nothing that was queued waits for the next call."""
+        self._mend(me)
+        self._perform(me)
 
     def _send(self, batch: SendBatch[_T]) -> None:
-        entries = tuple(e for e in batch.entries if not self._withdrawn(e))
-        if not entries:
-            self._over()
-            return
+        """The first batch of the queue."""
         try:
+            self._under_way[batch] = ()
+            self._to_send.popleft()
+            self._under_way[batch] = entries = tuple(e for e in batch.entries if not e.ticket.cancelled())
+            self._withdraw(batch, entries)
+            if not entries:
+                self._finish(batch, [])
+                return
             result = self._hooks.send_batch([entry.request for entry in entries])
             pending: asyncio.Future[Any] | None = None
             if isinstance(result, concurrent.futures.Future):
@@ -200,55 +268,80 @@ class AsyncioBatchSubmitter(Generic[_T]):
             elif hasattr(result, "__await__"):
                 pending = asyncio.ensure_future(result, loop=self._loop)
             if pending is not None:
-                self._in_flight[pending] = entries
+                self._in_flight[pending] = batch
                 pending.add_done_callback(self._on_result)
                 return
+            self._finish(batch, unpack_outcomes(result, len(entries)))
         except BaseException as error:
             # Also an interrupt: the batch is over, its requests perhaps served.
-            self._failed(entries, error)
+            if batch in self._to_send:
+                # Not begun: it is sent next.
+                self._under_way.pop(batch, None)
+                raise
+            self._failed(batch, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        self._finish(entries, unpack_outcomes(result, len(entries)))
 
-    def _withdrawn(self, entry: Entry[_T]) -> bool:
-        if not entry.ticket.cancelled():
-            return False
-        self._core.settle(entry)
-        self._open.pop(entry, None)
-        self._tell(entry, BatchAborted("cancelled before it was sent"))
-        return True
+    def _withdraw(self, batch: SendBatch[_T], handed_over: Sequence[Entry[_T]]) -> None:
+        """Requests whose tickets were cancelled while they were buffered end now."""
+        if len(handed_over) == len(batch.entries):
+            return
+        for entry, error in ends_of(batch, handed_over, [None] * len(handed_over)):
+            if entry not in handed_over:
+                self._core.settle(entry)
+                self._end(entry, error)
 
     def _on_result(self, pending: asyncio.Future[Any]) -> None:
-        entries = self._in_flight.pop(pending, None)
-        if entries is None:
+        batch = self._in_flight.get(pending)
+        if batch is None:
             return
-        if pending.cancelled():
-            self._failed(entries, asyncio.CancelledError("the send was cancelled"))
-            return
-        error = pending.exception()
-        if error is not None:
-            self._failed(entries, error)
-        else:
-            self._finish(entries, unpack_outcomes(pending.result(), len(entries)))
-
-    def _failed(self, entries: tuple[Entry[_T], ...], cause: BaseException) -> None:
-        self._finish(entries, self._hooks.send_failures(cause, len(entries)))
-
-    def _finish(self, entries: tuple[Entry[_T], ...], outcomes: list[BaseException | None]) -> None:
-        """A send is over: settle its requests, tell their callers, go on with what waited behind it."""
-        interrupt: BaseException | None = None
         try:
-            for entry, error in zip(entries, outcomes):
-                self._open.pop(entry, None)
-                if not self._core.settle(entry, failed=error is not None, unknown=is_unknown(error)):
-                    continue
-                try:
-                    self._tell(entry, error)
-                except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
-                    interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
+            if pending.cancelled():
+                self._failed(batch, asyncio.CancelledError("the send was cancelled"))
+                return
+            error = pending.exception()
+            if error is not None:
+                self._failed(batch, error)
+            else:
+                self._finish(batch, unpack_outcomes(pending.result(), len(self._under_way.get(batch, ()))))
+        except BaseException as error:
+            # Nobody else will end it.
+            self._failed(batch, error)
+            raise
         finally:
-            self._over()
+            self._in_flight.pop(pending, None)
+
+    def _failed(self, batch: SendBatch[_T], cause: BaseException) -> None:
+        self._finish(batch, self._hooks.send_failures(cause, len(self._under_way.get(batch, ()))))
+
+    def _finish(self, batch: SendBatch[_T], outcomes: list[BaseException | None]) -> None:
+        """A send is over, once: settle its requests, tell their callers, go on with what waited behind it."""
+        me = object()
+        try:
+            self._end_batch(batch, outcomes)
+            self._perform(me)
+            self._wake_idle()
+        except BaseException:
+            self._end_batch(batch, outcomes)
+            self._recover(me)
+            self._wake_idle()
+            raise
+
+    def _end_batch(self, batch: SendBatch[_T], outcomes: list[BaseException | None]) -> None:
+        """May be repeated."""
+        handed_over = self._under_way.get(batch)
+        if handed_over is None:
+            return
+        interrupt: BaseException | None = None
+        for entry, error in ends_of(batch, handed_over, outcomes):
+            self._core.settle(entry, failed=error is not None and entry in handed_over, unknown=is_unknown(error))
+            try:
+                self._end(entry, error)
+            except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
+                interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
+                self._end(entry, error)
+        if self._under_way.pop(batch, None) is not None:
+            self._to_send.extend(self._core.send_over())
         if interrupt is not None:
             raise interrupt
 
@@ -257,30 +350,27 @@ class AsyncioBatchSubmitter(Generic[_T]):
         loop = self._loop
         if loop is None or not loop.is_closed():
             return
-        self._loop = None
-        self._timer = None
+        for entry in self._core.entries:
+            error: BaseException = BatchSendUnknown("its event loop was closed before its outcome came")
+            if entry.state is not EntryState.SENT:
+                error = BatchAborted("its event loop was closed before it was sent")
+            self._end(entry, error)
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._core.drop()
         self._to_send.clear()
-        self._sending = False
-        self._idle.clear()
+        self._under_way.clear()
         self._in_flight.clear()
-        stranded = list(self._open)
-        self._open.clear()
-        buffered = set(self._core.drop())
-        for entry in stranded:
-            if entry in buffered:
-                error: BaseException = BatchAborted("its event loop was closed before it was sent")
-            else:
-                error = BatchSendUnknown("its event loop was closed before its outcome came")
-            self._tell(entry, error)
+        self._sender = None
+        self._idle.clear()
+        self._timer = None
+        self._loop = None
 
     def __del__(self) -> None:
         # The loop's own references are gone once it is closed; whoever registered a request hears of its end all the same.
         if hasattr(self, "_in_flight"):
             self._leave_closed_loop()
-
-    def _over(self) -> None:
-        self._perform(self._core.send_over())
-        self._wake_idle()
 
     def _wake_idle(self) -> None:
         if not self._core.outstanding and self._idle:
@@ -289,7 +379,8 @@ class AsyncioBatchSubmitter(Generic[_T]):
                 if not idle.done():
                     idle.set_result(None)
 
-    def _tell(self, entry: Entry[_T], error: BaseException | None) -> None:
+    def _end(self, entry: Entry[_T], error: BaseException | None) -> None:
+        """Tell the request's caller, and of a failure the caller's functions too. May be repeated."""
         ticket: asyncio.Future[None] = entry.ticket
         try:
             if not ticket.done():
@@ -305,15 +396,8 @@ class AsyncioBatchSubmitter(Generic[_T]):
                 raise
         finally:
             if error is not None:
-                self._hooks.failed(entry.request, error)
+                self._hooks.failed(entry, error)
 
     def _after_fork_in_child(self) -> None:
         # The requests are the parent's, and so is the loop.
-        self._core.drop()
-        self._loop = None
-        self._timer = None
-        self._to_send.clear()
-        self._sending = False
-        self._idle.clear()
-        self._in_flight.clear()
-        self._open.clear()
+        self._forget_all()

@@ -6,17 +6,20 @@ caller's registration in between cannot meet a refusal. There is one buffer, in 
 (``FLUSH_REASONS``) takes the whole buffer from its front, so order holds across flush kinds. Methods return the batches to
 send, in order; the driver sends them in exactly that order, and tells the core when a send is over (only the adaptive delay
 depends on it).
+
+An exception may come out of any method at any bytecode: an interrupt, which the caller's own signal handler raises. What counts
+is then in the entries and in ``_open``, which change in single steps, and ``mend`` makes everything else from them again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from rpc_batch_submit._config import BatchSubmitConfig
-from rpc_batch_submit._errors import BatchBackpressure, BatchClosed, BatchUsageError
+from rpc_batch_submit._errors import BatchAborted, BatchBackpressure, BatchClosed, BatchUsageError
 
 _T = TypeVar("_T")
 
@@ -56,7 +59,7 @@ TRANSITIONS: Final[Mapping[EntryState, frozenset[EntryState]]] = {
 class Entry(Generic[_T]):
     """One request on its way. ``ticket`` belongs to the driver."""
 
-    __slots__ = ("request", "request_id", "size_bytes", "state", "submitted_s", "ticket")
+    __slots__ = ("asked", "kept", "request", "request_id", "size_bytes", "state", "submitted_s", "ticket", "told")
 
     def __init__(self, request: _T, request_id: Hashable, size_bytes: int, ticket: Any) -> None:
         self.request = request
@@ -65,15 +68,30 @@ class Entry(Generic[_T]):
         #: When it was buffered.
         self.submitted_s = 0.0
         self.ticket = ticket
+        #: The driver's: ``on_unknown`` was called, and its answer; ``rollback`` was called.
+        self.asked = False
+        self.kept = False
+        self.told = False
         self.state = EntryState.ADMITTED
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class SendBatch(Generic[_T]):
     """Effect: send these together. Must happen in the order in which the effects were returned."""
 
     entries: tuple[Entry[_T], ...]
     reason: str
+
+
+def ends_of(
+    batch: SendBatch[_T], handed_over: Sequence[Entry[_T]], outcomes: Sequence[BaseException | None]
+) -> list[tuple[Entry[_T], BaseException | None]]:
+    """Each request of a batch with its end: the outcome of those that were handed over; the others were cancelled."""
+    known = dict(zip(handed_over, outcomes))
+    return [
+        (entry, known[entry] if entry in known else BatchAborted("cancelled before it was sent"))
+        for entry in batch.entries
+    ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +127,8 @@ class Batcher(Generic[_T]):
         self._by_id: dict[Hashable, Entry[_T]] = {}
         self._closed = False
         self._batches_in_flight = 0
-        self._outstanding = 0
-        #: Requests between ``admit`` and ``buffer``.
-        self._admitted = 0
-        self._submitted = 0
+        #: Every request that is not settled, in order of admission.
+        self._open: dict[Entry[_T], None] = {}
         self._sent = 0
         self._settled = 0
         self._aborted = 0
@@ -131,8 +147,17 @@ class Batcher(Generic[_T]):
 
     @property
     def outstanding(self) -> int:
-        """Requests buffered or sent and not settled."""
-        return self._outstanding
+        """Requests admitted, buffered or sent and not settled."""
+        return len(self._open)
+
+    @property
+    def entries(self) -> tuple[Entry[_T], ...]:
+        """Them, in order of admission."""
+        return tuple(self._open)
+
+    def find(self, ticket: object) -> Entry[_T] | None:
+        """The request with this very ticket, if it is not settled; looks at all of them."""
+        return next((entry for entry in self._open if entry.ticket is ticket), None)
 
     def due_s(self) -> float | None:
         """When the buffer must be sent at the latest; None while it is empty."""
@@ -150,8 +175,9 @@ class Batcher(Generic[_T]):
         """
         if self._closed:
             raise BatchClosed("the submitter is closed")
-        if self._outstanding >= self.config.outstanding_max:
-            raise BatchBackpressure(f"{self._outstanding} requests are not settled")
+        outstanding = len(self._open)
+        if outstanding >= self.config.outstanding_max:
+            raise BatchBackpressure(f"{outstanding} requests are not settled")
         if not isinstance(size_bytes, int) or size_bytes < 0:
             raise BatchUsageError(f"size_bytes must be an integer >= 0, got {size_bytes!r}")
         if request_id is not None:
@@ -162,13 +188,11 @@ class Batcher(Generic[_T]):
             if known:
                 raise BatchUsageError(f"request {request_id!r} is buffered already")
         entry = Entry(request, request_id, size_bytes, ticket)
+        self._open[entry] = None
         if request_id is not None:
             self._by_id[request_id] = entry
-        self._submitted += 1
-        self._admitted += 1
-        self._outstanding += 1
-        if self._outstanding > self._outstanding_high_water:
-            self._outstanding_high_water = self._outstanding
+        if outstanding >= self._outstanding_high_water:
+            self._outstanding_high_water = outstanding + 1
         return entry
 
     def withdraw(self, entry: Entry[_T]) -> None:
@@ -177,9 +201,7 @@ class Batcher(Generic[_T]):
             return
         self._move(entry, EntryState.SETTLED)
         self._forget_id(entry)
-        self._admitted -= 1
-        self._submitted -= 1
-        self._outstanding -= 1
+        self._open.pop(entry, None)
 
     def buffer(self, entry: Entry[_T], now_s: float, *, bypass: bool = False) -> tuple[SendBatch[_T], ...]:
         """Put an admitted request into the buffer.
@@ -188,12 +210,11 @@ class Batcher(Generic[_T]):
             bypass: Send at once, with whatever was buffered before it.
         """
         config, buffer = self.config, self._buffer
+        entry.submitted_s = now_s
         self._move(entry, EntryState.BUFFERED)
-        self._admitted -= 1
         effects: tuple[SendBatch[_T], ...] = ()
         if buffer and self._buffer_bytes + entry.size_bytes > config.bytes_max:
             effects = self._flush(BYTES)
-        entry.submitted_s = now_s
         buffer.append(entry)
         self._buffer_bytes += entry.size_bytes
         if len(buffer) >= config.batch_max:
@@ -242,18 +263,34 @@ class Batcher(Generic[_T]):
 
     def abort(self, request_id: Hashable) -> Entry[_T] | None:
         """Remove a request that is still buffered and settle it; None if it is not buffered (any more)."""
+        entry = self.buffered(request_id)
+        if entry is not None:
+            self.take_back(entry)
+        return entry
+
+    def buffered(self, request_id: Hashable) -> Entry[_T] | None:
+        """The request with this id, if it is buffered."""
         try:
             entry = self._by_id.get(request_id)
         except TypeError:
             return None
-        if entry is None or entry.state is not EntryState.BUFFERED:
-            return None
-        del self._by_id[request_id]
+        return entry if entry is not None and entry.state is EntryState.BUFFERED else None
+
+    def take_back(self, entry: Entry[_T]) -> None:
+        """Remove a buffered request and settle it."""
+        self._forget_id(entry)
         self._buffer.remove(entry)
         self._buffer_bytes -= entry.size_bytes
         self._aborted += 1
         self.settle(entry)
-        return entry
+
+    def remove(self, entry: Entry[_T]) -> bool:
+        """End a request that has not left, wherever it is; True if it was buffered."""
+        if entry.state is EntryState.BUFFERED:
+            self.take_back(entry)
+            return True
+        self.withdraw(entry)
+        return False
 
     def settle(self, entry: Entry[_T], *, failed: bool = False, unknown: bool = False) -> bool:
         """The request's outcome is there. False if it was settled before: then nothing changes.
@@ -265,7 +302,7 @@ class Batcher(Generic[_T]):
         if entry.state is EntryState.SETTLED:
             return False
         self._move(entry, EntryState.SETTLED)
-        self._outstanding -= 1
+        self._open.pop(entry, None)
         self._settled += 1
         self._failed += failed
         self._unknown += unknown
@@ -283,22 +320,54 @@ class Batcher(Generic[_T]):
 
     def drop(self) -> tuple[Entry[_T], ...]:
         """Forget everything outstanding (in a forked child it is the parent's); returns what was buffered."""
-        self._admitted = 0
         dropped = tuple(self._buffer)
-        self._dropped += self._outstanding
-        for entry in dropped:
+        self._dropped += len(self._open)
+        for entry in self._open:
             entry.state = EntryState.SETTLED
         self._buffer.clear()
         self._by_id.clear()
         self._buffer_bytes = 0
-        self._outstanding = 0
+        self._open.clear()
         self._batches_in_flight = 0
         return dropped
+
+    def mend(self, held: Iterable[SendBatch[_T]]) -> tuple[SendBatch[_T], ...]:
+        """After an exception out of the middle of a method: put every request where it belongs, and give what is to be sent.
+
+        Only statistics may be one short then.
+
+        Args:
+            held: The batches that the driver has and whose sends are not over. A request that was on its way into one that
+                the driver does not have is buffered again.
+        """
+        held = set(held)
+        with_driver = {entry for batch in held for entry in batch.entries}
+        for entry in [each for each in self._open if each.state is EntryState.SETTLED]:
+            del self._open[entry]
+        buffered = [
+            each for each in self._open if each.state is not EntryState.ADMITTED and each not in with_driver
+        ]  # fmt: skip
+        buffered.sort(key=lambda each: each.submitted_s)
+        for entry in buffered:
+            entry.state = EntryState.BUFFERED
+        self._buffer[:] = buffered
+        self._buffer_bytes = sum(each.size_bytes for each in buffered)
+        self._by_id = {
+            each.request_id: each
+            for each in self._open
+            if each.request_id is not None and each not in with_driver
+        }  # fmt: skip
+        self._batches_in_flight = len(held)
+        if self._closed:
+            return self._flush(CLOSE)
+        if len(buffered) >= self.config.batch_max:
+            return self._flush(SIZE)
+        return self._flush(BYTES) if self._buffer_bytes >= self.config.bytes_max else ()
 
     def statistics(self) -> BatchStatistics:
         """Counters so far."""
         return BatchStatistics(
-            submitted=self._submitted,
+            submitted=self._settled + self._dropped + len(self._open),
             sent=self._sent,
             settled=self._settled,
             aborted=self._aborted,
@@ -307,7 +376,7 @@ class Batcher(Generic[_T]):
             batches=self._batches,
             flushes=dict(self._flushes),
             buffered=len(self._buffer),
-            outstanding=self._outstanding,
+            outstanding=len(self._open),
             outstanding_high_water=self._outstanding_high_water,
             batch_high_water=self._batch_high_water,
             dropped_in_fork=self._dropped,
@@ -328,12 +397,12 @@ class Batcher(Generic[_T]):
                 {e for e in self._by_id.values() if e.state is not EntryState.ADMITTED} <= set(entries),
                 "ids name buffered entries",
             ),
+            (all(e.state is not EntryState.SETTLED for e in self._open), "what is settled is not open"),
             (
-                self._submitted == self._sent + self._aborted + self._admitted + len(entries) or bool(self._dropped),
-                "every request is somewhere",
+                [e for e in self._open if e.state is EntryState.BUFFERED]
+                == sorted(entries, key=list(self._open).index),
+                "what is buffered is open, and what is open and buffered is in the buffer",
             ),
-            (self._outstanding >= len(entries) + self._admitted, "admitted and buffered requests are outstanding"),
-            (self._submitted == self._settled + self._outstanding + self._dropped, "settled and outstanding are all"),
             (0 <= self._batches_in_flight <= self._batches, "sends in flight were made"),
         ]
         for holds, text in problems:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+from rpc_batch_submit._batcher import Entry
 from rpc_batch_submit._errors import BatchConfigError
 from rpc_batch_submit._outcomes import is_unknown, never_ran, send_failure
 
@@ -43,21 +44,24 @@ class Hooks(Generic[_T]):
         """One error per request of a send that failed."""
         return [send_failure(cause, count, self.refused or never_ran) for _ in range(count)]
 
-    def failed(self, request: _T, error: BaseException) -> None:
-        """The request was not, or perhaps not, served. What the hooks raise is logged.
+    def failed(self, entry: Entry[_T], error: BaseException) -> None:
+        """The request was not, or perhaps not, served: each hook hears of it once. What the hooks raise is logged.
 
         Raises:
-            BaseException: Only what is no ``Exception`` (an interrupt inside a hook).
+            BaseException: Only what is no ``Exception`` (an interrupt inside a hook), or one that comes between the two; then
+                it may be called again.
         """
-        if self.on_unknown is not None and is_unknown(error):
+        on_unknown, rollback, request = self.on_unknown, self.rollback, entry.request
+        if on_unknown is not None and is_unknown(error) and not entry.asked:
             try:
-                if self.on_unknown(request, error):
-                    return
+                entry.asked = True
+                entry.kept = bool(on_unknown(request, error))
             except Exception:
                 _logger.exception("on_unknown failed for a request")
-        if self.rollback is not None:
+        if rollback is not None and not entry.kept and not entry.told:
             try:
-                self.rollback(request, error)
+                entry.told = True
+                rollback(request, error)
             except Exception:
                 _logger.exception("rollback failed for a request")
 

@@ -11,13 +11,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, SendBatch
+from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, EntryState, SendBatch, ends_of
 from rpc_batch_submit._config import BatchSubmitConfig
-from rpc_batch_submit._errors import BatchAborted, BatchUsageError
+from rpc_batch_submit._errors import BatchAborted, BatchSubmitError, BatchUsageError
 from rpc_batch_submit._hooks import Hooks, first_interrupt
 from rpc_batch_submit._outcomes import is_unknown, unpack_outcomes
 
@@ -66,7 +66,10 @@ class ThreadBatchSubmitter(Generic[_T]):
         self._timer: threading.Thread | None = None
         self._timer_stop = False
         self._to_send: deque[SendBatch[_T]] = deque()
-        self._sending = False
+        #: Batches whose sends have begun and are not over, with the requests that were handed over (the others were cancelled).
+        self._under_way: dict[SendBatch[_T], tuple[Entry[_T], ...]] = {}
+        #: Who sends what is queued.
+        self._sender: object = None
         _submitters.add(self)
 
     def submit(self, request: _T) -> concurrent.futures.Future[None]:
@@ -74,44 +77,76 @@ class ThreadBatchSubmitter(Generic[_T]):
         hooks, core = self._hooks, self._core
         request_id, size_bytes, bypass = hooks.look_at(request)
         ticket: concurrent.futures.Future[None] = concurrent.futures.Future()
-        with self._changed:
-            entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
+        entry: Entry[_T] | None = None
+        registered: list[object] = []
         try:
+            with self._changed:
+                entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
             if hooks.register is not None:
-                hooks.register(request)
+                # In one step of the interpreter: afterwards it is known whether it was done.
+                registered.extend(map(hooks.register, (request,)))
             with self._changed:
                 was_empty = core.due_s() is None
                 batches = core.buffer(entry, time.monotonic(), bypass=bypass)
                 self._to_send.extend(batches)
                 if was_empty and core.due_s() is not None:
                     self._wake_timer()
-        except BaseException:
-            with self._changed:
-                core.withdraw(entry)
-                self._changed.notify_all()
+            if batches:
+                self._drain(ticket)
+            return ticket
+        except BaseException as error:
+            if entry is not None or not isinstance(error, BatchSubmitError):
+                self._not_taken(ticket, error, registered=bool(registered))
             raise
-        if batches:
-            self._drain()
-        return ticket
+
+    def _not_taken(self, ticket: object, error: BaseException, *, registered: bool) -> None:
+        """``submit`` raises: what has not left is as if it had never been there."""
+        with self._changed:
+            self._mend(ticket)
+            entry = self._core.find(ticket)
+            buffered = entry is not None and self._core.remove(entry)
+            self._changed.notify_all()
+        if (
+            entry is not None
+            and entry.state is EntryState.SETTLED
+            and (registered or buffered or not isinstance(error, Exception))
+        ):
+            # Also if an interrupt came out of ``register``: it may have been done.
+            self._end(entry, BatchAborted(f"interrupted before it was sent: {error!r}"))
+        self._drain(ticket)
 
     def abort(self, request_id: Hashable) -> bool:
         """Remove a request that is still buffered: True, its future raises ``BatchAborted``.
 
         False: it was sent, abort it there.
         """
-        with self._changed:
-            entry = self._core.abort(request_id)
-            self._changed.notify_all()
-        if entry is None:
-            return False
-        self._tell(entry, BatchAborted(f"request {request_id!r} was aborted before it was sent"))
+        entry: Entry[_T] | None = None
+        error = BatchAborted(f"request {request_id!r} was aborted before it was sent")
+        try:
+            with self._changed:
+                entry = self._core.buffered(request_id)
+                if entry is None:
+                    return False
+                self._core.take_back(entry)
+                self._changed.notify_all()
+            self._end(entry, error)
+        except BaseException:
+            self._recover(None)
+            if entry is not None and entry.state is EntryState.SETTLED:
+                self._end(entry, error)
+            raise
         return True
 
     def flush(self) -> None:
         """Send what is buffered now."""
-        with self._changed:
-            self._to_send.extend(self._core.flush())
-        self._drain()
+        me = object()
+        try:
+            with self._changed:
+                self._to_send.extend(self._core.flush())
+            self._drain(me)
+        except BaseException:
+            self._recover(me)
+            raise
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take nothing more, send what is buffered, wait until everything is settled; True if it was in time.
@@ -119,16 +154,21 @@ class ThreadBatchSubmitter(Generic[_T]):
         Args:
             timeout_s: None waits as long as the sends take; 0 does not wait.
         """
-        with self._changed:
-            self._to_send.extend(self._core.close())
-            self._timer_stop = True
-            timer = self._timer
-            self._changed.notify_all()
-        self._drain()
+        me = object()
+        try:
+            with self._changed:
+                self._timer_stop = True
+                self._to_send.extend(self._core.close())
+                timer = self._timer
+                self._changed.notify_all()
+            self._drain(me)
+        except BaseException:
+            self._recover(me)
+            raise
         if timer is not None and timer is not threading.current_thread():
             timer.join(timeout_s)
         with self._changed:
-            return self._changed.wait_for(lambda: not self._core.outstanding and not self._sending, timeout_s)
+            return self._changed.wait_for(lambda: not self._core.outstanding and self._sender is None, timeout_s)
 
     def statistics(self) -> BatchStatistics:
         """Counters so far."""
@@ -149,10 +189,12 @@ class ThreadBatchSubmitter(Generic[_T]):
         """The buffer has become non-empty; called with the lock."""
         _waiting.add(self)
         if self._timer is None:
-            self._timer = threading.Thread(
+            timer = threading.Thread(
                 target=_run_timer, args=(weakref.ref(self), self._changed), name="batch-submit-timer", daemon=True
             )
-            self._timer.start()
+            timer.start()
+            # Interrupted before this, the next one makes another: two of them do what one does.
+            self._timer = timer
         else:
             self._changed.notify_all()
 
@@ -173,109 +215,158 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     # ---- sending
 
-    def _drain(self) -> None:
-        """Send what is queued, unless another thread is at it."""
+    def _drain(self, me: object) -> None:
+        """Send what is queued, unless another one is at it; ``me`` is this call's own object."""
         while True:
-            with self._changed:
-                if self._sending or not self._to_send:
-                    return
-                self._sending = True
-                batch = self._to_send.popleft()
             try:
+                with self._changed:
+                    if self._sender is not None or not self._to_send:
+                        return
+                    self._sender = me
+                    batch = self._to_send[0]
                 self._send(batch)
             finally:
-                with self._changed:
-                    self._sending = False
-                    self._changed.notify_all()
+                self._leave(me)
+
+    def _leave(self, me: object) -> None:
+        with self._changed:
+            if self._sender is me:
+                self._sender = None
+                self._changed.notify_all()
+
+    def _mend(self, me: object) -> None:
+        """After an exception out of the middle of something; with the lock."""
+        self._leave(me)
+        self._to_send.extend(self._core.mend((*self._to_send, *self._under_way)))
+        if self._core.due_s() is not None:
+            self._wake_timer()
+        self._changed.notify_all()
+
+    def _recover(self, me: object) -> None:
+        """Go on after it: nothing that was queued waits for the next call."""
+        with self._changed:
+            self._mend(me)
+        self._drain(me)
 
     def _send(self, batch: SendBatch[_T]) -> None:
-        # From here on a ticket is running and cannot be cancelled any more.
-        entries = batch.entries
-        withdrawn = [entry for entry in entries if not entry.ticket.set_running_or_notify_cancel()]
-        if withdrawn:
-            self._withdraw(withdrawn)
-            entries = tuple(entry for entry in entries if entry not in withdrawn)
-        if not entries:
-            self._over()
-            return
+        """The first batch of the queue."""
         try:
+            with self._changed:
+                self._under_way[batch] = ()
+                self._to_send.popleft()
+            # From here on a ticket is running and cannot be cancelled any more.
+            entries = tuple(e for e in batch.entries if e.ticket.set_running_or_notify_cancel())
+            self._under_way[batch] = entries
+            self._withdraw(batch, entries)
+            if not entries:
+                self._finish(batch, [])
+                return
             result = self._hooks.send_batch([entry.request for entry in entries])
             if isinstance(result, concurrent.futures.Future):
-                result.add_done_callback(functools.partial(self._on_result, entries))
+                if result.done():
+                    self._on_result(batch, result)
+                else:
+                    result.add_done_callback(functools.partial(self._on_result, batch))
                 return
             if hasattr(result, "__await__"):
                 if inspect.iscoroutine(result):
                     result.close()
                 raise BatchUsageError("a thread cannot await: send_batch must return a concurrent future")
+            self._finish(batch, unpack_outcomes(result, len(entries)))
         except BaseException as error:
             # Also an interrupt: the batch is over, its requests perhaps served.
-            self._failed(entries, error)
+            with self._changed:
+                if batch in self._to_send:
+                    # Not begun: it is sent next.
+                    self._under_way.pop(batch, None)
+                    raise
+            self._failed(batch, error)
             if not isinstance(error, Exception):
                 raise
+
+    def _withdraw(self, batch: SendBatch[_T], handed_over: Sequence[Entry[_T]]) -> None:
+        """Requests whose tickets were cancelled while they were buffered end now."""
+        if len(handed_over) == len(batch.entries):
             return
-        self._finish(entries, unpack_outcomes(result, len(entries)))
+        for entry, error in ends_of(batch, handed_over, [None] * len(handed_over)):
+            if entry not in handed_over:
+                self._end(entry, error)
+                with self._changed:
+                    self._core.settle(entry)
 
-    def _withdraw(self, entries: list[Entry[_T]]) -> None:
-        with self._changed:
-            for entry in entries:
-                self._core.settle(entry)
-        for entry in entries:
-            self._hooks.failed(entry.request, BatchAborted("cancelled before it was sent"))
-
-    def _on_result(self, entries: tuple[Entry[_T], ...], result: concurrent.futures.Future[Any]) -> None:
-        if result.cancelled():
-            self._failed(entries, concurrent.futures.CancelledError("the send was cancelled"))
-            return
-        error = result.exception()
-        if error is not None:
-            self._failed(entries, error)
-        else:
-            self._finish(entries, unpack_outcomes(result.result(), len(entries)))
-
-    def _failed(self, entries: tuple[Entry[_T], ...], cause: BaseException) -> None:
-        self._finish(entries, self._hooks.send_failures(cause, len(entries)))
-
-    def _finish(self, entries: tuple[Entry[_T], ...], outcomes: list[BaseException | None]) -> None:
-        """Tell a batch's callers, then settle it under one lock: whoever waits for ``close`` finds every ticket done."""
-        interrupt: BaseException | None = None
+    def _on_result(self, batch: SendBatch[_T], result: concurrent.futures.Future[Any]) -> None:
         try:
-            for entry, error in zip(entries, outcomes):
-                try:
-                    if error is None:
-                        entry.ticket.set_result(None)
-                    else:
-                        self._tell(entry, error)
-                except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
-                    interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
-        finally:
-            with self._changed:
-                for entry, error in zip(entries, outcomes):
-                    self._core.settle(entry, failed=error is not None, unknown=is_unknown(error))
-            self._over()
+            if result.cancelled():
+                raise concurrent.futures.CancelledError("the send was cancelled")
+            error = result.exception()
+            if error is not None:
+                self._failed(batch, error)
+            else:
+                self._finish(batch, unpack_outcomes(result.result(), len(self._under_way.get(batch, ()))))
+        except concurrent.futures.CancelledError as error:
+            self._failed(batch, error)
+        except BaseException as error:
+            # Nobody else will end it.
+            self._failed(batch, error)
+            raise
+
+    def _failed(self, batch: SendBatch[_T], cause: BaseException) -> None:
+        self._finish(batch, self._hooks.send_failures(cause, len(self._under_way.get(batch, ()))))
+
+    def _finish(self, batch: SendBatch[_T], outcomes: list[BaseException | None]) -> None:
+        """A send is over, once: tell its callers, settle its requests, go on with what waited behind it."""
+        me = object()
+        try:
+            self._end_batch(batch, outcomes)
+            self._drain(me)
+        except BaseException:
+            self._end_batch(batch, outcomes)
+            self._recover(me)
+            raise
+
+    def _end_batch(self, batch: SendBatch[_T], outcomes: list[BaseException | None]) -> None:
+        """Tell, then settle under one lock: whoever waits for ``close`` finds every ticket done. May be repeated."""
+        handed_over = self._under_way.get(batch)
+        if handed_over is None:
+            return
+        interrupt: BaseException | None = None
+        ends = ends_of(batch, handed_over, outcomes)
+        for entry, error in ends:
+            try:
+                self._end(entry, error)
+            except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
+                interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
+                self._end(entry, error)
+        with self._changed:
+            for entry, error in ends:
+                self._core.settle(entry, failed=error is not None and entry in handed_over, unknown=is_unknown(error))
+            if self._under_way.pop(batch, None) is not None:
+                self._to_send.extend(self._core.send_over())
+            self._changed.notify_all()
         if interrupt is not None:
             raise interrupt
 
-    def _over(self) -> None:
-        with self._changed:
-            self._to_send.extend(self._core.send_over())
-            self._changed.notify_all()
-        self._drain()
-
-    def _tell(self, entry: Entry[_T], error: BaseException) -> None:
+    def _end(self, entry: Entry[_T], error: BaseException | None) -> None:
+        """Tell the request's caller, and of a failure the caller's functions too. May be repeated."""
         ticket: concurrent.futures.Future[None] = entry.ticket
         try:
             # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller.
             if ticket.running() or (not ticket.done() and ticket.set_running_or_notify_cancel()):
-                ticket.set_exception(error)
+                if error is None:
+                    ticket.set_result(None)
+                else:
+                    ticket.set_exception(error)
         finally:
-            self._hooks.failed(entry.request, error)
+            if error is not None:
+                self._hooks.failed(entry, error)
 
     def _after_fork_in_child(self) -> None:
         # The requests are the parent's; its timer thread and whoever held the lock do not exist here.
         self._changed = threading.Condition(threading.RLock())
         self._timer = None
         self._to_send.clear()
-        self._sending = False
+        self._under_way.clear()
+        self._sender = None
         self._core.drop()
 
 
@@ -300,7 +391,7 @@ def _run_timer(reference: weakref.ref[ThreadBatchSubmitter[Any]], changed: threa
                 changed.wait(wait_s)
                 continue
         try:
-            submitter._drain()
+            submitter._drain(object())
         except BaseException:  # the timer serves all later requests too; this batch has been settled
             _logger.exception("sending a batch failed")
         submitter = None

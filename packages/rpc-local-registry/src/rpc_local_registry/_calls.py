@@ -121,16 +121,8 @@ class Call(Generic[_R]):
         handle = _nvtx.push(method.name, "remote") if _nvtx.enabled else None
         try:
             engine = core.live_engine()
-            call_id = self._submit(engine, wire.CALL, pending, timeout_s, timed=False)
-            try:
-                if not pending.gate.acquire(timeout=-1.0 if timeout_s is None else timeout_s):
-                    if engine.abandon(call_id):
-                        raise RpcTimeout(f"{method.name} after {timeout_s} s: timed out")
-                    pending.gate.acquire()
-            except BaseException:
-                # KeyboardInterrupt lands here; the server hears that nobody waits any more.
-                engine.abandon(call_id)
-                raise
+            next(core.remote_calls)
+            engine.call(pending, *self._encode(), timeout_s)
         finally:
             if handle is not None:
                 _nvtx.pop(handle)
@@ -152,11 +144,12 @@ class Call(Generic[_R]):
         timeout_s = self._timeout(timeout_s)
         pending = AsyncPending(method.decoder, method.name)
         engine = core.live_engine()
-        call_id = self._submit(engine, wire.CALL, pending, timeout_s, timed=True)
         try:
+            self._submit(engine, wire.CALL, pending, timeout_s)
             value: _R = await pending.future
-        except aio.CancelledError:
-            engine.abandon(call_id)
+        except BaseException:
+            # A cancellation or an interrupt; with the call's own error there is nothing left to abandon.
+            engine.abandon(pending.call_id)
             raise
         return value
 
@@ -180,10 +173,14 @@ class Call(Generic[_R]):
         timeout_s = self._timeout(timeout_s)
         pending = FuturePending(method.decoder, method.name)
         engine = core.live_engine()
-        call_id = self._submit(engine, wire.CALL, pending, timeout_s, timed=True)
         pending.future.anchor = method.handle
-        pending.future.abandon = lambda: engine.abandon(call_id)
-        return pending.future
+        pending.future.abandon = lambda: engine.abandon(pending.call_id)
+        try:
+            self._submit(engine, wire.CALL, pending, timeout_s)
+            return pending.future
+        except BaseException:
+            engine.abandon(pending.call_id)
+            raise
 
     def remote_oneway(self) -> None:
         """Call without an answer. One-way calls of one client run one after the other, in this order.
@@ -225,8 +222,12 @@ class Call(Generic[_R]):
         timeout_s = self._timeout(timeout_s)
         pending = StreamPending(method.decoder, method.name)
         engine = core.live_engine()
-        self._submit(engine, wire.STREAM, pending, timeout_s, timed=True)
-        return RemoteStream(engine, pending, item_timeout_s, method.handle)
+        try:
+            self._submit(engine, wire.STREAM, pending, timeout_s)
+            return RemoteStream(engine, pending, item_timeout_s, method.handle)
+        except BaseException:
+            engine.abandon(pending.call_id)
+            raise
 
     # ---- shared
 
@@ -243,10 +244,10 @@ class Call(Generic[_R]):
         body, buffers = encode((self.args, self.keywords))
         return wire.prepare(method.wire_name, body, buffers, method.inline_bytes_max), wire.FLAG_KEYWORDS
 
-    def _submit(self, engine: Engine, kind: int, pending: Pending, timeout_s: float | None, *, timed: bool) -> int:
+    def _submit(self, engine: Engine, kind: int, pending: Pending, timeout_s: float | None) -> None:
         next(self._method.core.remote_calls)
         payload, flags = self._encode()
-        return engine.submit(kind, pending, payload, flags, timeout_s, timed=timed)
+        engine.submit(kind, pending, payload, flags, timeout_s, timed=True)
 
     # ---- the local path
 

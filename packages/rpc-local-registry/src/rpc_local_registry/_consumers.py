@@ -118,7 +118,8 @@ class RemoteStream(RpcStream[Any]):
         self._inbox.close(discard=True)
 
     def __del__(self) -> None:
-        if not self._inbox.closed:
+        # An interrupt may have come before it was complete.
+        if hasattr(self, "_inbox") and not self._inbox.closed:
             self.cancel()
 
 
@@ -160,7 +161,7 @@ class LocalStream(RpcStream[Any]):
             raise RpcTimeout(f"{self.text}: timed out")
 
     def __del__(self) -> None:
-        if not self._over:
+        if hasattr(self, "_over") and not self._over:
             self.cancel()
 
 
@@ -198,9 +199,10 @@ class PushStream(LocalStream):
         deadline_s: float | None,
         item_timeout_s: float | None,
     ) -> None:
-        super().__init__(handle, text, deadline_s, item_timeout_s)
+        # First: an interrupted one is cancelled when it goes.
         self._source = source
         self._inbox = inbox
+        super().__init__(handle, text, deadline_s, item_timeout_s)
 
     def _ended(self, stop: type[Exception]) -> Exception:
         error, self._inbox.error = self._inbox.error, None
@@ -253,9 +255,9 @@ class GeneratorStream(LocalStream):
     def __init__(
         self, handle: Handle, text: str, generator: Any, deadline_s: float | None, item_timeout_s: float | None
     ) -> None:
-        super().__init__(handle, text, deadline_s, item_timeout_s)
         self._generator = generator
         self._loop = aio.running_loop()
+        super().__init__(handle, text, deadline_s, item_timeout_s)
 
     def _advance(self, stop: type[Exception]) -> Any:
         self._check(stop)

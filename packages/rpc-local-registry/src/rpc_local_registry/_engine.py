@@ -1,5 +1,8 @@
 """The client's remote side: one I/O thread, one session, the calls that wait for an answer.
 
+A caller that blocks may borrow the socket from that thread for the length of its exchange (``_turn``). It may be interrupted
+anywhere; so what it does to the session is written down before it is done, and the thread finishes what was left.
+
 An engine lives for one session: connecting, open, then failed for good with one error that every waiting and every
 later call gets. A call is registered here before its first byte is sent. Whoever removes it from ``pending`` owns its
 outcome: the I/O thread with an answer, or the caller with a timeout or a cancellation; so each call ends exactly once.
@@ -47,7 +50,18 @@ from rpc_local_registry._mac import offer
 from rpc_local_registry._session import ClientHandshake, ClientTerms, ServerTerms, Session
 from rpc_local_registry._streams import Inbox
 from rpc_local_registry._tickets import issue
-from rpc_local_registry._zmq import CONNECTED, DISCONNECTED, FOREIGN, MONITORED, READABLE, TURNED_AWAY, Link, clock_id
+from rpc_local_registry._turn import Turn
+from rpc_local_registry._zmq import (
+    BORROW_S,
+    CONNECTED,
+    DISCONNECTED,
+    FOREIGN,
+    MONITORED,
+    READABLE,
+    TURNED_AWAY,
+    Link,
+    clock_id,
+)
 
 _logger = logging.getLogger("rpc_local_registry")
 _T = TypeVar("_T")
@@ -56,6 +70,10 @@ _error_decode: Final = msgspec.msgpack.Decoder(ErrorBody).decode
 _NEVER_OPEN: Final = (RpcUnreachable, RpcAuthenticationError, RpcProtocolMismatch)
 #: Answers collected for one event loop before it is woken, while more are readable.
 _RESOLUTIONS_MAX: Final = 64
+#: So many blocking calls one after the other, with nothing else under way, and the next one may borrow the socket.
+_ALONE_CALLS: Final = 4
+#: The I/O thread takes the socket back when nobody borrowed it for so long.
+_LEASE_S: Final = 0.004
 
 
 class Pending:
@@ -195,6 +213,13 @@ def client_terms(config: RpcConfig) -> ClientTerms:
     )
 
 
+def _deadline(session: Session[ServerTerms], deadline_s: float, flags: int) -> tuple[int, int]:
+    """(argument, flags) of a call with this deadline on the monotonic clock."""
+    if session.shared_clock:
+        return int(deadline_s * 1e6), flags | wire.FLAG_SHARED_CLOCK
+    return max(1, int((deadline_s - time.monotonic()) * 1e6)), flags
+
+
 #: Kind, call, argument, deadline on the monotonic clock, payload, flags.
 _Outgoing = tuple[int, int, int, float | None, wire.Payload, int]
 
@@ -228,7 +253,7 @@ class Engine:
         # Re-entrant: a forgotten stream may be collected, and cancel itself, inside any of these sections.
         self._lock = threading.RLock()
         self._outbox: deque[_Outgoing] = deque()
-        self._next_call_id = 1
+        self._last_call_id = 0
         self._pending_bytes = 0
         #: This session's one-way calls.
         self._oneway_sent = 0
@@ -245,6 +270,14 @@ class Engine:
         self._deadlines: list[tuple[float, int, str]] = []
         self._new_deadlines: deque[tuple[float, int, str]] = deque()
         self._closing = False
+        self._turn = Turn()
+        self._session: Session[ServerTerms] | None = None
+        #: Begun by callers who borrowed the socket.
+        self._exchanges = 0
+        #: Blocking calls answered since anything else was under way.
+        self._alone = 0
+        #: Number and frames of a message that a borrower is sending: until this is None again, it may have been sent or not.
+        self._unsure: tuple[int, list[bytes | memoryview]] | None = None
         self._resolutions: dict[aio.AbstractEventLoop, list[tuple[aio.Future[Any], Any, Any]]] = {}
         self._opened = threading.Event()
         self._link = Link.connect(address, config, issue(key, secrets.token_bytes(wire.NONCE_BYTES)))
@@ -266,6 +299,29 @@ class Engine:
         """Bytes of calls that are not answered or done."""
         return self._pending_bytes
 
+    def call(self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None) -> None:
+        """Make a call and block until its outcome is in ``pending``.
+
+        Raises:
+            RpcTimeout: It is not there in time; the server hears of it.
+            RpcArgumentError, RpcBackpressure, RpcError: As ``submit``.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            if self._turn.lent and not payload.external and (timeout_s is None or timeout_s > BORROW_S):
+                self._exchange(pending, payload, flags, timeout_s)
+            if not pending.call_id:
+                self.submit(wire.CALL, pending, payload, flags, timeout_s, timed=False)
+            left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            if not pending.gate.acquire(timeout=left_s):
+                if self.abandon(pending.call_id):
+                    raise RpcTimeout(f"{pending.text} after {timeout_s} s: timed out")
+                pending.gate.acquire()
+        except BaseException:
+            # KeyboardInterrupt lands here; the server hears that nobody waits any more.
+            self.abandon(pending.call_id)
+            raise
+
     def submit(
         self,
         kind: int,
@@ -276,7 +332,7 @@ class Engine:
         *,
         timed: bool,
     ) -> int:
-        """Register a call and queue it; returns its id.
+        """Register a call and queue it; returns its id. Interrupted, it leaves nothing behind, or the call under way.
 
         Args:
             timed: The I/O thread watches the deadline (the caller does when it blocks itself).
@@ -286,49 +342,100 @@ class Engine:
             RpcBackpressure: Too many calls or bytes are unanswered. Nothing was queued.
             RpcError: The session's failure.
         """
-        size = payload.size_bytes
-        with self._lock:
-            if self.failure is not None:
+        try:
+            with self._lock:
                 if pending is None and not self.was_open and isinstance(self.failure, _NEVER_OPEN):
                     # Found out while the call was being made: the same as a moment later.
                     self.totals.oneway_sent += 1
                     self.totals.oneway_lost += 1
                     _logger.warning("1 one-way call to %s was not confirmed done: %s", self.address, self.failure)
                     return 0
-                raise again(self.failure)
-            if self._closing:
-                raise RpcClosed(f"client of {self.address} was closed")
-            self._check_size(payload)
-            unanswered = len(self.pending) + self._oneway_sent - self._oneway_done
-            if unanswered >= self._pending_calls_max:
-                raise RpcBackpressure(f"{unanswered} calls are unanswered")
-            if self._pending_bytes + size > self._pending_bytes_max:
-                raise RpcBackpressure(
-                    f"{self._pending_bytes} bytes of calls are unanswered, and {size} more would exceed "
-                    f"{self._pending_bytes_max}"
-                )
-            if unanswered >= self.totals.pending_high_water:
-                self.totals.pending_high_water = unanswered + 1
-            call_id = self._next_call_id
-            self._next_call_id = call_id + 1
-            self._pending_bytes += size
-            deadline_s = None
-            if timeout_s is not None:
-                deadline_s = time.monotonic() + timeout_s
-                if timed:
-                    text = pending.text if pending is not None else ""
-                    self._new_deadlines.append((deadline_s, call_id, f"{text} after {timeout_s} s"))
+                call_id = self._admit(payload)
+                deadline_s = None
+                if timeout_s is not None:
+                    deadline_s = time.monotonic() + timeout_s
+                    if timed:
+                        text = pending.text if pending is not None else ""
+                        self._new_deadlines.append((deadline_s, call_id, f"{text} after {timeout_s} s"))
+                self._queue((kind, call_id, 0, deadline_s, payload, flags), pending)
+            self._link.wake()
+        except BaseException:
+            # An interrupt behind the append: what is queued must not wait for the next one's wake-up.
+            self._link.wake()
+            raise
+        return call_id
+
+    def _admit(self, payload: wire.Payload) -> int:
+        """The next call's id, if there may be one; with the lock. Changes nothing that matters.
+
+        Raises:
+            RpcArgumentError, RpcBackpressure, RpcError: See ``submit``.
+        """
+        if self.failure is not None:
+            raise again(self.failure)
+        if self._closing:
+            raise RpcClosed(f"client of {self.address} was closed")
+        self._check_size(payload)
+        unanswered = len(self.pending) + self._oneway_sent - self._oneway_done
+        if unanswered >= self._pending_calls_max:
+            raise RpcBackpressure(f"{unanswered} calls are unanswered")
+        if self._pending_bytes + payload.size_bytes > self._pending_bytes_max:
+            raise RpcBackpressure(
+                f"{self._pending_bytes} bytes of calls are unanswered, and {payload.size_bytes} more would exceed "
+                f"{self._pending_bytes_max}"
+            )
+        if unanswered >= self.totals.pending_high_water:
+            self.totals.pending_high_water = unanswered + 1
+        self._last_call_id = call_id = self._last_call_id + 1
+        return call_id
+
+    def _queue(self, outgoing: _Outgoing, pending: Pending | None) -> None:
+        """Register a call and queue it, both or (interrupted) neither; with the lock."""
+        call_id, payload = outgoing[1], outgoing[4]
+        before = len(self._oneway_bytes), self._oneway_sent, self.totals.oneway_sent
+        try:
             if pending is None:
+                self._oneway_bytes.append(payload.size_bytes)
+                self._pending_bytes += payload.size_bytes
                 self._oneway_sent += 1
                 self.totals.oneway_sent += 1
-                self._oneway_bytes.append(size)
             else:
-                pending.size_bytes = size
-                pending.call_id = call_id
-                self.pending[call_id] = pending
-            self._outbox.append((kind, call_id, 0, deadline_s, payload, flags))
-        self._link.wake()
-        return call_id
+                self._register(call_id, pending, payload)
+            self._outbox.append(outgoing)
+        except BaseException:
+            if outgoing in self._outbox:
+                self._outbox.remove(outgoing)
+            if pending is None:
+                count, self._oneway_sent, self.totals.oneway_sent = before
+                while len(self._oneway_bytes) > count:
+                    self._oneway_bytes.pop()
+                self._recount()
+            else:
+                self._unregister(pending)
+            raise
+
+    def _register(self, call_id: int, pending: Pending, payload: wire.Payload) -> None:
+        """With the lock."""
+        try:
+            pending.size_bytes = payload.size_bytes
+            pending.call_id = call_id
+            self.pending[call_id] = pending
+            self._pending_bytes += payload.size_bytes
+        except BaseException:
+            self._unregister(pending)
+            raise
+
+    def _unregister(self, pending: Pending) -> None:
+        """An interrupted call was never made; with the lock."""
+        self.pending.pop(pending.call_id, None)
+        pending.call_id = 0
+        self._recount()
+
+    def _recount(self) -> None:
+        """The sums, from what they are sums of: an interrupt came between the two. With the lock."""
+        waiting = self.pending.values()
+        self._pending_bytes = sum(each.size_bytes for each in waiting) + sum(self._oneway_bytes)
+        self._opened_streams = sum(isinstance(each, StreamPending) and each.opened for each in waiting)
 
     def _check_size(self, payload: wire.Payload) -> None:
         if payload.size_bytes > self._message_bytes_max:
@@ -341,17 +448,26 @@ class Engine:
     def control(self, kind: int, call_id: int, argument: int = 0) -> None:
         """Queue a message that expects no answer."""
         if self.failure is None:
-            self._outbox.append((kind, call_id, argument, None, wire.NOTHING, 0))
-            self._link.wake()
+            try:
+                with self._lock:
+                    self._outbox.append((kind, call_id, argument, None, wire.NOTHING, 0))
+                self._link.wake()
+            except BaseException:
+                self._link.wake()
+                raise
 
     def remove(self, call_id: int) -> Pending | None:
         """Take a call out; the caller now owns its outcome. None if another did."""
         with self._lock:
-            pending = self.pending.pop(call_id, None)
-            if pending is not None:
-                self._pending_bytes -= pending.size_bytes
-                if isinstance(pending, StreamPending) and pending.opened:
-                    self._opened_streams -= 1
+            try:
+                pending = self.pending.pop(call_id, None)
+                if pending is not None:
+                    self._pending_bytes -= pending.size_bytes
+                    if isinstance(pending, StreamPending) and pending.opened:
+                        self._opened_streams -= 1
+            except BaseException:
+                self._recount()
+                raise
         return pending
 
     def abandon(self, call_id: int) -> bool:
@@ -532,16 +648,17 @@ class Engine:
             self._buffers_max = min(config.buffers_max, peer.buffers_max)
             self._pending_calls_max = min(config.pending_calls_max, peer.pending_calls_max)
             self._pending_bytes_max = min(config.pending_bytes_max, peer.pending_bytes_max)
+            self._session = session
             self.was_open = True
 
     def _send_outbox(self, link: Link, session: Session[ServerTerms]) -> None:
-        outbox = self._outbox
         seal = session.sealer.seal
-        while outbox:
-            try:
-                kind, call_id, argument, deadline_s, payload, flags = outbox.popleft()
-            except IndexError:
-                return
+        while True:
+            # With the lock: an interrupted ``submit`` takes out what is still here, and only that.
+            with self._lock:
+                if not self._outbox:
+                    return
+                kind, call_id, argument, deadline_s, payload, flags = self._outbox.popleft()
             if kind <= wire.ONEWAY:
                 if kind != wire.ONEWAY and call_id not in self.pending:
                     # Nobody waits for it any more; it need not run.
@@ -552,15 +669,14 @@ class Engine:
                     self._refuse_outgoing(kind, call_id, payload.size_bytes, error)
                     continue
                 if deadline_s is not None:
-                    if session.shared_clock:
-                        flags |= wire.FLAG_SHARED_CLOCK
-                        argument = int(deadline_s * 1e6)
-                    else:
-                        argument = max(1, int((deadline_s - time.monotonic()) * 1e6))
+                    argument, flags = _deadline(session, deadline_s, flags)
             frames = seal(kind, call_id, argument, payload, flags)
             self.totals.bytes_sent += payload.size_bytes
             if not link.send(frames):
-                raise RpcPeerDead(f"{self.address}: the connection takes nothing more")
+                raise self._send_failed()
+
+    def _send_failed(self) -> RpcPeerDead:
+        return RpcPeerDead(f"{self.address}: the connection takes nothing more")
 
     def _refuse_outgoing(self, kind: int, call_id: int, size: int, error: RpcArgumentError) -> None:
         """A call that was taken before the server's bounds were known does not fit them."""
@@ -591,17 +707,8 @@ class Engine:
             if pending is None:
                 self.totals.late_answers += 1
                 return
-            if kind == wire.ERROR:
-                pending.finish(self, None, self._error_of(message))
-                return
-            try:
-                value = pending.decoder.decode(message.body, message.buffers)
-            except BaseException as error:  # noqa: BLE001 - a value's __post_init__ must not end the session of all
-                pending.finish(
-                    self, None, RpcProtocolError(f"{pending.text}: result does not fit its type: {told(error)}")
-                )
-                return
-            pending.finish(self, value, None)
+            self._finish(pending, message)
+            self._alone = self._alone + 1 if isinstance(pending, BlockingPending) and not self._busy_otherwise() else 0
         elif kind == wire.ITEM:
             stream = self.pending.get(message.call_id)
             if not isinstance(stream, StreamPending):
@@ -640,6 +747,25 @@ class Engine:
                 raise again(self._error_of(message))
             raise RpcServerStopped(f"{self.address} stopped")
 
+    def _finish(self, pending: Pending, message: wire.Message) -> None:
+        """Hand an answer to whoever waits for it."""
+        if message.kind == wire.ERROR:
+            pending.finish(self, None, self._error_of(message))
+            return
+        try:
+            value = pending.decoder.decode(message.body, message.buffers)
+        except BaseException as error:  # a value's __post_init__ must not end the session of all
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not self._thread:
+                # The borrower's own.
+                raise
+            pending.finish(self, None, RpcProtocolError(f"{pending.text}: result does not fit its type: {told(error)}"))
+            return
+        pending.finish(self, value, None)
+
+    def _busy_otherwise(self) -> bool:
+        """Whether anything is under way or to be sent."""
+        return bool(self.pending or self._outbox or self._closing) or self._oneway_sent != self._oneway_done
+
     def _on_done(self, done: int, failed: int) -> None:
         """So many one-way calls of this session have ended, so many of them with an exception."""
         with self._lock:
@@ -658,24 +784,111 @@ class Engine:
         except DECODE_ERRORS as error:
             return RpcProtocolError(f"unreadable error: {error}")
 
-    def _receive(self, link: Link, session: Session[ServerTerms]) -> None:
-        """One message."""
+    def _receive(self, link: Link, session: Session[ServerTerms], *, seen: bool = False) -> None:
+        """One message.
+
+        Args:
+            seen: A borrower looked at it; it may have opened it before it was interrupted, and then nobody waits for it.
+        """
         frames = link.receive(self.config.buffers_max + 1)
         try:
             message = session.opener.open(frames)
         except wire.Refused as refusal:
-            self.totals.refuse(refusal.reason)
-            if refusal.authentic and refusal.reason == "replayed":
+            replayed = refusal.authentic and refusal.reason == "replayed"
+            if not (replayed and seen):
+                self.totals.refuse(refusal.reason)
+            if replayed:
                 return
             # The transport loses and reorders nothing: whatever else is wrong with a message, the next one could not be
             # accepted either, and its call would wait for ever.
             raise RpcProtocolError(f"{self.address}: refused a message inside the session: {refusal}") from refusal
+        self._count_received(message)
+        self._on_message(link, session, message)
+
+    def _count_received(self, message: wire.Message) -> None:
         self.totals.bytes_received += message.size_bytes
         self._unacknowledged_bytes += message.size_bytes
         if self._unacknowledged_bytes * 2 >= self.config.unread_bytes_max:
             self.control(wire.CREDIT, 0, wire.pack_credit(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
-        self._on_message(link, session, message)
+
+    # ---- the borrowed socket
+
+    def _lend(self, link: Link, session: Session[ServerTerms]) -> None:
+        """Let callers exchange by themselves until somebody needs this thread, or nobody has borrowed for a while."""
+        self._turn.lend()
+        while True:
+            before = self._exchanges
+            if link.wait_woken(_LEASE_S) or self._exchanges == before:
+                break
+        self._turn.take_back()
+        self._alone = 0
+        if self._unsure is not None:
+            # The same frames, never others under their number: what the server had already, it drops.
+            number, frames = self._unsure
+            if not link.send(frames):
+                raise self._send_failed()
+            session.sealer.sequence = number
+            self._unsure = None
+        if link.unread:
+            self._receive(link, session, seen=True)
+
+    def _exchange(self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None) -> None:
+        """Make a call on the caller's own thread, if the socket can be borrowed; whether and how far, ``pending`` says."""
+        turn = self._turn
+        try:
+            if not turn.take(pending):
+                return
+            answered = self._borrow(pending, payload, flags, timeout_s)
+            turn.give(pending)
+        except BaseException:
+            # Perhaps once more: the interrupt may have come in the middle of it.
+            turn.give(pending)
+            self._link.wake()
+            raise
+        if not answered:
+            self._link.wake()
+
+    def _borrow(self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None) -> bool:
+        """Send one call and wait for its answer, with the turn; False if the I/O thread must see to the rest.
+
+        Can be interrupted anywhere. What it leaves is a call that was not registered, or one that the I/O thread goes on
+        with: sent for sure or not (``_unsure``), its answer perhaps looked at and still unread.
+        """
+        link, session = self._link, self._session
+        if session is None or self._unsure is not None or link.unread:
+            return False
+        with self._lock:
+            if self._busy_otherwise():
+                return False
+            call_id = self._admit(payload)
+            self._register(call_id, pending, payload)
+        self._exchanges += 1
+        argument = 0
+        if timeout_s is not None:
+            argument, flags = _deadline(session, time.monotonic() + timeout_s, flags)
+        sealer = session.sealer
+        number = sealer.sequence + 1
+        frames = sealer.frames(number, wire.CALL, call_id, argument, payload, flags)
+        self._unsure = number, frames
+        if not link.send(frames):
+            return False
+        sealer.sequence = number
+        self._unsure = None
+        self.totals.bytes_sent += payload.size_bytes
+        first = link.wait_frame()
+        if first is None or not wire.is_answer(first, call_id):
+            return False
+        try:
+            message = session.opener.open((first,))
+        except wire.Refused:
+            # The I/O thread will find the same, and end the session.
+            return False
+        link.looked()
+        self._count_received(message)
+        if self.remove(call_id) is not None:
+            self._finish(pending, message)
+        return True
 
     def _serve(self, link: Link, session: Session[ServerTerms]) -> None:
         """The open session, until it ends with an exception or by ``close``."""
@@ -685,6 +898,9 @@ class Engine:
         while True:
             if self._outbox:
                 self._send_outbox(link, session)
+            if self._alone >= _ALONE_CALLS:
+                self._lend(link, session)
+                continue
             timeout_s: float | None = None
             if self._closing:
                 now_s = time.monotonic()

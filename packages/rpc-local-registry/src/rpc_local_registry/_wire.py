@@ -95,6 +95,9 @@ SERVER_KINDS: Final = frozenset({RESULT, ERROR, ITEM, END, DONE, GOODBYE, PONG, 
 _HANDSHAKE_KINDS: Final = (frozenset({HELLO}), frozenset({WELCOME, REJECT}))
 _SESSION_KINDS: Final = (CLIENT_KINDS, SERVER_KINDS)
 
+_ANSWERS: Final = (RESULT, ERROR)
+_CALL_ID_OFFSET: Final = MAC_BYTES + 40
+
 #: Flag: the body is [positional, {name: value}] instead of the positional arguments alone.
 FLAG_KEYWORDS: Final = 1
 #: Flag: the deadline is a time on the monotonic clock that both sides share (same boot of the same machine), not a span.
@@ -125,6 +128,15 @@ class Refused(Exception):
 def is_hello(first: bytes | memoryview) -> bool:
     """Whether a first frame claims to be a HELLO; nothing of it is checked."""
     return len(first) >= HEADER_BYTES and first[MAC_BYTES + 3] == HELLO
+
+
+def is_answer(first: bytes | memoryview, call_id: int) -> bool:
+    """Whether a first frame claims to be the answer to a call; nothing of it is checked."""
+    return (
+        len(first) >= HEADER_BYTES
+        and first[MAC_BYTES + 3] in _ANSWERS
+        and _unpack_length(first, _CALL_ID_OFFSET)[0] == call_id
+    )
 
 
 def pack_credit(items: int, size_bytes: int) -> int:
@@ -253,6 +265,12 @@ class Sealer:
     ) -> list[bytes | memoryview]:
         """Frames of the next message."""
         self.sequence = number = self.sequence + self._step
+        return self.frames(number, kind, call_id, argument, payload, flags)
+
+    def frames(
+        self, number: int, kind: int, call_id: int, argument: int, payload: Payload, flags: int
+    ) -> list[bytes | memoryview]:
+        """Frames of message ``number``; nothing changes here. Two different messages of one number must never be sent."""
         tail, name_bytes, body_bytes, buffer_count, external, _ = payload
         covered = (
             _pack(

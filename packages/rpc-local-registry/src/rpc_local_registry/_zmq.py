@@ -12,6 +12,7 @@ import fcntl
 import math
 import os
 import re
+import select
 import shutil
 import socket as stdlib_socket
 import stat
@@ -19,11 +20,13 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import zmq
+from zmq.backend import zmq_poll
 from zmq.utils.monitor import parse_monitor_message
 
 from rpc_local_registry._config import RpcConfig
@@ -38,6 +41,14 @@ _TCP: Final = re.compile(r"^tcp://(\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9_.\-*]+):(\d
 # As plain integers: arithmetic on the binding's enumerations costs half a microsecond a time.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_POLLIN: Final = int(zmq.POLLIN)
+_EVENT_STATE: Final = int(zmq.EVENTS)
+#: Arguments of one receive: do not wait, do not copy.
+_FLAGS: Final = (_NOBLOCK,)
+_WAITING: Final = (0,)
+_UNCOPIED: Final = (False,)
+#: Longest that a borrower of the socket waits in it, where no wake-up reaches it, seconds.
+BORROW_S: Final = 0.001
 #: What ``Link.poll`` found.
 READABLE: Final = 1
 WOKEN: Final = 2
@@ -184,15 +195,19 @@ class Link:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
         # A connection that does not get through the transport's own handshake is closed.
         socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(min(config.handshake_timeout_s, _HANDSHAKE_S_MAX) * 1000)))
+        socket.setsockopt(zmq.RCVTIMEO, math.ceil(BORROW_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.copy_threshold = _COPY_BYTES_MAX
         self._routed = kind == zmq.ROUTER
         if self._routed:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        #: Frames received and not yet read.
+        self._inbox: deque[zmq.Frame] = deque()
+        # The binding's poll without its wrapper, which costs as much again.
+        self._sources: list[tuple[Any, int]] = [(socket, _POLLIN), (self._wake_fd, _POLLIN)]
+        self._parked = select.poll()
+        self._parked.register(self._wake_fd, select.POLLIN)
         if self._context is not None:
             self._open_gate(self._context)
         if monitored:
@@ -206,7 +221,7 @@ class Link:
                 | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
             )
             # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
-            self._poller.register(int(self._monitor.getsockopt(zmq.FD)), zmq.POLLIN)
+            self._sources.append((int(self._monitor.getsockopt(zmq.FD)), _POLLIN))
             self.events()
 
     def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -215,7 +230,7 @@ class Link:
         gate.bind(_GATE_ADDRESS)
         self._gate_fd = int(gate.getsockopt(zmq.FD))
         # The descriptor, as with the monitor: it costs the poll of every message less than the socket would.
-        self._poller.register(self._gate_fd, zmq.POLLIN)
+        self._sources.append((self._gate_fd, _POLLIN))
         self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
         self._socket.setsockopt(zmq.ZAP_DOMAIN, _GATE_DOMAIN)
         self._answer_gate()
@@ -225,7 +240,7 @@ class Link:
         gate, admit = self._gate, self._admit
         if gate is None or admit is None:
             return
-        while int(gate.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while int(gate.getsockopt(_EVENT_STATE)) & _POLLIN:
             # version, request, domain, address, identity, mechanism, then PLAIN's name and password.
             asked = gate.recv_multipart()
             good = len(asked) == 8 and asked[5] == b"PLAIN" and admit(asked[6], asked[7], time.monotonic())
@@ -340,19 +355,25 @@ class Link:
             # (or, if it is a socket's own signal, breaks) a stranger.
             with self._wake_lock:
                 if not self._closed:
-                    self._wake_pending = True
-                    os.eventfd_write(self._wake_fd, 1)
+                    try:
+                        self._wake_pending = True
+                        os.eventfd_write(self._wake_fd, 1)
+                    except BaseException:
+                        # An interrupt: nobody else would write while the flag is set.
+                        os.eventfd_write(self._wake_fd, 1)
+                        raise
 
     def poll(self, timeout_s: float | None) -> int:
         """Wait for a message, a wake-up or a connection event; any of ``READABLE``, ``WOKEN``, ``MONITORED``.
 
         One poll per message is also the cheapest way to ask whether there is another: reading the socket's event state
-        through the binding costs more than polling all three, and an empty receive three times as much.
+        through the binding costs more than polling all of them, and an empty receive three times as much.
         """
+        timeout_ms = -1
+        if timeout_s is not None:
+            timeout_ms = min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
         ready = 0
-        for source, _ in self._poller.poll(
-            None if timeout_s is None else min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
-        ):
+        for source, _ in zmq_poll(self._sources, timeout_ms):
             if source is self._socket:
                 ready |= READABLE
             elif source == self._wake_fd:
@@ -366,11 +387,15 @@ class Link:
                 ready |= MONITORED
         return ready
 
+    def wait_woken(self, timeout_s: float) -> bool:
+        """Wait for a wake-up only, and leave it to ``poll``: the socket is another's meanwhile."""
+        return bool(self._parked.poll(math.ceil(timeout_s * 1000)))
+
     def events(self) -> list[str]:
         """Connection events since the last call. Reads them all, which re-arms the monitor's descriptor."""
         found: list[str] = []
         monitor = self._monitor
-        while monitor is not None and int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while monitor is not None and int(monitor.getsockopt(_EVENT_STATE)) & _POLLIN:
             told = parse_monitor_message(monitor.recv_multipart())
             event = _EVENTS.get(int(told["event"]))
             if event == LISTENING:
@@ -385,15 +410,49 @@ class Link:
         At most ``frames_max`` + 1 come back, so that the reader sees an excess; the rest is dropped unread. Only after
         ``poll`` said ``READABLE``.
         """
-        receive = self._socket.recv
-        frames: list[bytes | memoryview] = [receive(_NOBLOCK)] if self._routed else []
-        frame = receive(_NOBLOCK, False)
+        inbox = self._inbox
+        frames: list[bytes | memoryview] = [self._socket.recv(_NOBLOCK)] if self._routed else []
+        frame = self._next_frame()
         frames.append(frame.bytes)
+        inbox.popleft()
         while frame.more:
-            frame = receive(_NOBLOCK, False)
+            frame = self._next_frame()
             if len(frames) <= frames_max:
                 frames.append(frame.buffer)
+            inbox.popleft()
         return frames
+
+    def _next_frame(self) -> zmq.Frame:
+        """The next frame, left in the inbox.
+
+        Received in one step of the interpreter, so that an interrupt comes before or after it and loses nothing.
+        """
+        if not self._inbox:
+            receive: Any = self._socket.recv
+            self._inbox.extend(map(receive, _FLAGS, _UNCOPIED))
+        return self._inbox[0]
+
+    @property
+    def unread(self) -> bool:
+        """Whether a frame was left unread: ``poll`` knows nothing of it."""
+        return bool(self._inbox)
+
+    def wait_frame(self) -> bytes | None:
+        """For who has borrowed the socket: wait at most ``BORROW_S`` for a message, which is left unread.
+
+        None if none came, or one of several frames.
+        """
+        receive: Any = self._socket.recv
+        try:
+            self._inbox.extend(map(receive, _WAITING, _UNCOPIED))
+        except zmq.Again:
+            return None
+        frame = self._inbox[0]
+        return None if frame.more else frame.bytes
+
+    def looked(self) -> None:
+        """The frame that was left unread has been read."""
+        self._inbox.popleft()
 
     def send(self, frames: Sequence[bytes | memoryview], routing_id: bytes = b"") -> bool:
         """Queue a message; False if that peer is gone (servers only)."""

@@ -1,0 +1,258 @@
+"""An interrupt before any bytecode of a verb: the session lives, every account is zero, nothing ran twice, nobody hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
+
+import rpc_local_registry
+from rpc_local_registry import RpcClient, RpcConfig, RpcError, RpcServer, RpcTimeout, new_key, rpc_method
+from rpc_local_registry.testing import eventually
+
+SOURCES = str(Path(rpc_local_registry.__file__).parent)
+PATIENCE_S = 5.0
+
+
+class Stop(KeyboardInterrupt):
+    """An interrupt."""
+
+
+@functools.cache
+def untouched(code: CodeType) -> frozenset[int]:
+    """Offsets before which no interrupt can come: NOPs, and what follows the body of a ``with`` up to the call of ``__exit__``.
+
+    CPython looks for signals after a call, where a function begins and where a loop goes back: never between these. (An
+    exception there would leave every lock of every program held: no handler covers these places.)
+    """
+    instructions = list(dis.get_instructions(code))
+    found = {each.offset for each in instructions if each.opname == "NOP"}
+    for index, first in enumerate(instructions):
+        nones = instructions[index : index + 3]
+        if not all(each.opname == "LOAD_CONST" and each.argval is None for each in nones) or first.offset in found:
+            continue
+        rest = instructions[index + 3 : index + 5]
+        call = next((each for each in rest if each.opname == "CALL"), None)
+        if call is not None and call.arg == 2:
+            found.update(each.offset for each in instructions[index : instructions.index(call) + 1])
+    return frozenset(found)
+
+
+class Injector:
+    """Raises once, before a chosen bytecode of the package in this thread."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self._count = 0
+
+    @property
+    def has_raised(self) -> bool:
+        return self._count >= self._at
+
+    def _enter(self, frame: Any, event: str, argument: object) -> Any:
+        # What is raised in ``__del__`` is dropped by the interpreter.
+        if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._look
+
+    def _look(self, frame: Any, event: str, argument: object) -> Any:
+        if event == "opcode" and not self.has_raised and frame.f_lasti not in untouched(frame.f_code):
+            self._count += 1
+            if self.has_raised:
+                raise Stop(f"before bytecode {self._at}: {frame.f_code.co_qualname}, line {frame.f_lineno}")
+        return self._look
+
+    def call(self, body: Callable[[], Any]) -> tuple[Any, Stop | None]:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return body(), None
+        except Stop as stop:
+            return None, stop
+        finally:
+            sys.settrace(before)
+
+
+class Worker:
+    """Counts what runs, by its number."""
+
+    def __init__(self) -> None:
+        self.ran: dict[int, int] = {}
+        self.gate = threading.Event()
+
+    @rpc_method(non_blocking=True)
+    def run(self, number: int) -> int:
+        """Count."""
+        self.ran[number] = self.ran.get(number, 0) + 1
+        return number
+
+    @rpc_method(non_blocking=True, streaming=True)
+    def items(self, number: int) -> Iterator[int]:
+        """Count, and three items."""
+        self.run(number)
+        yield from (number, number + 1, number + 2)
+
+    @rpc_method
+    def wait(self, number: int) -> int:
+        """Until the gate opens."""
+        self.gate.wait(PATIENCE_S)
+        return number
+
+
+class Bench:
+    """One server and one client that go through a whole sweep."""
+
+    def __init__(self) -> None:
+        self.worker = Worker()
+        key = new_key()
+        self.server = RpcServer(self.worker, "ipc://", key).start()
+        self.client = RpcClient(self.server.address, key, config=RpcConfig()).start()
+        self.number = 0
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    def lend(self) -> None:
+        """Until the next call may borrow the socket."""
+        engine = self.client._core.engine
+        assert engine is not None
+        for _ in range(200):
+            self.client.run(self.next_number()).remote(timeout_s=PATIENCE_S)
+            if engine._turn.lent:
+                return
+        raise AssertionError("the socket is never lent")
+
+    def check(self, story: object) -> None:
+        """Everything as before the call."""
+        number = self.next_number()
+        try:
+            assert self.client.run(number).remote(timeout_s=PATIENCE_S) == number
+        except RpcError as error:
+            raise AssertionError(f"after an interrupt {story}: {error}") from error
+
+        def settled() -> bool:
+            now = self.client.statistics()
+            open_now = (now.pending, now.pending_bytes, now.oneway_sent - now.oneway_done, now.oneway_lost)
+            return open_now == (0, 0, 0, 0) and self.server.statistics().pending == 0
+
+        eventually(settled, PATIENCE_S)
+        engine = self.client._core.engine
+        assert engine is not None
+        assert not engine.busy, story
+        assert self.client.statistics().sessions == 1, story
+        assert set(self.client.statistics().refused) == set(), story
+        assert max(self.worker.ran.values()) == 1, story
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.shutdown()
+
+
+@contextlib.contextmanager
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def remote(bench: Bench) -> Any:
+    return bench.client.run(bench.number).remote(timeout_s=PATIENCE_S)
+
+
+def remote_future(bench: Bench) -> Any:
+    future: Future[Any] = bench.client.run(bench.number).remote_future(timeout_s=PATIENCE_S)
+    return future
+
+
+def remote_oneway(bench: Bench) -> Any:
+    bench.client.run(bench.number).remote_oneway()
+
+
+def remote_streaming(bench: Bench) -> Any:
+    with bench.client.items(bench.number).remote_streaming(timeout_s=PATIENCE_S) as stream:
+        return list(stream)
+
+
+def cancelled_future(bench: Bench) -> Any:
+    bench.client.wait(bench.number).remote_future(timeout_s=PATIENCE_S).cancel()
+
+
+def timed_out(bench: Bench) -> Any:
+    with contextlib.suppress(RpcTimeout):
+        bench.client.wait(bench.number).remote(timeout_s=0.003)
+
+
+VERBS = [remote, remote_future, remote_oneway, remote_streaming, cancelled_future, timed_out]
+
+
+def sweep(verb: Callable[[Bench], Any], *, borrowed: bool, first: int, stride: int) -> int:
+    """How many bytecodes were interrupted."""
+    with bench() as made:
+        if verb in (cancelled_future, timed_out):
+            made.worker.gate.clear()
+        interrupted = 0
+        for at in range(first, 100_000, stride):
+            if borrowed:
+                made.lend()
+            made.next_number()
+            injector = Injector(at)
+            value, stop = injector.call(lambda: verb(made))
+            if isinstance(value, Future):
+                assert value.result(PATIENCE_S) == made.number
+            if not injector.has_raised:
+                break
+            interrupted += 1
+            made.worker.gate.set()
+            made.check(stop)
+            made.worker.gate.clear()
+        return interrupted
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_interrupt_costs_one_call(verb: Callable[[Bench], Any]) -> None:
+    """By the I/O thread: every 23rd bytecode, and no session is lost, no account open, no call run twice."""
+    assert sweep(verb, borrowed=False, first=1, stride=23) > 10
+
+
+def test_an_interrupt_on_the_borrowed_socket() -> None:
+    """The caller itself sends and receives: whatever it was in the middle of, the I/O thread goes on with it."""
+    assert sweep(remote, borrowed=True, first=1, stride=7) > 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("borrowed", [False, True])
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_interrupt_before_every_bytecode(verb: Callable[[Bench], Any], borrowed: bool) -> None:
+    """The same, without gaps."""
+    assert sweep(verb, borrowed=borrowed, first=1, stride=1) > 200
+
+
+def test_an_interrupt_in_close() -> None:
+    """Closing again closes; nothing of the client stays."""
+    for at in range(1, 100_000, 31):
+        with bench() as made:
+            made.client.run(made.next_number()).remote_oneway()
+            injector = Injector(at)
+            injector.call(made.client.close)
+            made.client.close()
+            with pytest.raises(RpcError):
+                made.client.run(made.next_number()).remote()
+            engine = made.client._core.engine
+            assert engine is not None
+            eventually(lambda engine=engine: not engine._thread.is_alive(), PATIENCE_S)  # type: ignore[misc]
+            assert made.client.statistics().oneway_done == 1
+        if not injector.has_raised:
+            return
