@@ -6,6 +6,8 @@ import asyncio
 import dis
 import functools
 import gc
+import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -199,6 +201,66 @@ def test_an_exception_before_every_bytecode(
 ) -> None:
     """Without gaps."""
     assert sweep(driver, kind, action, config, 1) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timer signals")
+def test_signals_at_any_time() -> None:
+    """Real ones, also inside the standard library's futures and locks, and while another error is dealt with."""
+    chance = random.Random(7)
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Stop
+
+    def send(batch: list[int]) -> None:
+        sent.update(batch)
+        if chance.random() < 0.1:
+            raise OSError("gone")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupts, number = 0, 0
+    # Older submitters are not collected in the middle: what is raised in a finalizer is dropped by the interpreter.
+    gc.disable()
+    try:
+        while interrupts < 1000:
+            sent: Counter[int] = Counter()
+            rolled_back: dict[int, BaseException] = {}
+            # Hooks in C: a hook in Python can be interrupted before its first line.
+            submitter = ThreadBatchSubmitter(
+                send,
+                chance.choice(list(CONFIGS.values())),
+                rollback=rolled_back.setdefault,
+                id_of=lambda request: request,
+            )
+            tickets: dict[int, Any] = {}
+            for _ in range(40):
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(5e-6, 2e-4))
+                    try:
+                        for _ in range(4):
+                            number += 1
+                            tickets[number] = submitter.submit(number)
+                        submitter.flush()
+                        submitter.abort(number)
+                    finally:
+                        armed = False
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except Stop:
+                    interrupts += 1
+                    armed = False
+            assert submitter.close(PATIENCE_S)
+            submitter._core.validate()
+            assert max(sent.values(), default=1) == 1
+            for request, ticket in tickets.items():
+                assert ticket.done()
+                assert (ticket.exception() is not None) == (request in rolled_back)
+                assert sent[request] == 1 or request in rolled_back
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_interrupted_submit_is_taken_back() -> None:

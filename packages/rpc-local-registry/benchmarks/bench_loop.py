@@ -1,7 +1,7 @@
 """A worker's loop beside 2,000 submits per second: how late it wakes, and what it loses while it works.
 
 One process, as on rank 0: a loop thread wakes every 5 ms and then computes for about a millisecond; another thread
-submits 1,024-token requests at a fixed rate to the worker that the loop belongs to. Modes take turns of a second each.
+submits 1,024-token requests at a fixed rate to the worker that the loop belongs to. Modes take turns of half a second each.
 Lateness is the wake-up's time minus its due time minus the time that the kernel kept the thread in a run queue
 (schedstat), so that what is left is timer and interpreter lock. The loss is the computation's wall time minus its own
 CPU time minus its run-queue time: waiting for the lock.
@@ -10,10 +10,8 @@ CPU time minus its run-queue time: waiting for the lock.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,13 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from measure import Figure, ratio, run_benchmark, shown
 from rpc_batch_submit import BatchSubmitConfig, ThreadBatchSubmitter, take_in
 from rpc_local_registry import RpcClient, RpcServer, new_key, rpc_method
 
 PERIOD_S = 0.005
 RATE_PER_S = 2000
-TURN_S = 1.0
-TURNS = 6
+TURN_S = 0.5
+ROUNDS = 11
 WORK = 20_000
 
 
@@ -113,17 +112,25 @@ def paced(action: Callable[[Request], Any] | None, request: Request) -> None:
             time.sleep(left_s)
 
 
-def quantile(values: list[float], share: float) -> float:
-    """Order statistic."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+#: Per turn: 95th percentile of the lateness, mean loss per step (seconds), processor time of the process (share of a core).
+Turn = tuple[float, float, float]
 
 
-def main() -> list[dict]:
-    """All figures."""
+def turn(loop: Loop, run: Callable[[], object]) -> Turn:
+    """One mode for half a second."""
+    begin, start_s = len(loop.samples), time.process_time()
+    run()
+    cpu = (time.process_time() - start_s) / TURN_S
+    steps = loop.samples[begin:]
+    late_s = sorted(late_s for late_s, _ in steps)
+    return late_s[int(0.95 * (len(late_s) - 1))], statistics.fmean(lost_s for _, lost_s in steps), cpu
+
+
+def turns() -> dict[str, list[Turn]]:
+    """All modes in turn, every other round backwards; the first round does not count."""
     key, worker = new_key(), Worker()
     request = Request(1, np.arange(1024, dtype=np.int32))
-    collected: dict[str, list[tuple[float, float]]] = {}
-    process_cpu: dict[str, list[float]] = {}
+    taken: dict[str, list[Turn]] = {}
     gc.collect()
     gc.disable()
     with (
@@ -137,63 +144,47 @@ def main() -> list[dict]:
             lambda batch: remote.submit_batch(batch).remote_future(), BatchSubmitConfig(batch_max=32, delay_ms=5.0)
         ) as large,
     ):
-        modes: dict[str, Callable[[], None]] = {
+        modes: dict[str, Callable[[], object]] = {
             "no_load": lambda: time.sleep(TURN_S),
             "pacing_only": lambda: paced(None, request),
             "fast_path": lambda: paced(lambda r: local.submit(r).remote(), request),
             "batched_0.5ms": lambda: paced(small.submit, request),
             "batched_5ms": lambda: paced(large.submit, request),
-            "off": lambda: paced(lambda r: remote.submit(r).remote_oneway(), request),
+            "rpc": lambda: paced(lambda r: remote.submit(r).remote_oneway(), request),
         }
         loop = Loop()
         loop.start()
-        for _ in range(TURNS):
-            for mode, run in modes.items():
-                begin, start_s = len(loop.samples), time.process_time()
-                run()
-                process_cpu.setdefault(mode, []).append(time.process_time() - start_s)
-                collected.setdefault(mode, []).extend(loop.samples[begin:])
+        for number in range(-1, ROUNDS):
+            for mode in reversed(modes) if number % 2 else modes:
+                sample = turn(loop, modes[mode])
+                if number >= 0:
+                    taken.setdefault(mode, []).append(sample)
         loop.stop()
     gc.enable()
-    figures = []
-    base: dict[str, float] = {}
-    for mode, samples in collected.items():
-        late_ms = [late_s * 1e3 for late_s, _ in samples]
-        lost_ms = [lost_s * 1e3 for _, lost_s in samples]
-        values = {
-            "lateness_p50": (statistics.median(late_ms), "ms"),
-            "lateness_p99": (quantile(late_ms, 0.99), "ms"),
-            "lost_per_step_mean": (statistics.fmean(lost_ms), "ms"),
-            "process_cpu_share": (statistics.median(process_cpu[mode]) / TURN_S, "cores"),
-        }
-        for name, (value, unit) in values.items():
-            if mode == "no_load":
-                base[name] = value
-            ratio = value / base[name] if base[name] else None
-            goal, met = "printed", True
-            if mode == "fast_path" and name == "lateness_p99" and ratio is not None:
-                goal, met = "<= 1.3x no load", ratio <= 1.3
+    return taken
+
+
+def beside_submits() -> list[Figure]:
+    """Lateness against no load, processor time against one RPC per submit; the loss as it is (without load it is nothing)."""
+    taken = turns()
+    late, lost, cpu = ({mode: [t[k] for t in each] for mode, each in taken.items()} for k in range(3))
+    figures: list[Figure] = []
+    for mode in taken:
+        if mode != "no_load":
+            goal = "<= 1.3" if mode == "fast_path" else None
             figures.append(
-                {
-                    "name": f"loop_{mode}_{name}", "value": round(value, 4), "unit": unit, "baseline": round(base[name], 4),
-                    "ratio": None if ratio is None else round(ratio, 3), "goal": goal, "met": met,
-                }
+                ratio(
+                    f"loop_{mode}_lateness_p95", late[mode], late["no_load"], unit="ms", scale=1e3, goal=goal,
+                    against="no load",
+                )
             )  # fmt: skip
+        if mode not in ("no_load", "rpc"):
+            figures.append(
+                ratio(f"loop_{mode}_process_cpu", cpu[mode], cpu["rpc"], unit="cores", goal=None, against="one RPC per submit")
+            )  # fmt: skip
+        figures.append(shown(f"loop_{mode}_lost_per_step", lost[mode], unit="ms", scale=1e3))
     return figures
 
 
-def show(figures: list[dict]) -> None:
-    """Table, then one JSON line per figure."""
-    print(f"switch interval {sys.getswitchinterval() * 1e3} ms, {os.cpu_count()} cores, steps of {PERIOD_S * 1e3} ms")
-    for line in figures:
-        ratio = "" if line["ratio"] is None else f"{line['ratio']:>9.2f}"
-        print(
-            f"{line['name']:<44}{line['value']:>10.4f} {line['unit']:<6}{line['baseline']:>10.4f}{ratio:>10}  "
-            f"{line['goal']:<20}{line['met']}"
-        )
-    for line in figures:
-        print(json.dumps(line))
-
-
 if __name__ == "__main__":
-    show(main())
+    run_benchmark(beside_submits)

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from measure import Figure, Sample, compare, in_turn, ratio, run_benchmark, timed
+from measure import Figure, Sample, in_turn, ratio, run_benchmark, timed
 from rpc_local_registry import RpcClient, RpcServer, get_local_worker, new_key, rpc_method
 
 
@@ -62,16 +62,24 @@ class Worker:
 
 
 class BareEcho:
-    """The hand-offs of our RPC without its frames: caller → I/O thread → ROUTER thread → I/O thread → caller."""
+    """A client with an I/O thread, without our frames: caller → I/O thread → ROUTER thread → I/O thread → caller.
 
-    def __init__(self) -> None:
+    Args:
+        own_contexts: A libzmq thread for each end, as two processes have (and our server has for its own sake): two wake-ups
+            more. Without it one libzmq thread serves both.
+    """
+
+    def __init__(self, *, own_contexts: bool = False) -> None:
         self._folder = tempfile.mkdtemp(prefix="bench-")
         address = f"ipc://{self._folder}/s"
-        context = zmq.Context.instance()
-        self._router = context.socket(zmq.ROUTER)
+        contexts = [zmq.Context(), zmq.Context()] if own_contexts else [zmq.Context.instance()] * 2
+        self._router = contexts[0].socket(zmq.ROUTER)
         self._router.bind(address)
-        self._dealer = context.socket(zmq.DEALER)
+        self._dealer = contexts[1].socket(zmq.DEALER)
         self._dealer.connect(address)
+        self._start()
+
+    def _start(self) -> None:
         self._stop_fd = os.eventfd(0)
         self._wake_fd = os.eventfd(0)
         self._outbox: deque[tuple[threading.Lock, list[Any], bytes]] = deque()
@@ -131,6 +139,21 @@ class BareEcho:
         os.close(self._wake_fd)
         os.unlink(f"{self._folder}/s")
         os.rmdir(self._folder)
+
+
+class BareDirect(BareEcho):
+    """A client without an I/O thread: the caller itself sends and receives, and can do nothing else."""
+
+    def _start(self) -> None:
+        self._stop_fd, self._wake_fd = os.eventfd(0), os.eventfd(0)
+        self._stop = False
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def call(self, payload: bytes) -> bytes:
+        """One round trip."""
+        self._dealer.send(payload)
+        return self._dealer.recv()
 
 
 class BareFrames:
@@ -325,21 +348,28 @@ def submit() -> list[Figure]:
 
 
 def round_trip() -> list[Figure]:
-    """Round trip of a small message against a bare echo with the same threads and hand-offs."""
-    key = new_key()
-    echo = BareEcho()
+    """Round trip of a small message, called again and again, against three bare echoes."""
+    key, payload = new_key(), bytes(92)
+    bare = {
+        "": (BareEcho(), "<= 1.3", "a bare client with an I/O thread, one libzmq thread for both ends"),
+        "_own_contexts": (BareEcho(own_contexts=True), None, "the same with a libzmq thread for each end, as in two processes"),
+        "_direct": (BareDirect(own_contexts=True), None, "a bare socket that the caller drives, a libzmq thread for each end"),
+    }  # fmt: skip
     try:
         with RpcServer(Worker(), "ipc://", key) as server, RpcClient(server.address, key) as client:
-            payload = bytes(92)
-            return [
-                compare(
-                    "round_trip_p50", median_time(lambda: client.echo(1).remote(), 500),
-                    median_time(lambda: echo.call(payload), 500), unit="us", scale=1e6, goal="<= 1.3",
-                    against="a bare ZeroMQ echo with the same threads",
-                )
-            ]  # fmt: skip
+            calls = {
+                name: median_time(lambda echo=echo: echo.call(payload), 300) for name, (echo, _, _) in bare.items()
+            }  # type: ignore[misc]
+            samples = in_turn({"ours": median_time(lambda: client.echo(1).remote(), 300), **calls})
     finally:
-        echo.close()
+        for echo, _, _ in bare.values():
+            echo.close()
+    return [
+        ratio(
+            f"round_trip_p50{name}", samples["ours"], samples[name], unit="us", scale=1e6, goal=goal, against=against
+        )
+        for name, (_, goal, against) in bare.items()
+    ]  # fmt: skip
 
 
 def submit_cpu() -> list[Figure]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -256,3 +258,42 @@ def test_an_interrupt_in_close() -> None:
             assert made.client.statistics().oneway_done == 1
         if not injector.has_raised:
             return
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timer signals")
+def test_signals_at_any_time() -> None:
+    """Real ones, also inside the binding, which may drop what it has just received."""
+    chance = random.Random(7)
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise Stop
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupts = 0
+    try:
+        with bench() as made:
+            client = made.client
+            while interrupts < 500:
+                for _ in range(chance.randrange(12)):
+                    number = made.next_number()
+                    assert client.run(number).remote(timeout_s=PATIENCE_S) == number
+                verb = chance.choice([remote, remote, remote, remote_oneway, remote_future])
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(5e-6, 4e-4))
+                    try:
+                        for _ in range(3):
+                            made.next_number()
+                            verb(made)
+                    finally:
+                        armed = False
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except Stop:
+                    interrupts += 1
+                    armed = False
+            made.check("signals")
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -99,8 +99,9 @@ class Worker:
         return source
 
 
-def serve(address: str, key: bytes) -> None:
+def serve(address: str) -> None:
     """The server's process: stops politely at SIGTERM."""
+    key = bytes.fromhex(sys.stdin.readline())
     with RpcServer(Worker(), address, key, config=CONFIG):
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -181,7 +182,9 @@ class Caller:
         """Call until the time is over."""
         while not self.soak.over.is_set():
             try:
-                verb = self.random.choice((self.blocking, self.future, self.oneway, self.stream, self.loop, self.loop))
+                verb = self.random.choice(
+                    (self.blocking, self.in_a_row, self.future, self.oneway, self.stream, self.loop, self.loop)
+                )
                 verb()
             except RpcBackpressure:
                 time.sleep(0.01)
@@ -259,6 +262,14 @@ class Caller:
                 except RpcRemoteError as error:
                     self.same(error.message, "told")
 
+    def in_a_row(self) -> None:
+        """Small blocking calls one after the other: the thread borrows the socket."""
+        for number in range(self.random.randrange(100)):
+            with self.booked("in a row"):
+                self.same(self.client.echo(number).remote(self.timeout_s()), number)
+            if self.random.random() < 0.02:
+                self.client.note(number).remote_oneway()
+
     def future(self) -> None:
         """Some are cancelled."""
         ticket = self.soak.ledger.begin("future")
@@ -330,6 +341,7 @@ class Soak:
     def __init__(self, seconds: float, seed: int, transport: str) -> None:
         self.seconds = seconds
         self.seed = seed
+        self.transport = transport
         self.random = random.Random(seed)
         self.key = os.urandom(32)
         self.ledger = Ledger()
@@ -344,9 +356,12 @@ class Soak:
 
     def start_server(self) -> None:
         """Another process at the same address."""
-        command = [sys.executable, __file__, "--serve", self.address, self.key.hex()]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None  # noqa: S101 - a pipe was asked for
+        command = [sys.executable, __file__, "--serve", self.address]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError("no pipes")
+        with self.process.stdin as pipe:
+            pipe.write(self.key.hex() + "\n")
         self.process.stdout.readline()
 
     def end_server(self, how: int) -> None:
@@ -428,7 +443,9 @@ class Soak:
         for problem in self.ledger.problems[:20]:
             print(f"PROBLEM: {problem}")
         if self.ledger.problems or ended != self.ledger.calls:
-            print(f"FAILED: python tools/soak.py --seconds {self.seconds} --seed {self.seed}")
+            print(
+                f"FAILED: python tools/soak.py --seconds {self.seconds} --seed {self.seed} --transport {self.transport}"
+            )
             return 1
         print("held: every call ended exactly once, every account is zero")
         return 0
@@ -441,11 +458,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
     parser.add_argument("--nightly", action="store_true", help="the same as without: one minute")
-    parser.add_argument("--serve", nargs=2, metavar=("ADDRESS", "KEY"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     logging.getLogger("rpc_local_registry").setLevel(logging.CRITICAL)
     if options.serve:
-        serve(options.serve[0], bytes.fromhex(options.serve[1]))
+        serve(options.serve)
         return 0
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     print(

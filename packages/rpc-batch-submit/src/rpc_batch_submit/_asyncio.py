@@ -230,11 +230,25 @@ class AsyncioBatchSubmitter(Generic[_T]):
         A send that submits again only queues: its batch goes after the ones before it.
         """
         while self._to_send and self._sender is None:
+            batch: SendBatch[_T] | None = None
             try:
                 self._sender = me
-                self._send(self._to_send[0])
+                batch = self._to_send[0]
+                self._send(batch)
+            except BaseException as error:
+                if batch is not None:
+                    self._not_sent(batch, error)
+                raise
             finally:
                 self._leave(me)
+
+    def _not_sent(self, batch: SendBatch[_T], error: BaseException) -> None:
+        """An exception came out of the middle of the send, perhaps while another one was dealt with."""
+        if batch in self._to_send:
+            # Not begun: it is sent next.
+            self._under_way.pop(batch, None)
+        elif batch not in self._in_flight.values():
+            self._failed(batch, error)
 
     def _leave(self, me: object) -> None:
         if self._sender is me:
@@ -268,19 +282,12 @@ class AsyncioBatchSubmitter(Generic[_T]):
             elif hasattr(result, "__await__"):
                 pending = asyncio.ensure_future(result, loop=self._loop)
             if pending is not None:
-                self._in_flight[pending] = batch
                 pending.add_done_callback(self._on_result)
+                self._in_flight[pending] = batch
                 return
             self._finish(batch, unpack_outcomes(result, len(entries)))
-        except BaseException as error:
-            # Also an interrupt: the batch is over, its requests perhaps served.
-            if batch in self._to_send:
-                # Not begun: it is sent next.
-                self._under_way.pop(batch, None)
-                raise
-            self._failed(batch, error)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:  # noqa: BLE001 - a send's failure is its requests' outcome
+            self._not_sent(batch, error)
 
     def _withdraw(self, batch: SendBatch[_T], handed_over: Sequence[Entry[_T]]) -> None:
         """Requests whose tickets were cancelled while they were buffered end now."""

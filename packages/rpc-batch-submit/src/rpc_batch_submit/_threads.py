@@ -61,13 +61,17 @@ class ThreadBatchSubmitter(Generic[_T]):
         self._hooks = Hooks(send_batch, register, rollback, on_unknown, refused, size_of, id_of, bypass)
         self._config = BatchSubmitConfig.from_env() if config is None else config
         self._core: Batcher[_T] = Batcher(self._config)
-        # Re-entrant: an interrupt handler or a collection may submit, abort or close inside any of these sections.
-        self._changed = threading.Condition(threading.RLock())
+        # Re-entrant: an interrupt handler or a collection may submit, abort or close inside any of these sections. Entered and
+        # left by itself: the condition's own ``__exit__`` is Python, and an interrupt at its beginning would keep it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._timer: threading.Thread | None = None
         self._timer_stop = False
         self._to_send: deque[SendBatch[_T]] = deque()
         #: Batches whose sends have begun and are not over, with the requests that were handed over (the others were cancelled).
         self._under_way: dict[SendBatch[_T], tuple[Entry[_T], ...]] = {}
+        #: Those whose futures will tell their end.
+        self._awaited: dict[SendBatch[_T], None] = {}
         #: Who sends what is queued.
         self._sender: object = None
         _submitters.add(self)
@@ -80,12 +84,12 @@ class ThreadBatchSubmitter(Generic[_T]):
         entry: Entry[_T] | None = None
         registered: list[object] = []
         try:
-            with self._changed:
+            with self._lock:
                 entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
             if hooks.register is not None:
                 # In one step of the interpreter: afterwards it is known whether it was done.
                 registered.extend(map(hooks.register, (request,)))
-            with self._changed:
+            with self._lock:
                 was_empty = core.due_s() is None
                 batches = core.buffer(entry, time.monotonic(), bypass=bypass)
                 self._to_send.extend(batches)
@@ -101,7 +105,7 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _not_taken(self, ticket: object, error: BaseException, *, registered: bool) -> None:
         """``submit`` raises: what has not left is as if it had never been there."""
-        with self._changed:
+        with self._lock:
             self._mend(ticket)
             entry = self._core.find(ticket)
             buffered = entry is not None and self._core.remove(entry)
@@ -123,7 +127,7 @@ class ThreadBatchSubmitter(Generic[_T]):
         entry: Entry[_T] | None = None
         error = BatchAborted(f"request {request_id!r} was aborted before it was sent")
         try:
-            with self._changed:
+            with self._lock:
                 entry = self._core.buffered(request_id)
                 if entry is None:
                     return False
@@ -141,7 +145,7 @@ class ThreadBatchSubmitter(Generic[_T]):
         """Send what is buffered now."""
         me = object()
         try:
-            with self._changed:
+            with self._lock:
                 self._to_send.extend(self._core.flush())
             self._drain(me)
         except BaseException:
@@ -156,7 +160,7 @@ class ThreadBatchSubmitter(Generic[_T]):
         """
         me = object()
         try:
-            with self._changed:
+            with self._lock:
                 self._timer_stop = True
                 self._to_send.extend(self._core.close())
                 timer = self._timer
@@ -167,12 +171,12 @@ class ThreadBatchSubmitter(Generic[_T]):
             raise
         if timer is not None and timer is not threading.current_thread():
             timer.join(timeout_s)
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._core.outstanding and self._sender is None, timeout_s)
 
     def statistics(self) -> BatchStatistics:
         """Counters so far."""
-        with self._changed:
+        with self._lock:
             return self._core.statistics()
 
     def __enter__(self) -> ThreadBatchSubmitter[_T]:
@@ -218,18 +222,33 @@ class ThreadBatchSubmitter(Generic[_T]):
     def _drain(self, me: object) -> None:
         """Send what is queued, unless another one is at it; ``me`` is this call's own object."""
         while True:
+            batch: SendBatch[_T] | None = None
             try:
-                with self._changed:
+                with self._lock:
                     if self._sender is not None or not self._to_send:
                         return
                     self._sender = me
                     batch = self._to_send[0]
                 self._send(batch)
+            except BaseException as error:
+                if batch is not None:
+                    self._not_sent(batch, error)
+                raise
             finally:
                 self._leave(me)
 
+    def _not_sent(self, batch: SendBatch[_T], error: BaseException) -> None:
+        """An exception came out of the middle of the send, perhaps while another one was dealt with."""
+        with self._lock:
+            if batch in self._to_send:
+                # Not begun: it is sent next.
+                self._under_way.pop(batch, None)
+                return
+        if batch not in self._awaited:
+            self._failed(batch, error)
+
     def _leave(self, me: object) -> None:
-        with self._changed:
+        with self._lock:
             if self._sender is me:
                 self._sender = None
                 self._changed.notify_all()
@@ -244,14 +263,14 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _recover(self, me: object) -> None:
         """Go on after it: nothing that was queued waits for the next call."""
-        with self._changed:
+        with self._lock:
             self._mend(me)
         self._drain(me)
 
     def _send(self, batch: SendBatch[_T]) -> None:
         """The first batch of the queue."""
         try:
-            with self._changed:
+            with self._lock:
                 self._under_way[batch] = ()
                 self._to_send.popleft()
             # From here on a ticket is running and cannot be cancelled any more.
@@ -267,22 +286,17 @@ class ThreadBatchSubmitter(Generic[_T]):
                     self._on_result(batch, result)
                 else:
                     result.add_done_callback(functools.partial(self._on_result, batch))
+                    with self._lock:
+                        if batch in self._under_way:
+                            self._awaited[batch] = None
                 return
             if hasattr(result, "__await__"):
                 if inspect.iscoroutine(result):
                     result.close()
                 raise BatchUsageError("a thread cannot await: send_batch must return a concurrent future")
             self._finish(batch, unpack_outcomes(result, len(entries)))
-        except BaseException as error:
-            # Also an interrupt: the batch is over, its requests perhaps served.
-            with self._changed:
-                if batch in self._to_send:
-                    # Not begun: it is sent next.
-                    self._under_way.pop(batch, None)
-                    raise
-            self._failed(batch, error)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:  # noqa: BLE001 - a send's failure is its requests' outcome
+            self._not_sent(batch, error)
 
     def _withdraw(self, batch: SendBatch[_T], handed_over: Sequence[Entry[_T]]) -> None:
         """Requests whose tickets were cancelled while they were buffered end now."""
@@ -291,7 +305,7 @@ class ThreadBatchSubmitter(Generic[_T]):
         for entry, error in ends_of(batch, handed_over, [None] * len(handed_over)):
             if entry not in handed_over:
                 self._end(entry, error)
-                with self._changed:
+                with self._lock:
                     self._core.settle(entry)
 
     def _on_result(self, batch: SendBatch[_T], result: concurrent.futures.Future[Any]) -> None:
@@ -337,9 +351,10 @@ class ThreadBatchSubmitter(Generic[_T]):
             except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
                 interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
                 self._end(entry, error)
-        with self._changed:
+        with self._lock:
             for entry, error in ends:
                 self._core.settle(entry, failed=error is not None and entry in handed_over, unknown=is_unknown(error))
+            self._awaited.pop(batch, None)
             if self._under_way.pop(batch, None) is not None:
                 self._to_send.extend(self._core.send_over())
             self._changed.notify_all()
@@ -362,10 +377,12 @@ class ThreadBatchSubmitter(Generic[_T]):
 
     def _after_fork_in_child(self) -> None:
         # The requests are the parent's; its timer thread and whoever held the lock do not exist here.
-        self._changed = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._timer = None
         self._to_send.clear()
         self._under_way.clear()
+        self._awaited.clear()
         self._sender = None
         self._core.drop()
 

@@ -278,6 +278,8 @@ class Engine:
         self._alone = 0
         #: Number and frames of a message that a borrower is sending: until this is None again, it may have been sent or not.
         self._unsure: tuple[int, list[bytes | memoryview]] | None = None
+        #: A borrower waits for a message; interrupted in it, the binding may have received one and dropped it.
+        self._receiving = False
         self._resolutions: dict[aio.AbstractEventLoop, list[tuple[aio.Future[Any], Any, Any]]] = {}
         self._opened = threading.Event()
         self._link = Link.connect(address, config, issue(key, secrets.token_bytes(wire.NONCE_BYTES)))
@@ -830,6 +832,12 @@ class Engine:
                 raise self._send_failed()
             session.sealer.sequence = number
             self._unsure = None
+        if self._receiving:
+            self._receiving = False
+            if not link.unread:
+                # Nobody waits for it: with a borrower nothing but its own call was under way.
+                link.drop_rest()
+                session.opener.may_miss_one()
         if link.unread:
             self._receive(link, session, seen=True)
 
@@ -876,7 +884,9 @@ class Engine:
         sealer.sequence = number
         self._unsure = None
         self.totals.bytes_sent += payload.size_bytes
+        self._receiving = True
         first = link.wait_frame()
+        self._receiving = False
         if first is None or not wire.is_answer(first, call_id):
             return False
         try:

@@ -102,7 +102,9 @@ class Loan:
         self._on_free = on_free
         self._views = 0
         # Re-entrant: the last view can be dropped by a collection inside any of these sections.
-        self._changed = threading.Condition(threading.RLock())
+        # Entered by itself: the condition's own ``__exit__`` is Python, and an interrupt there would keep it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     def view(self) -> Any:
         """A read-only view to pass on; the loan is not free while it, or anything made from it, exists."""
@@ -110,7 +112,7 @@ class Loan:
         # An object of its own, which every view keeps alive through the buffer protocol, however it was sliced.
         exporter = source.reshape(-1).view(numpy.uint8)
         exporter = exporter.view()
-        with self._changed:
+        with self._lock:
             self._views += 1
         weakref.finalize(exporter, self._returned).atexit = False
         data: Any = exporter
@@ -126,11 +128,11 @@ class Loan:
 
     def wait_free(self, timeout_s: float | None = None) -> bool:
         """Block until the loan is free; False if it was not in time."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: self._views == 0, timeout_s)
 
     def _returned(self) -> None:
-        with self._changed:
+        with self._lock:
             self._views -= 1
             if self._views:
                 return

@@ -10,7 +10,8 @@ taken or not, and ``give`` may be repeated by whoever was interrupted in it.
 
 from __future__ import annotations
 
-import threading
+import contextlib
+import queue
 from typing import Final
 
 #: Whoever gives the turn back says so; this is only how soon the I/O thread looks again if it was interrupted before that.
@@ -24,7 +25,8 @@ class Turn:
 
     def __init__(self) -> None:
         self._holder: dict[int, object] = {0: self}
-        self._given = threading.Event()
+        #: In C, unlike an event: an interrupt in the middle of it would keep an event's lock.
+        self._given: queue.SimpleQueue[None] = queue.SimpleQueue()
         #: Whether callers may take it.
         self.lent = False
         #: Whether the I/O thread waits for it: no caller begins another exchange.
@@ -39,7 +41,7 @@ class Turn:
         if self._holder.get(0) is me:
             del self._holder[0]
         if self.wanted:
-            self._given.set()
+            self._given.put(None)
 
     def lend(self) -> None:
         """The I/O thread's: callers may take turns until ``take_back``."""
@@ -50,7 +52,7 @@ class Turn:
         """The I/O thread's: wait for the end of the exchange under way, whose caller has been told to hurry."""
         self.wanted = True
         while self._holder.setdefault(0, self) is not self:
-            self._given.wait(_LOOK_AGAIN_S)
-            self._given.clear()
+            with contextlib.suppress(queue.Empty):
+                self._given.get(timeout=_LOOK_AGAIN_S)
         self.lent = False
         self.wanted = False

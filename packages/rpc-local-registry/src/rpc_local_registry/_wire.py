@@ -292,6 +292,7 @@ class Opener:
         "_direction",
         "_handshake",
         "_kinds",
+        "_may_miss",
         "_message_bytes_max",
         "_session",
         "_tag",
@@ -306,8 +307,13 @@ class Opener:
         self._kinds = (_HANDSHAKE_KINDS if self._handshake else _SESSION_KINDS)[direction]
         self._message_bytes_max = HANDSHAKE_BYTES_MAX if self._handshake else message_bytes_max
         self._buffers_max = 0 if self._handshake else buffers_max
+        self._may_miss = False
         #: Number of the last message accepted.
         self.sequence = 0
+
+    def may_miss_one(self) -> None:
+        """One message was perhaps received and dropped here, by an interrupt: the next one may be the one after it."""
+        self._may_miss = True
 
     def open(self, frames: Sequence[bytes | memoryview]) -> Message:
         """The message, or ``Refused``; a refusal leaves this object as it was.
@@ -349,7 +355,8 @@ class Opener:
         elif sequence != self.sequence + 1:
             if sequence <= self.sequence:
                 raise Refused("replayed", f"sequence {sequence} after {self.sequence}", authentic=True)
-            raise Refused("gap", f"sequence {sequence} after {self.sequence}", authentic=True)
+            if not self._may_miss or sequence != self.sequence + 2:
+                raise Refused("gap", f"sequence {sequence} after {self.sequence}", authentic=True)
         if kind not in self._kinds:
             raise Refused("kind", str(kind), authentic=True)
         offset = HEADER_BYTES + name_bytes
@@ -360,6 +367,7 @@ class Opener:
         if not buffer_count:
             if end != size or len(frames) != 1:
                 raise Refused("structure", "trailing bytes", authentic=True)
+            self._may_miss = False
             self.sequence = sequence
             return Message(kind, flags, call_id, argument, bytes(name), view[offset:end], [], total)
         if buffer_count == 1:
@@ -385,5 +393,6 @@ class Opener:
                 buffers.append(view[start:end])
         if end != size or external != len(frames):
             raise Refused("structure", "trailing bytes", authentic=True)
+        self._may_miss = False
         self.sequence = sequence
         return Message(kind, flags, call_id, argument, bytes(name), body, buffers, total)

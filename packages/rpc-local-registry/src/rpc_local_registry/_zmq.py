@@ -43,10 +43,9 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN: Final = int(zmq.POLLIN)
 _EVENT_STATE: Final = int(zmq.EVENTS)
-#: Arguments of one receive: do not wait, do not copy.
-_FLAGS: Final = (_NOBLOCK,)
+_MORE: Final = int(zmq.RCVMORE)
+#: Argument of a receive that waits.
 _WAITING: Final = (0,)
-_UNCOPIED: Final = (False,)
 #: Longest that a borrower of the socket waits in it, where no wake-up reaches it, seconds.
 BORROW_S: Final = 0.001
 #: What ``Link.poll`` found.
@@ -202,8 +201,8 @@ class Link:
         self._routed = kind == zmq.ROUTER
         if self._routed:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        #: Frames received and not yet read.
-        self._inbox: deque[zmq.Frame] = deque()
+        #: The first frame of a message that a borrower received and that is not yet read.
+        self._seen: deque[bytes] = deque()
         # The binding's poll without its wrapper, which costs as much again.
         self._sources: list[tuple[Any, int]] = [(socket, _POLLIN), (self._wake_fd, _POLLIN)]
         self._parked = select.poll()
@@ -410,49 +409,47 @@ class Link:
         At most ``frames_max`` + 1 come back, so that the reader sees an excess; the rest is dropped unread. Only after
         ``poll`` said ``READABLE``.
         """
-        inbox = self._inbox
-        frames: list[bytes | memoryview] = [self._socket.recv(_NOBLOCK)] if self._routed else []
-        frame = self._next_frame()
-        frames.append(frame.bytes)
-        inbox.popleft()
-        while frame.more:
-            frame = self._next_frame()
+        receive = self._socket.recv
+        frames: list[bytes | memoryview] = [receive(_NOBLOCK)] if self._routed else []
+        if self._seen:
+            frames.append(self._seen.popleft())
+            more = bool(self._socket.getsockopt(_MORE))
+        else:
+            frame = receive(_NOBLOCK, False)
+            frames.append(frame.bytes)
+            more = frame.more
+        while more:
+            frame = receive(_NOBLOCK, False)
             if len(frames) <= frames_max:
                 frames.append(frame.buffer)
-            inbox.popleft()
+            more = frame.more
         return frames
-
-    def _next_frame(self) -> zmq.Frame:
-        """The next frame, left in the inbox.
-
-        Received in one step of the interpreter, so that an interrupt comes before or after it and loses nothing.
-        """
-        if not self._inbox:
-            receive: Any = self._socket.recv
-            self._inbox.extend(map(receive, _FLAGS, _UNCOPIED))
-        return self._inbox[0]
 
     @property
     def unread(self) -> bool:
         """Whether a frame was left unread: ``poll`` knows nothing of it."""
-        return bool(self._inbox)
+        return bool(self._seen)
 
     def wait_frame(self) -> bytes | None:
         """For who has borrowed the socket: wait at most ``BORROW_S`` for a message, which is left unread.
 
         None if none came, or one of several frames.
         """
-        receive: Any = self._socket.recv
         try:
-            self._inbox.extend(map(receive, _WAITING, _UNCOPIED))
+            # In one step of the interpreter, and copied: a frame of the binding's drops an interrupt when it goes.
+            self._seen.extend(map(self._socket.recv, _WAITING))
         except zmq.Again:
             return None
-        frame = self._inbox[0]
-        return None if frame.more else frame.bytes
+        return None if self._socket.getsockopt(_MORE) else self._seen[0]
+
+    def drop_rest(self) -> None:
+        """Drop the further frames of a message whose first one was received and lost in a signal."""
+        while self._socket.getsockopt(_MORE):
+            self._socket.recv(_NOBLOCK)
 
     def looked(self) -> None:
         """The frame that was left unread has been read."""
-        self._inbox.popleft()
+        self._seen.popleft()
 
     def send(self, frames: Sequence[bytes | memoryview], routing_id: bytes = b"") -> bool:
         """Queue a message; False if that peer is gone (servers only)."""
