@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import random
 import struct
@@ -14,7 +15,7 @@ from rpc_local_registry import RpcConfig, RpcProtocolMismatch
 from rpc_local_registry import _session as session
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._engine import client_terms
-from rpc_local_registry._mac import AES_GMAC, BLAKE2B, HMAC_SHA256, MACS, HmacSha256, choose
+from rpc_local_registry._mac import AES_GMAC, BLAKE2B, BY_SIZE, HMAC_SHA256, MACS, SHORT_BYTES_MAX, HmacSha256, choose
 from rpc_local_registry._server import server_terms
 
 LIMITS = {"message_bytes_max": 1 << 20, "buffers_max": 16}
@@ -116,6 +117,21 @@ def test_replay_gap_and_reflection() -> None:
     assert refusal(opener, second) == "replayed"
     back = wire.Opener(HmacSha256(b"k" * 32), wire.TO_CLIENT, SESSION, **LIMITS)
     assert refusal(back, first) == "reflected"
+
+
+def test_one_message_may_be_missed_where_it_was_dropped_here() -> None:
+    """Exactly one, and only before the next that is accepted."""
+    sealer, opener = ends()
+    messages = [sealer.seal(wire.PING) for _ in range(9)]
+    opener.open(messages[0])
+    opener.may_miss_one()
+    assert refusal(opener, messages[3]) == "gap"
+    assert refusal(opener, messages[0]) == "replayed"
+    opener.open(messages[2])
+    assert refusal(opener, messages[4]) == "gap"
+    opener.may_miss_one()
+    opener.open(messages[3])
+    assert refusal(opener, messages[5]) == "gap"
 
 
 def test_directions_and_sessions_have_keys_of_their_own() -> None:
@@ -309,6 +325,20 @@ def test_the_cheapest_common_code() -> None:
     assert choose({HMAC_SHA256: 5, BLAKE2B: 4}, {HMAC_SHA256: 5, BLAKE2B: 9}) == HMAC_SHA256
     assert choose({HMAC_SHA256: 5, "rot13": 1}, {HMAC_SHA256: 5, "rot13": 1}) == HMAC_SHA256
     assert choose({HMAC_SHA256: 5}, {BLAKE2B: 1}) is None
+
+
+@pytest.mark.skipif(BY_SIZE not in MACS, reason="needs cryptography")
+def test_the_length_says_which_code() -> None:
+    """Short messages by BLAKE2b, long ones and those of several frames by AES-GMAC; no key is used for both."""
+    tag, key = MACS[BY_SIZE](b"k" * 32).tag, b"k" * 32
+    short = hashlib.blake2b(key=key, digest_size=32, person=b"short").digest()
+    long = MACS[AES_GMAC](hashlib.blake2b(key=key, digest_size=32, person=b"long").digest()).tag
+    for size in (0, 1, SHORT_BYTES_MAX):
+        data = bytes(size)
+        assert tag(7, data) == hashlib.blake2b(data, key=short, digest_size=32).digest()
+        assert tag(7, data, [b"more"]) == long(7, data, [b"more"])
+    data = bytes(SHORT_BYTES_MAX + 1)
+    assert tag(7, data) == long(7, data)
 
 
 @pytest.mark.parametrize("mac", MACS)
