@@ -352,7 +352,7 @@ def round_trip() -> list[Figure]:
     key, payload = new_key(), bytes(92)
     bare = {
         "": (BareEcho(), "<= 1.3", "a bare client with an I/O thread, one libzmq thread for both ends"),
-        "_own_contexts": (BareEcho(own_contexts=True), None, "the same with a libzmq thread for each end, as in two processes"),
+        "_own_contexts": (BareEcho(own_contexts=True), "<= 1.3", "the same, a libzmq thread for each end as in two processes"),
         "_direct": (BareDirect(own_contexts=True), None, "a bare socket that the caller drives, a libzmq thread for each end"),
     }  # fmt: skip
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +21,7 @@ from rpc_local_registry import (
     new_key,
     rpc_method,
 )
+from rpc_local_registry._codec import TypedDecoder
 from rpc_local_registry._turn import Turn
 from rpc_local_registry.testing import eventually
 
@@ -83,6 +86,16 @@ class Worker:
     def wait(self) -> str:
         """Until the gate opens."""
         return "opened" if self.gate.wait(PATIENCE_S) else "never"
+
+
+class Answer(msgspec.Struct):
+    """A result whose making calls the worker again."""
+
+    value: int
+    inner: ClassVar[Callable[[int], object]]
+
+    def __post_init__(self) -> None:
+        type(self).inner(self.value)
 
 
 class Lent:
@@ -153,6 +166,17 @@ class TestBorrowing:
                 array = np.arange(1000)
                 assert (lent.client.echo(array).remote(timeout_s=PATIENCE_S) == array).all()
                 assert lent.client.echo("x" * 500).remote(timeout_s=PATIENCE_S) == "x" * 500
+
+    def test_decoding_may_call_again(self) -> None:
+        """What a result's ``__post_init__`` does is done without the turn."""
+        with Lent() as lent:
+            inner: list[int] = []
+            method = lent.client.method("echo")
+            method.decoder = TypedDecoder(Answer)
+            Answer.inner = lambda value: inner.append(lent.client.echo(value).remote(timeout_s=PATIENCE_S))
+            before = lent.exchanges
+            assert method({"value": 5}).remote(timeout_s=PATIENCE_S).value == 5
+            assert (inner, lent.exchanges > before) == ([5], True)
 
     def test_a_stop_is_noticed_while_nobody_calls(self) -> None:
         """The I/O thread takes the socket back by itself."""

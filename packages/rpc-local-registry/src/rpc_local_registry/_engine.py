@@ -847,28 +847,33 @@ class Engine:
         try:
             if not turn.take(pending):
                 return
-            answered = self._borrow(pending, payload, flags, timeout_s)
+            answer = self._borrow(pending, payload, flags, timeout_s)
             turn.give(pending)
         except BaseException:
             # Perhaps once more: the interrupt may have come in the middle of it.
             turn.give(pending)
             self._link.wake()
             raise
-        if not answered:
+        if answer is None:
             self._link.wake()
+        else:
+            # Without the turn: what decoding runs of the caller's may call again.
+            self._finish(pending, answer)
 
-    def _borrow(self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None) -> bool:
-        """Send one call and wait for its answer, with the turn; False if the I/O thread must see to the rest.
+    def _borrow(
+        self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None
+    ) -> wire.Message | None:
+        """Send one call and wait for its answer, with the turn; None if the I/O thread must see to the rest.
 
         Can be interrupted anywhere. What it leaves is a call that was not registered, or one that the I/O thread goes on
         with: sent for sure or not (``_unsure``), its answer perhaps looked at and still unread.
         """
         link, session = self._link, self._session
         if session is None or self._unsure is not None or link.unread:
-            return False
+            return None
         with self._lock:
             if self._busy_otherwise():
-                return False
+                return None
             call_id = self._admit(payload)
             self._register(call_id, pending, payload)
         self._exchanges += 1
@@ -880,7 +885,7 @@ class Engine:
         frames = sealer.frames(number, wire.CALL, call_id, argument, payload, flags)
         self._unsure = number, frames
         if not link.send(frames):
-            return False
+            return None
         sealer.sequence = number
         self._unsure = None
         self.totals.bytes_sent += payload.size_bytes
@@ -888,17 +893,15 @@ class Engine:
         first = link.wait_frame()
         self._receiving = False
         if first is None or not wire.is_answer(first, call_id):
-            return False
+            return None
         try:
             message = session.opener.open((first,))
         except wire.Refused:
             # The I/O thread will find the same, and end the session.
-            return False
+            return None
         link.looked()
         self._count_received(message)
-        if self.remove(call_id) is not None:
-            self._finish(pending, message)
-        return True
+        return None if self.remove(call_id) is None else message
 
     def _serve(self, link: Link, session: Session[ServerTerms]) -> None:
         """The open session, until it ends with an exception or by ``close``."""
