@@ -655,7 +655,7 @@ class TestShutdown:
             with pytest.raises(RpcServerStopped):
                 one.echo(1).remote()
             assert time.monotonic() - begun_s < 10
-        assert service.closed == ["hold_async"]
+            eventually(lambda: service.closed == ["hold_async"])
 
     def test_repeated_and_early(self, service: Any, key: bytes) -> None:
         """Shutting down ten times, or before a start, is quiet; a stopped server does not start again."""
