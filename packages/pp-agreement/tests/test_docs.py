@@ -88,7 +88,7 @@ def test_groups_example_runs_over_mpi(world_comm, monkeypatch):
         ("explore", ["2 ranks, drain", "1 rank"]),
         ("simulate", ["--seeds", "20", "--jobs", "1"]),
         ("simulate", ["--seed", "7"]),
-        ("simulate", ["--groups", "--seeds", "10", "--jobs", "1"]),
+        ("simulate", ["--groups", "--seeds", "4", "--jobs", "1"]),
         ("fuzz", ["--count", "2000"]),
     ],
 )

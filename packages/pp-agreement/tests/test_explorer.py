@@ -59,7 +59,7 @@ ALIKE = {
     "reopening": World(2, withdrawers=(1,), withdraw_reason=Reason.NOT_READY, terminal=(1, 0), attempts=2, lazy=()),
     "idle voters": World(2, terminal=(0, 2), idle_voters=(0, 1), withdrawers=(0,), lazy=()),
     "doubt": World(2, ready=False, terminal=(0, 0), doubters=(0, 1), ticks=1),
-    "drain": World(2, 2, ready=False, terminal=(0, 1), drain=True, lazy=()),
+    "drain": World(2, ready=False, terminal=(0, 1), drain=True, lazy=()),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from pp_agreement import (
     Agreement,
     AgreementConfig,
+    Committed,
     ConfigurationError,
     Domain,
     Fault,
@@ -49,7 +50,7 @@ def settle(agreements, times=10):
     return events
 
 
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_seeds(block):
     """Whole groups through every fault, by the invariants of one domain of all ranks; every seed converges."""
     faults = collections.Counter()
@@ -205,6 +206,50 @@ def test_an_interrupt_while_a_leader_joins_stops_the_domain():
         agreement.publish_ready(key)
     with pytest.raises(KeyboardInterrupt):
         settle(agreements)
+    settle(agreements)
+    assert all(a.stopped.code is FaultCode.INTERNAL for a in agreements)
+
+
+def test_a_handler_may_call_while_a_leader_s_voice_is_in_a_step():
+    """A signal handler's call between two lines of the voice's step is taken, and rises when the step is over."""
+    agreements, _network = agreements_of(TWO)
+    leader = agreements[0]
+    keys = [[a.admit(number, number, ready=False) for number in (1, 2)] for a in agreements]
+    book = leader._voice._core.book
+    honest, calls = book.note, []
+
+    def interrupted(*arguments):
+        book.note = honest
+        calls.append(leader.vote_terminal(keys[0][1], Outcome.FAILED))
+        honest(*arguments)
+
+    for agreement, (first, second) in zip(agreements, keys):
+        if agreement is not leader:
+            agreement.vote_terminal(second, Outcome.COMPLETED)
+        if agreement.rank != 1:
+            agreement.vote_terminal(first, Outcome.COMPLETED)
+    settle(agreements)
+    book.note = interrupted
+    agreements[1].vote_terminal(keys[1][0], Outcome.COMPLETED)
+    events = settle(agreements)
+    assert calls == [True] and all(a.stopped is None for a in agreements)
+    for agreement in agreements:
+        outcomes = {e.key.incarnation: e.outcome for e in events[agreement.rank] if isinstance(e, Committed)}
+        assert outcomes == {1: Outcome.COMPLETED, 2: Outcome.FAILED}
+
+
+def test_an_interrupt_in_a_voice_s_poll_stops_the_group_at_once():
+    agreements, _network = agreements_of(TWO)
+    leader = agreements[0]
+
+    def broken(_frames_max):
+        raise KeyboardInterrupt
+
+    honest, leader._voice._transport.receive = leader._voice._transport.receive, broken
+    with pytest.raises(KeyboardInterrupt):
+        leader.poll()
+    assert leader.stopped.code is FaultCode.INTERNAL
+    leader._voice._transport.receive = honest
     settle(agreements)
     assert all(a.stopped.code is FaultCode.INTERNAL for a in agreements)
 

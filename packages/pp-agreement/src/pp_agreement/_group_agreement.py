@@ -79,9 +79,12 @@ class GroupAgreement(Agreement):
         method(*given, self._clock())
 
     def _join(self) -> None:
-        """What the group has agreed rises, what the domain has decided falls."""
+        """What the group has agreed rises, what the domain has decided falls.
+
+        Not while a step of either core runs (a signal handler, a callback): whatever runs there joins them afterwards.
+        """
         bridge, voice = self._bridge, self._voice
-        if bridge is None or voice is None or self._joining:
+        if bridge is None or voice is None or self._joining or self._core.stepping or voice._core.stepping:
             return
         self._joining = True
         try:
@@ -165,9 +168,11 @@ class GroupAgreement(Agreement):
             return events
         self._events[:0] = events
         self._join()
-        if not voice._ended:
-            voice._events[:0] = voice.poll()
-        self._join()
+        try:
+            if not voice._ended:
+                voice._events[:0] = voice.poll()
+        finally:
+            self._join()
         wanting = self._core.streams.wanting()
         if wanting:
             self._flush(wanting, self._clock())

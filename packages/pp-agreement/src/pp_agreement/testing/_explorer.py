@@ -609,25 +609,14 @@ CI_WORLDS: dict[str, World] = {
     "3 ranks, frames": World(3, withdrawers=(1,), terminal=(0, 1, 2), frames=True),
     "3 ranks x 2, terminal, frames": World(3, 2, ready=False, terminal=(0, 1, 2), frames=True),
     "3 replicas, all withdraw": World(3, withdrawers=(0, 1, 2), revoke=True, terminal=(0, 1, 2), replicated=True),
-    "2 replicas, reopening": World(
-        2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, revoke=True, terminal=(0, 2), attempts=2, unheard=True,
-        replicated=True,
-    ),
     "2 replicas x 2, drain, one credit": World(
         2, 2, withdrawers=(1,), terminal=(0, 1), drain=True, credits=1, unheard=True, replicated=True,
-    ),
-    "2 replicas, doubt and quarantine": World(
-        2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), ticks=1, replicated=True,
     ),
     "2 ranks, round time-outs": World(
         2, withdrawers=(1,), revoke=True, terminal=(0, 1), round_timeout=True, ticks=1, lazy=(),
     ),
     "3 ranks, silence": World(3, ready=False, terminal=(0, 1, 0), silence=True, ticks=1, lazy=()),
-    "2 ranks, silence and drain": World(
-        2, withdrawers=(1,), terminal=(0, 1), silence=True, ticks=1, drain=True, lazy=(),
-    ),
     "2 x 2 ranks, all phases": World(4, groups=(2, 2), withdrawers=(3,), revoke=True, terminal=(0, 1, 2, 0), lazy=()),
-    "2 x 2 ranks, unheard": World(4, groups=(2, 2), withdrawers=(3,), terminal=(0, 1, 2, 0), unheard=True, lazy=()),
     "2 x 2 ranks, idle voters": World(4, groups=(2, 2), terminal=(0, 1, 2, 0), idle_voters=(1, 3), lazy=()),
     "2 x 2 ranks, doubt": World(4, groups=(2, 2), ready=False, terminal=(0, 1, 0, 0), doubters=(1, 2), ticks=1, lazy=()),
     "2 x 2 ranks, leases expire": World(4, groups=(2, 2), terminal=(0, 1), lease_timeout=True, ticks=1, lazy=()),
@@ -654,6 +643,17 @@ NIGHTLY_WORLDS: dict[str, World] = {
     "2 ranks x 2, drain, frames, one credit": World(
         2, 2, withdrawers=(1,), terminal=(0, 1), credits=1, frames=True, unheard=True, drain=True,
     ),
+    "2 replicas, reopening": World(
+        2, withdrawers=(0, 1), withdraw_reason=Reason.NOT_READY, revoke=True, terminal=(0, 2), attempts=2, unheard=True,
+        replicated=True,
+    ),
+    "2 replicas, doubt and quarantine": World(
+        2, withdrawers=(1,), terminal=(0, 0), doubters=(0, 1), ticks=1, replicated=True,
+    ),
+    "2 ranks, silence and drain": World(
+        2, withdrawers=(1,), terminal=(0, 1), silence=True, ticks=1, drain=True, lazy=(),
+    ),
+    "2 x 2 ranks, unheard": World(4, groups=(2, 2), withdrawers=(3,), terminal=(0, 1, 2, 0), unheard=True, lazy=()),
     "3 replicas, idle voters": World(
         3, terminal=(0, 1, 2), idle_voters=(0, 1, 2), withdrawers=(1,), unheard=True, replicated=True,
     ),
