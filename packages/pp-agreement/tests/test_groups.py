@@ -167,6 +167,21 @@ def test_a_close_that_is_given_up_is_told_to_every_group():
     assert all(a.stopped is not None and a.stopped.code is FaultCode.HOST for a in agreements)
 
 
+def test_a_group_does_not_close_before_the_leaders():
+    """Where any rank has closed cleanly every leader has closed: while one does not, no other group ends."""
+    agreements, _network = agreements_of(TWO)
+    agreements[0].start_drain(0)
+    settle(agreements)
+    for _ in range(20):
+        assert [a.close(0.0) for a in agreements[:2]] == [False, False]
+        settle(agreements, 1)
+    left = list(agreements)
+    for _ in range(20):
+        left = [a for a in left if not a.close(0.0)]
+        settle(left, 1)
+    assert left == []
+
+
 def test_a_failure_of_any_rank_reaches_every_group():
     for culprit in range(4):
         agreements, _network = agreements_of(TWO)

@@ -18,11 +18,14 @@ from pp_agreement import (
     Lanes,
     Outcome,
     SilenceVerdict,
+    Sweep,
     TransportError,
     WouldBlock,
     ZmqTransport,
     verify,
 )
+from pp_agreement._codec import Codec
+from pp_agreement._events import Frame
 from pp_agreement.testing import check_transport
 
 WORLD = Domain(9, (4, 0, 7, 2))
@@ -145,6 +148,31 @@ def test_a_lane_that_is_not_polled_bounds_the_others():
     assert all(agreement.stopped is None for agreement in beside.agreements.values())
 
 
+def test_a_ring_is_empty_only_when_nothing_waits_here():
+    """What one look brought and this lane did not take yet is no silence, and a look of another lane is as good as its own."""
+    beside = Beside((UP, DOWN))
+    coordinator, other = (beside.lanes[7].transport(domain) for domain in (UP, DOWN))
+    sender = beside.lanes[0].transport(UP)
+    for number in (1, 2):
+        sender.send(3, Codec(UP, 0, 4096).encode(3, Frame(number, 0, ())))
+    assert other.receive(8) == Sweep(
+        [], 0b1000
+    )  # looks for both: rank 0, the fourth of that lane, has said nothing in it
+    first, second, quiet = (coordinator.receive(1) for _ in range(3))
+    assert [peer for peer, _data in first.frames + second.frames] == [0, 0] and not quiet.frames
+    assert not first.empty & 1 and quiet.empty == 0b0111
+
+
+def test_the_carrier_stays_until_its_last_lane_is_closed():
+    beside = Beside((UP, DOWN))
+    beside.lanes[7].transport(UP).close(True)
+    assert beside.carriers[7].closed is None
+    beside.lanes[7].transport(DOWN).close(False)
+    assert beside.carriers[7].closed is False  # cleanly only when every lane was
+    beside.lanes[7].transport(DOWN).close(True)
+    assert beside.carriers[7].closed is False
+
+
 def test_what_comes_before_a_lane_is_opened_waits():
     """One rank opens its second lane late; the frames that came meanwhile are its first."""
     now_s = 0.0
@@ -194,8 +222,13 @@ def test_evidence_of_a_death_reaches_every_lane_with_that_rank():
 def test_a_broken_carrier_breaks_every_lane():
     beside = Beside((UP, DOWN))
 
+    raised = []
+
     def broken(_frames_max):
-        raise TransportError("gone", rank=2)
+        if not raised:
+            raised.append(True)
+            raise TransportError("gone", rank=2)
+        return Sweep([], 0)
 
     beside.carriers[7].receive = broken
     beside.settle(2)

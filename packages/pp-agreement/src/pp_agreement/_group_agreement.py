@@ -90,18 +90,12 @@ class GroupAgreement(Agreement):
         try:
             bridge.join(voice._take)
         except LocalProtocolError as error:  # not the host's mistake: what a group says is never refused outside
-            self._break_off(error)
-        except BaseException as error:  # half of it may have been said
-            self._break_off(error)
+            super().fail(f"broken off: {error!r}", FaultCode.INTERNAL)
+        except BaseException as error:  # half of it may have been said; the group's end rises with the next call
+            super().fail(f"broken off: {error!r}", FaultCode.INTERNAL)
             raise
         finally:
             self._joining = False
-
-    def _break_off(self, error: BaseException) -> None:
-        told = f"broken off: {error!r}"
-        super().fail(told, FaultCode.INTERNAL)
-        if self._voice is not None:
-            self._voice.fail(told, FaultCode.INTERNAL)
 
     def _call(self, work: Callable[..., Any], *given: Any) -> Any:
         answer = super()._call(work, *given)

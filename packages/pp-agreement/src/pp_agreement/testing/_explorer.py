@@ -297,6 +297,8 @@ class Explorer:
             if not self.world.crash and not (self.world.round_timeout and event.code is ev.FaultCode.ROUND_TIMEOUT):
                 raise PropertyViolation(f"member {member}: {event}")
             return state
+        if isinstance(event, ev.Drained) and not all(self.cores[i].ending.reported for i in state[0]):
+            raise PropertyViolation(f"member {member}: drained before every rank has decided everything")
         if not hasattr(event, "key"):
             return state
         index = event.key.incarnation - 1
