@@ -151,6 +151,37 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     synthetic: SyntheticConfig = SyntheticConfig()
 
 
+class HttpConfig(_Section, frozen=True, kw_only=True):
+    """What one HTTP listener grants to those who reach it, before anybody looks at who they are.
+
+    A client is an IPv4 address, or the /64 network of an IPv6 address. Behind a proxy all clients have its address: raise
+    the two bounds per client to the bounds in all.
+    """
+
+    #: A connection's first request, and each request's head, must be whole so long after it has begun (s); 408.
+    header_timeout_s: PositiveFloat = 10.0
+    #: A body must be whole so long after its head (s); 408.
+    body_timeout_s: PositiveFloat = 60.0
+    #: A connection between two requests is closed after so long (s).
+    idle_timeout_s: PositiveFloat = 75.0
+    #: A client that takes nothing of its answer for so long is disconnected (s).
+    write_timeout_s: PositiveFloat = 60.0
+    #: Request line and headers of one request, and what follows a chunked body (bytes); 431.
+    header_bytes_max: Annotated[int, msgspec.Meta(ge=1024, le=2**24)] = 64 * 1024
+    #: Headers of one request (count); 431.
+    header_count_max: PositiveInt = 128
+    #: Connections that are open at once (count); 503.
+    connections_max: PositiveInt = 4096
+    #: Of one client (count); 429.
+    connections_per_client_max: PositiveInt = 2048
+    #: Requests of one connection that have come before the first was answered (count); 429.
+    requests_pipelined_max: PositiveInt = 16
+    #: Bytes of bodies that have come and were not decoded yet, of all requests; 503.
+    reading_bytes_max: PositiveInt = 256 * 1024 * 1024
+    #: Of one client; 429.
+    reading_bytes_per_client_max: PositiveInt = 128 * 1024 * 1024
+
+
 class InstanceConfig(_Section, frozen=True, kw_only=True):
     """One instance: a world of ranks behind one address."""
 
@@ -176,6 +207,10 @@ class InstanceConfig(_Section, frozen=True, kw_only=True):
     rpc: RpcSettings = RpcSettings()
     #: ``thread``: the API server is a thread of rank 0's process. ``spawn``: a process of its own.
     proxy: Literal["thread", "spawn"] = "thread"
+    #: Largest accepted body (bytes); more get 413.
+    body_bytes_max: PositiveInt = 16 * 1024 * 1024
+    #: Bounds of the instance's HTTP listener.
+    http: HttpConfig = HttpConfig()
 
     @property
     def world_size(self) -> int:
@@ -190,11 +225,27 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     request_timeout_s: PositiveFloat = 600.0
     #: Requests in the front at once (count); more get 429.
     max_requests: PositiveInt = 4096
+    #: Of one API key, or where there are no keys of one client address (count); more get 429. None: half of ``max_requests``.
+    max_requests_per_client: PositiveInt | None = None
     router: RouterConfig = RouterConfig()
     #: For trials of generation-first: of every so many context legs the last is sent first (count). 1: as they arrive.
     context_leg_group: PositiveInt = 1
-    #: Largest accepted body (bytes).
+    #: API keys of clients (see docs/security.md): a file of this user's that others may not read. None: no key is asked for.
+    api_keys_file: str | None = None
+    #: Whose cached prefixes a request may find: those of requests with its own key, or everybody's.
+    prefix_sharing: Literal["per_key", "all"] = "per_key"
+    #: Certificate (with its chain) and its key, PEM; both or neither. None: the front speaks plain HTTP.
+    tls_certificate_file: str | None = None
+    tls_key_file: str | None = None
+    #: Largest accepted body (bytes); more get 413.
     body_bytes_max: PositiveInt = 16 * 1024 * 1024
+    #: Bounds of the front's HTTP listener.
+    http: HttpConfig = HttpConfig()
+
+    @property
+    def requests_per_client_max(self) -> int:
+        """Requests that one key or client may have at once (count)."""
+        return self.max_requests_per_client or max(1, self.max_requests // 2)
 
 
 class ServiceConfig(_Section, frozen=True, kw_only=True):
@@ -450,6 +501,9 @@ def _check(config: ServiceConfig) -> None:
             "generation_servers.pipeline_parallel_size",
             f"only 1 is supported, got {config.generation_servers.pipeline_parallel_size}",
         )
+    for given, wanted in (("tls_certificate_file", "tls_key_file"), ("tls_key_file", "tls_certificate_file")):
+        if getattr(config.front, given) is not None and getattr(config.front, wanted) is None:
+            raise ConfigError(f"front.{wanted}", f"is wanted with {given}, got null")
     lease_timeout_s = config.generation_servers.cache_transceiver_config.lease_timeout_s
     if lease_timeout_s is not None:
         raise ConfigError(

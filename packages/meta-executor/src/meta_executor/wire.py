@@ -119,6 +119,8 @@ class ContextRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Generation of this context instance that the front chose; another one is refused (409) before memory is touched.
     endpoint_generation: Generation
     conversation_id: str | None = None
+    #: Cached prefixes are shared among requests with the same one.
+    cache_salt: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class ContextResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +156,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Generation of this generation instance that the front chose.
     endpoint_generation: Generation
     conversation_id: str | None = None
+    #: Cached prefixes are shared among requests with the same one.
+    cache_salt: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class GenerationChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -21,9 +22,11 @@ from meta_executor import wire
 from meta_executor.config import FrontConfig, SyntheticConfig
 from meta_executor.engine.synthetic import synthetic_model_info
 from meta_executor.engine.tokenizer import Tokenizer
-from meta_executor.front.app import FrontService, create_app
+from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer, make_directory
+from meta_executor.listener.access import KeyFile
+from meta_executor.listener.serving import listen, server_of, url_of
 
 KEY = "ab" * 32
 VOCABULARY = 512
@@ -39,7 +42,7 @@ class Servers:
     """HTTP servers of one test, stopped all at once."""
 
     def __init__(self) -> None:
-        self._running: dict[str, tuple[_Server, asyncio.Task[None]]] = {}
+        self._running: dict[str, tuple[uvicorn.Server, asyncio.Task[None]]] = {}
 
     def start(self, app: Starlette, port: int = 0) -> str:
         listener = socket.socket(proto=socket.IPPROTO_TCP)
@@ -52,6 +55,21 @@ class Servers:
             )
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._running[url] = (server, asyncio.create_task(server.serve(sockets=[listener])))
+        return url
+
+    def start_front(self, service: FrontService, hostname: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> str:
+        """As the front's process does."""
+        listener = listen(hostname, 0)
+        server = server_of(
+            create_app(service),
+            service.config.http,
+            service.ledger,
+            body_bytes_max=service.config.body_bytes_max,
+            worded=worded,
+            tls=tls,
+        )
+        url = url_of(listener, tls=tls is not None)
         self._running[url] = (server, asyncio.create_task(server.serve(sockets=[listener])))
         return url
 
@@ -305,7 +323,14 @@ def byte_tokenizer() -> Tokenizer:
 def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.AbstractAsyncContextManager[Cluster]]:
     @contextlib.asynccontextmanager
     async def make(
-        style: str = "context_first", contexts: int = 1, generations: int = 1, prepare: bool = True, **config: Any
+        style: str = "context_first",
+        contexts: int = 1,
+        generations: int = 1,
+        prepare: bool = True,
+        keys: KeyFile | None = None,
+        tls: ssl.SSLContext | None = None,
+        hostname: str = "127.0.0.1",
+        **config: Any,
     ) -> AsyncIterator[Cluster]:
         instances = [FakeInstance("context", f"ctx-{i}", byte_tokenizer) for i in range(contexts)]
         instances += [FakeInstance("generation", f"gen-{i}", byte_tokenizer) for i in range(generations)]
@@ -336,9 +361,13 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
                 directory=directory,
                 legs=legs,
                 key=KEY,
+                keys=keys,
             )
-            url = running.start(create_app(service))
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=20, trust_env=False))
+            stack.callback(service.close)
+            url = running.start_front(service, hostname, tls)
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(timeout=20, trust_env=False, verify=False, headers={wire.KEY_HEADER: KEY})
+            )
             yield Cluster(service, url, client, instances, running)
 
     return make

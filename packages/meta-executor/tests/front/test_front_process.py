@@ -15,7 +15,7 @@ import pytest
 
 from meta_executor import wire
 from meta_executor.config import EngineConfig, InstanceSpec, RunSpec, ServiceConfig, SyntheticConfig
-from meta_executor.front.runner import _listen
+from meta_executor.listener.serving import listen
 from meta_executor.supervise.report import Listener, Message
 
 pytestmark = pytest.mark.asyncio
@@ -149,7 +149,7 @@ async def test_second_signal_cuts(make_cluster: Any, tmp_path: Path) -> None:
 
 async def test_answers_do_not_wait_for_acknowledgements() -> None:
     """asyncio switches Nagle's algorithm off only for sockets that name their protocol; accepted ones inherit it."""
-    listener = _listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     assert listener.proto == socket.IPPROTO_TCP
     assert not listener.getblocking()
     listener.close()

@@ -54,7 +54,8 @@ class PlannedBlocks:
     def acquire(self, sequence: Sequence, token_capacity: int) -> bool:
         """Blocks for so many tokens, the cached beginning of the prompt included. False: not enough free ones now."""
         try:
-            got = self.pool.acquire(sequence.request_id, sequence.request.token_ids, token_capacity)
+            got = self.pool.acquire(sequence.request_id, sequence.request.token_ids, token_capacity,
+                                    salt=sequence.request.cache_salt.encode())  # fmt: skip
         except KVPoolExhausted:
             return False
         sequence.block_ids = list(got.block_ids)
@@ -64,7 +65,9 @@ class PlannedBlocks:
 
     def store_prefix(self, sequence: Sequence) -> None:
         """The prompt's KV is complete on every rank: its full blocks may be found by later prompts."""
-        self.pool.store_prefix(sequence.request_id, sequence.request.token_ids)
+        self.pool.store_prefix(
+            sequence.request_id, sequence.request.token_ids, salt=sequence.request.cache_salt.encode()
+        )
 
     def release(self, sequence: Sequence) -> None:
         """Give back."""

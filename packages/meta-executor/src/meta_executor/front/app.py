@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from endpoint_lifecycle import (
     AsyncEndpointDirectory,
@@ -47,10 +46,28 @@ from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
 from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
+from meta_executor.front.tenants import Tenants
+from meta_executor.listener.access import CALLER, Access, Caller, Guard, KeyFile, Need, table
+from meta_executor.listener.bounds import Ledger
+from meta_executor.listener.reading import BodyDecoder, BodyTooLarge, body_decoded, read_body
 
 _LOG = logging.getLogger("meta_executor.front")
 #: The API's own word for a client that left; nobody reads it.
 _CLIENT_LEFT = 499
+#: What of a path is repeated in an error (characters).
+_ECHO_MAX = 200
+#: What each path wants; every other path a client's key.
+NEED_OF = table(
+    {
+        "/health": Need.OPEN,
+        "/live": Need.OPEN,
+        "/metrics": Need.STATISTICS,
+        "/prometheus/metrics": Need.STATISTICS,
+        "/server_info": Need.STATISTICS,
+        "/cluster_info": Need.STATISTICS,
+    },
+    prefixes={"/debug/": Need.OPERATOR, "/internal/": Need.RUN},
+)
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -67,7 +84,8 @@ class FrontService:
         servers: Instances.
         directory: Of them; entered by the caller.
         legs: HTTP to them.
-        key: The run's key (hex), for ``/internal/*``.
+        key: The run's key (hex).
+        keys: API keys of clients; None: none are asked for.
         clock: Monotonic time (s).
         on_drain: Called once when a drain begins.
     """
@@ -84,6 +102,7 @@ class FrontService:
         directory: AsyncEndpointDirectory,
         legs: LegClient,
         key: str,
+        keys: KeyFile | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_drain: Callable[[], None] | None = None,
     ) -> None:
@@ -94,13 +113,16 @@ class FrontService:
         self.schedule_style = schedule_style
         self.servers = tuple(servers)
         self.directory = directory
-        self.metrics = FrontMetrics()
+        self.access = Access(key, keys)
+        self.ledger = Ledger(config.http)
+        self.metrics = FrontMetrics(self.ledger)
         self.choices = Choices(directory, self.servers, legs, config.router.type, clock)
         self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices)
         self.running = 0
         self.draining = False
         self.created = int(time.time())
-        self._key = key
+        self._tenants = Tenants(bytes.fromhex(key), config.prefix_sharing)
+        self._bodies = BodyDecoder()
         self._clock = clock
         self._on_drain = on_drain
         self._checker = Checker(
@@ -110,6 +132,8 @@ class FrontService:
             schedule_style=schedule_style,
             request_timeout_s=config.request_timeout_s,
             limits=self.token_limits,
+            tenants=self._tenants,
+            bodies=self._bodies,
         )
         self._idle = asyncio.Event()
         self._idle.set()
@@ -138,22 +162,30 @@ class FrontService:
             run.cancel()
         return len(self._runs)
 
+    def close(self) -> None:
+        """End what runs beside the loop. Idempotent."""
+        self._bodies.close()
+
     def can_serve(self) -> bool:
         """Whether a request that came now would find both its legs."""
         return not self.draining and self.directory.ready(context=1, generation=1)
 
     @contextlib.contextmanager
-    def _admitted(self) -> Any:
+    def _admitted(self, caller: Caller) -> Any:
         if self.draining:
             raise ApiError(503, "the service is draining", code="draining")
         if self.running >= self.config.max_requests:
             raise ApiError(429, f"{self.running} requests are running, at most {self.config.max_requests}", code="busy")
+        if self._tenants.running(caller) >= (most := self.config.requests_per_client_max):
+            raise ApiError(429, f"{most} requests of this client are running", code="busy")
         self.running += 1
+        self._tenants.begin(caller)
         self.metrics.running.set(self.running)
         self._idle.clear()
         try:
             yield
         finally:
+            self._tenants.end(caller)
             self.running -= 1
             self.metrics.running.set(self.running)
             if self.running == 0:
@@ -172,9 +204,13 @@ class FrontService:
     async def _endpoint(self, request: Request, *, chat: bool) -> Response:
         self.metrics.total_requests.inc()
         accepted = self._clock()
+        caller = request.scope["state"][CALLER]
         try:
-            body = await self._body(request)
-            call = await (self._checker.chat if chat else self._checker.completion)(body, accepted)
+            body = await read_body(request, self.config.body_bytes_max)
+            call = await (self._checker.chat if chat else self._checker.completion)(body, accepted, caller)
+        except BodyTooLarge as error:
+            self.metrics.validation_exceptions.inc()
+            return _error(ApiError(413, str(error), code="too_large"))
         except ApiError as error:
             self.metrics.validation_exceptions.inc()
             return _error(error)
@@ -185,19 +221,11 @@ class FrontService:
             self.metrics.internal_errors.inc()
             _LOG.exception("reading a request failed in the front")
             return _error(ApiError(500, "the front failed; its log says why", code="internal"))
+        finally:
+            body = b""
+            body_decoded(request)
         (self.metrics.stream_requests if call.stream else self.metrics.nonstream_requests).inc()
         return _Answer(self, call)
-
-    async def _body(self, request: Request) -> bytes:
-        limit = self.config.body_bytes_max
-        parts = []
-        size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes", code="too_large")
-            parts.append(part)
-        return b"".join(parts)
 
     def token_limits(self) -> TokenLimits:
         """What a request may have: the model's limit, the instances' and their KV pools'."""
@@ -229,7 +257,9 @@ class FrontService:
     async def one_model(self, request: Request) -> Response:
         """``GET /v1/models/{name}``."""
         if request.path_params["name"] != self.served_name:
-            return _error(ApiError(404, f"model {request.path_params['name']!r} is not served here", param="model"))
+            return _error(
+                ApiError(404, f"model {request.path_params['name'][:_ECHO_MAX]!r} is not served here", param="model")
+            )
         return _json(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
@@ -304,8 +334,6 @@ class FrontService:
 
     async def drain(self, request: Request) -> Response:
         """``POST /internal/drain``: take nothing new, finish what runs, leave."""
-        if not hmac.compare_digest(request.headers.get(wire.KEY_HEADER, "").encode(), self._key.encode()):
-            return _json({"error": wire.UNAUTHORIZED, "message": f"{wire.KEY_HEADER} is not this run's"}, 401)
         running = self.running
         self.start_draining()
         return _json({"draining": True, "active": running})
@@ -350,7 +378,7 @@ class _Answer(Response):
         service = self._service
         try:
             try:
-                with service._admitted():
+                with service._admitted(self._call.caller):
                     async with asyncio.timeout(max(self._call.job.deadline - service._clock(), 0.0)):
                         await (self._stream(send) if self._call.stream else self._whole(send))
             except ApiError:
@@ -368,7 +396,9 @@ class _Answer(Response):
                 raise
             except Exception as error:
                 service.metrics.internal_errors.inc()
-                _LOG.exception("request %x failed in the front", self._call.job.request_id)
+                _LOG.exception(
+                    "request %x of %s failed in the front", self._call.job.request_id, self._call.caller.account
+                )
                 raise ApiError(500, "the front failed; its log says why", code="internal") from error
         except ApiError as error:
             service.metrics.http_exceptions.inc()
@@ -489,19 +519,26 @@ def _error(error: ApiError) -> Response:
     return _json(error.body(), error.status)
 
 
-def create_app(service: FrontService) -> Starlette:
-    """The routes over a service."""
+def worded(status: int, code: str, message: str) -> bytes:
+    """An error in the API's shape."""
+    return msgspec.json.encode(ApiError(status, message, code=code).body())
+
+
+def create_app(service: FrontService) -> ASGIApp:
+    """The routes over a service, for those who may."""
 
     async def not_found(request: Request, error: Exception) -> Response:
-        return _error(ApiError(404, f"no route {request.url.path}", code="not_found"))
+        return _error(ApiError(404, f"no route {request.url.path[:_ECHO_MAX]}", code="not_found"))
 
     async def wrong_method(request: Request, error: Exception) -> Response:
-        return _error(ApiError(405, f"{request.method} is not for {request.url.path}", code="method_not_allowed"))
+        return _error(
+            ApiError(405, f"{request.method} is not for {request.url.path[:_ECHO_MAX]}", code="method_not_allowed")
+        )
 
     def get(path: str, handler: Handler) -> Route:
         return Route(path, handler, methods=["GET"])
 
-    return Starlette(
+    routes = Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
@@ -520,3 +557,4 @@ def create_app(service: FrontService) -> Starlette:
         ],
         exception_handlers={404: not_found, 405: wrong_method},
     )
+    return Guard(routes, service.access, NEED_OF, worded, service.ledger)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +25,21 @@ from meta_executor.front import openai
 from meta_executor.front.dispatch import Job
 from meta_executor.front.openai import ApiError
 from meta_executor.front.servers import TokenLimits
+from meta_executor.front.tenants import Tenants
+from meta_executor.listener.access import Caller
+from meta_executor.listener.reading import BodyDecoder, StructureError
 
 #: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others.
 _ENCODE_INLINE_CHARACTERS = 8192
+#: Conversations of more messages are written out in a thread as well.
+_ENCODE_INLINE_MESSAGES = 64
+#: Members of a body (count): so many for each token that may be asked for, and so many besides.
+_ELEMENTS_PER_TOKEN, _ELEMENTS_BESIDES = 4, 1024
 #: Fewest tokens that a message of a conversation can have: two that frame it and one between.
 _MESSAGE_TOKENS_MIN = 3
+
+
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Call:
     """A checked request."""
 
     job: Job
+    caller: Caller
     stream: bool
     with_usage: bool
     with_ids: bool
@@ -54,6 +66,8 @@ class Checker:
         schedule_style: Order of the legs.
         request_timeout_s: Longest time that a request may take.
         limits: What a request may have now.
+        tenants: Keep clients apart.
+        bodies: Decodes.
     """
 
     def __init__(
@@ -65,6 +79,8 @@ class Checker:
         schedule_style: ScheduleStyle,
         request_timeout_s: float,
         limits: Callable[[], TokenLimits],
+        tenants: Tenants,
+        bodies: BodyDecoder,
     ) -> None:
         self._model = model
         self._served_name = served_name
@@ -72,40 +88,49 @@ class Checker:
         self._schedule_style = schedule_style
         self._request_timeout_s = request_timeout_s
         self._limits = limits
+        self._tenants = tenants
+        self._bodies = bodies
         self._ids = RequestIdGenerator(node_id=0)
 
-    async def chat(self, body: bytes, accepted: float) -> Call:
+    async def chat(self, body: bytes, accepted: float, caller: Caller) -> Call:
         """A body of ``POST /v1/chat/completions``.
 
         Raises:
             ApiError: Names the field.
         """
-        request = openai.decode_request(body, openai.ChatRequest)
+        request = await self._decoded(body, lambda text: openai.decode_request(text, openai.ChatRequest))
         self._check_model(request.model)
         limits = self._limits()
         if len(request.messages) * _MESSAGE_TOKENS_MIN > min(limits.prompt, limits.total):
             raise _too_long("messages", f"{len(request.messages)} messages", limits)
         messages = openai.messages_of(request)
         texts = [message["content"] for message in messages]
-        encoded = await self._encoded(lambda: self._tokenizer.apply_chat_template(messages), texts, "messages")
+        inline = len(messages) <= _ENCODE_INLINE_MESSAGES
+        encoded = await self._encoded(
+            lambda: self._tokenizer.apply_chat_template(messages), texts, "messages", inline=inline
+        )
         named = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
         wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         room = self._room("messages", len(encoded))
         if wanted is None:
             wanted = min(room, openai.CHAT_TOKENS_DEFAULT_MAX)
         self._check_wanted(named, wanted, room, len(encoded))
-        return self._call(request, encoded, wanted, accepted, chat=True)
+        return self._call(request, encoded, wanted, accepted, caller, chat=True)
 
-    async def completion(self, body: bytes, accepted: float) -> Call:
+    async def completion(self, body: bytes, accepted: float, caller: Caller) -> Call:
         """A body of ``POST /v1/completions``.
 
         Raises:
             ApiError: Names the field.
         """
-        request = openai.decode_request(body, openai.CompletionRequest)
-        self._check_model(request.model)
         limits = self._limits()
-        prompt = openai.prompt_of(request, tokens_max=min(limits.prompt, limits.total))
+
+        def read(text: bytes) -> tuple[openai.CompletionRequest, str | npt.NDArray[np.int32]]:
+            request = openai.decode_request(text, openai.CompletionRequest)
+            self._check_model(request.model)
+            return request, openai.prompt_of(request, tokens_max=min(limits.prompt, limits.total))
+
+        request, prompt = await self._decoded(body, read)
         if isinstance(prompt, str):
             text = prompt
             encoded = await self._encoded(lambda: self._tokenizer.encode_user_text(text), [text], "prompt")
@@ -116,9 +141,19 @@ class Checker:
         wanted = openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
         room = self._room("prompt", len(encoded))
         self._check_wanted("max_tokens", wanted, room, len(encoded))
-        return self._call(request, encoded, wanted, accepted, chat=False)
+        return self._call(request, encoded, wanted, accepted, caller, chat=False)
 
     # -- parts of it --------------------------------------------------------------------------------------------------
+
+    async def _decoded(self, body: bytes, decode: Callable[[bytes], _Read]) -> _Read:
+        def elements_max() -> int:
+            return _ELEMENTS_PER_TOKEN * self._limits().total + _ELEMENTS_BESIDES
+
+        try:
+            return await self._bodies.decoded(body, decode, elements_max=elements_max)
+        except StructureError as error:
+            raise ApiError(400, f"the body is {error}" if str(error).startswith("nested") else f"the body has {error}",
+                           code="too_complex") from error  # fmt: skip
 
     def _check_model(self, name: str) -> None:
         if name != self._served_name:
@@ -127,14 +162,16 @@ class Checker:
                 code="model_not_found",
             )  # fmt: skip
 
-    async def _encoded(self, encode: Callable[[], list[int]], texts: list[str], field: str) -> npt.NDArray[np.int32]:
+    async def _encoded(
+        self, encode: Callable[[], list[int]], texts: list[str], field: str, *, inline: bool = True
+    ) -> npt.NDArray[np.int32]:
         limits = self._limits()
         at_least = sum(self._tokenizer.tokens_at_least(text) for text in texts)
         if at_least > min(limits.total, limits.prompt):
             # Known to be too long by its length alone: a prompt of megabytes is not encoded to find that out.
             raise _too_long(field, f"more than {at_least} tokens", limits)
         try:
-            inline = sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS
+            inline = inline and sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS
             return np.asarray(encode() if inline else await asyncio.to_thread(encode), np.int32)
         except EngineError as error:
             raise _invalid(field, str(error)) from error
@@ -172,6 +209,7 @@ class Checker:
         prompt: npt.NDArray[np.int32],
         wanted: int,
         accepted: float,
+        caller: Caller,
         *,
         chat: bool,
     ) -> Call:
@@ -193,11 +231,13 @@ class Checker:
                 stop_token_ids=tuple(ends),
             ),
             schedule_style=self._schedule_style,
-            conversation_id=request.conversation_id,
+            conversation_id=self._tenants.conversation(caller, request.conversation_id),
+            cache_salt=self._tenants.cache_salt(caller),
         )
         options = request.stream_options
         return Call(
             job=Job(made, deadline=accepted + self._request_timeout_s, accepted=accepted),
+            caller=caller,
             stream=bool(request.stream),
             with_usage=bool(options is not None and options.include_usage),
             with_ids=bool(request.return_token_ids),

@@ -98,6 +98,7 @@ class HttpLegs:
             deadline_s=request.deadline_s,
             endpoint_generation=generation,
             conversation_id=request.conversation_id,
+            cache_salt=request.cache_salt,
         )
         response = await self._send("context", server, "POST", "/internal/context", wire.encode_json(body))
         if response.status_code != 200:
@@ -131,6 +132,7 @@ class HttpLegs:
             deadline_s=request.deadline_s,
             endpoint_generation=generation,
             conversation_id=request.conversation_id,
+            cache_salt=request.cache_salt,
         )
         data = wire.encode_json(body)
         response = await self._send("generation", server, "POST", "/internal/generation", data, stream=True)

@@ -118,11 +118,18 @@ class CompletionRequest(_Common, frozen=True, kw_only=True):
     suffix: msgspec.Raw = _NOTHING
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a message; of one that is not text only its type is looked at."""
+
+    type: str = ""
+    text: str | None = None
+
+
 class Message(_Strict, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Annotated[list[Part], msgspec.Meta(max_length=1024)] | None = None
     name: str | None = None
     refusal: msgspec.Raw = _NOTHING
     annotations: msgspec.Raw = _NOTHING
@@ -341,12 +348,12 @@ def messages_of(request: ChatRequest) -> list[dict[str, str]]:
         if isinstance(content, list):
             parts = []
             for place, part in enumerate(content):
-                if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                if part.type != "text" or part.text is None:
                     where = f"{at}.content[{place}]"
                     raise ApiError(
                         400, f"{where}: only text parts are supported", param=where, code="unsupported_value"
                     )
-                parts.append(part["text"])
+                parts.append(part.text)
             content = "".join(parts)
         if content is None:
             raise ApiError(400, f"{at}.content: is required", param=f"{at}.content", code="invalid_value")

@@ -10,25 +10,29 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
+import ssl
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from meta_executor.config import RunSpec
+from meta_executor.config import ConfigError, FrontConfig, RunSpec
 from meta_executor.engine.base import model_info
 from meta_executor.engine.tokenizer import Tokenizer
-from meta_executor.front.app import FrontService, create_app
+from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer, make_directory
+from meta_executor.listener.access import KeyFile, KeyFileError
+from meta_executor.listener.serving import listen, server_of, url_of
+from meta_executor.listener.tls import TlsError, server_context
 from meta_executor.supervise.report import Reporter
 
 _LOG = logging.getLogger("meta_executor.front")
-_BACKLOG = 2048
 #: How often readiness of the instances is looked at while starting (s).
 _READY_POLL_S = 0.02
+#: How often the file of API keys is looked at (s).
+_KEYS_POLL_S = 2.0
 #: After the last answer, this long for connections to close (s).
 _CLOSE_S = 5.0
 
@@ -56,10 +60,11 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         tokenizer = Tokenizer.synthetic(model.vocab_size)
     else:
         tokenizer = Tokenizer.for_model(service_config.engine.model)
-    listener = _listen(service_config.hostname, service_config.port)
+    front = service_config.front
+    keys, tls = credentials(front)
+    listener = listen(service_config.hostname, service_config.port)
     key = run.key().hex()
     legs = LegClient(key)
-    front = service_config.front
     directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, router=front.router.type)
     drain = asyncio.Event()
     cut = asyncio.Event()
@@ -77,29 +82,28 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
             directory=directory,
             legs=legs,
             key=key,
+            keys=keys,
             on_drain=drain.set,
         )
+        stack.callback(service.close)
         _watch_signals(service, cut)
-        server = _Server(
-            uvicorn.Config(
-                create_app(service),
-                loop="uvloop",
-                http="httptools",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(_CLOSE_S),
-                backlog=_BACKLOG,
-                ws="none",
-                server_header=False,
-            )
+        if keys is not None:
+            refreshing = asyncio.create_task(_refreshed(keys))
+            stack.callback(refreshing.cancel)
+        server = server_of(
+            create_app(service),
+            front.http,
+            service.ledger,
+            body_bytes_max=front.body_bytes_max,
+            worded=worded,
+            loop="uvloop",
+            tls=tls,
+            close_s=int(_CLOSE_S),
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stack.push_async_callback(_stop, server, serving)
-        host, port = listener.getsockname()[:2]
         await _instances_ready(service, drain, serving)
-        reporter.send("ready", url=f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")  # noqa: S104
+        reporter.send("ready", url=url_of(listener, tls=tls is not None))
         await _first(drain.wait(), _ended(serving))
         if not await _first(service.wait_idle(), cut.wait(), _ended(serving)):
             _LOG.error("cut %d running requests", service.cut())
@@ -109,24 +113,28 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
     return 0
 
 
-def _listen(hostname: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
-    # With the protocol named asyncio switches Nagle's algorithm off; otherwise each answer's body waits 40 ms for the
-    # acknowledgement of its head.
-    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((hostname, port))
-    listener.listen(_BACKLOG)
-    listener.setblocking(False)
-    return listener
+def credentials(front: FrontConfig) -> tuple[KeyFile | None, ssl.SSLContext | None]:
+    """API keys and TLS of the front, None for what is not configured.
+
+    Raises:
+        ConfigError: One is configured and cannot be used.
+    """
+    try:
+        keys = None if front.api_keys_file is None else KeyFile(front.api_keys_file)
+    except KeyFileError as error:
+        raise ConfigError("front.api_keys_file", str(error)) from error
+    if front.tls_certificate_file is None or front.tls_key_file is None:
+        return keys, None
+    try:
+        return keys, server_context(front.tls_certificate_file, front.tls_key_file)
+    except TlsError as error:
+        raise ConfigError("front.tls_certificate_file", str(error)) from error
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to the front."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        yield
+async def _refreshed(keys: KeyFile) -> None:
+    while True:
+        await asyncio.sleep(_KEYS_POLL_S)
+        keys.refresh()
 
 
 def _watch_signals(service: FrontService, cut: asyncio.Event) -> None:
