@@ -221,7 +221,7 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
         assert after["gen-0/rank0"] == before["gen-0/rank0"]
         assert after["front"] == before["front"]
         # A worker that took a request meant for the old generation would have counted it: all that it took succeeded.
-        held = httpx.get(f"{url}/debug/reservations", trust_env=False).json()
+        held = httpx.get(f"{url}/debug/reservations", headers=launcher.key_header, trust_env=False).json()
         assert held["reservations"] == [], held
     assert living({**before, **after}) == []
 

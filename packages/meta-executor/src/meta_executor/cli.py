@@ -190,7 +190,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: i
 def _observed(command: Callable[_P, None]) -> Callable[_P, None]:
     """Options of the commands that look at a running service."""
     run_dir = click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False, exists=True),
-                           help="Folder of the run, whose key an instance asks for; a front needs none.")  # fmt: skip
+                           help="Folder of the run, whose key is asked for; that of a front of yours is found.")  # fmt: skip
     url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A front, or one instance.")
     return url(run_dir(command))
 
@@ -198,14 +198,18 @@ def _observed(command: Callable[_P, None]) -> Callable[_P, None]:
 def _client(url: str, run_dir: Path | None) -> ServiceClient:
     from meta_executor.config import RunSpec
     from meta_executor.observe import ServiceClient
+    from meta_executor.supervise.run_folder import run_folder_of
 
-    if run_dir is None:
-        return ServiceClient(url)
+    api_key = os.environ.get("META_EXECUTOR_API_KEY", "")
+    folder = run_dir or run_folder_of(url)
+    if folder is None:
+        return ServiceClient(url, api_key=api_key)
     try:
-        key = RunSpec.load(run_dir).key().hex()
+        run = RunSpec.load(folder)
+        key = run.key().hex()
     except (OSError, ValueError) as error:
-        _fail(2, f"--run-dir {run_dir} is no folder of a run: {error}")
-    return ServiceClient(url, key=key)
+        _fail(2, f"--run-dir {folder} is no folder of a run: {error}")
+    return ServiceClient(url, key=key, api_key=api_key, certificate_file=run.service.front.tls_certificate_file)
 
 
 @cli.command()

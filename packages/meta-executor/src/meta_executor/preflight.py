@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from meta_executor.config import ConfigError, ServiceConfig
+from meta_executor.listener.credentials import credentials
 from meta_executor.supervise.launch import world_command
 
 
@@ -18,6 +19,8 @@ def check_service(service: ServiceConfig, *, with_front: bool) -> None:
         ConfigError: Names the field and the value: a port in use, a missing or broken model, no mpiexec.
     """
     world_command(1, [])
+    if with_front:
+        credentials(service.front)
     if with_front and service.port:
         check_port("port", service.hostname, service.port)
     for name, section in (

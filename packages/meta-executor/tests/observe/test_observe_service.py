@@ -117,7 +117,7 @@ def test_explain_and_top_show_what_the_service_did(launcher: Launcher) -> None:
     # explain, as text and as JSON; the last ones, and one by its id
     told = json.loads(command("explain", "--url", launcher.front_url, "--json").stdout)
     assert [story["request_id"] for story in told["requests"]] == ids and told["unknown"] == {}
-    routing = httpx.get(f"{launcher.front_url}/debug/routing", trust_env=False).content
+    routing = httpx.get(f"{launcher.front_url}/debug/routing", headers=launcher.key_header, trust_env=False).content
     service = msgspec.json.decode(routing, type=wire.ServiceRouting)
     ranks = {f"{d.request_id:x}": d.rank for i in service.instances if i.role == "generation" for d in i.decisions}
     assert set(ranks) == set(ids) and set(ranks.values()) <= {0, 1}

@@ -10,29 +10,25 @@ import asyncio
 import contextlib
 import logging
 import signal
-import ssl
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvicorn
 import uvloop
 
-from meta_executor.config import ConfigError, FrontConfig, RunSpec
+from meta_executor.config import RunSpec
 from meta_executor.engine.base import model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer, make_directory
-from meta_executor.listener.access import KeyFile, KeyFileError
+from meta_executor.listener.credentials import credentials
 from meta_executor.listener.serving import listen, server_of, url_of
-from meta_executor.listener.tls import TlsError, server_context
 from meta_executor.supervise.report import Reporter
 
 _LOG = logging.getLogger("meta_executor.front")
 #: How often readiness of the instances is looked at while starting (s).
 _READY_POLL_S = 0.02
-#: How often the file of API keys is looked at (s).
-_KEYS_POLL_S = 2.0
 #: After the last answer, this long for connections to close (s).
 _CLOSE_S = 5.0
 
@@ -87,9 +83,6 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         )
         stack.callback(service.close)
         _watch_signals(service, cut)
-        if keys is not None:
-            refreshing = asyncio.create_task(_refreshed(keys))
-            stack.callback(refreshing.cancel)
         server = server_of(
             create_app(service),
             front.http,
@@ -111,30 +104,6 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
                 await asyncio.wait_for(service.wait_idle(), _CLOSE_S)
             return 1
     return 0
-
-
-def credentials(front: FrontConfig) -> tuple[KeyFile | None, ssl.SSLContext | None]:
-    """API keys and TLS of the front, None for what is not configured.
-
-    Raises:
-        ConfigError: One is configured and cannot be used.
-    """
-    try:
-        keys = None if front.api_keys_file is None else KeyFile(front.api_keys_file)
-    except KeyFileError as error:
-        raise ConfigError("front.api_keys_file", str(error)) from error
-    if front.tls_certificate_file is None or front.tls_key_file is None:
-        return keys, None
-    try:
-        return keys, server_context(front.tls_certificate_file, front.tls_key_file)
-    except TlsError as error:
-        raise ConfigError("front.tls_certificate_file", str(error)) from error
-
-
-async def _refreshed(keys: KeyFile) -> None:
-    while True:
-        await asyncio.sleep(_KEYS_POLL_S)
-        keys.refresh()
 
 
 def _watch_signals(service: FrontService, cut: asyncio.Event) -> None:

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -34,6 +35,8 @@ _LOG = logging.getLogger("meta_executor.access")
 _KEY_HEADER = wire.KEY_HEADER.encode()
 _KEY_LENGTH_MIN = 24
 _FILE_BYTES_MAX = 1 << 20
+#: How often the file is looked at while keys are asked for (s).
+_LOOK_S = 2.0
 # Matched against one word of a file of ours.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY = re.compile(r"[!-~]{24,512}")
@@ -93,17 +96,22 @@ class KeyFile:
 
     Args:
         path: The file; of this user (or root), not readable or writable by others.
+        clock: Monotonic time (s).
 
     Raises:
         KeyFileError: It cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._path = os.fspath(path)
+        self._clock = clock
         self._keys, self._seen = self._read()
+        self._looked_s = clock()
 
     def find(self, given: bytes) -> _Key | None:
         """The key that was given. Takes the same time whichever of them it is, and whether it is one."""
+        if self._clock() - self._looked_s >= _LOOK_S:
+            self.refresh()
         digest = hashlib.sha256(given).digest()
         found = None
         for key in self._keys:
@@ -113,6 +121,7 @@ class KeyFile:
 
     def refresh(self) -> bool:
         """Read the file again if it has changed. Whether the keys are new ones."""
+        self._looked_s = self._clock()
         try:
             if _identity(os.stat(self._path)) == self._seen:
                 return False

@@ -88,7 +88,7 @@ def server_of(
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
-        loop=loop,  # type: ignore[arg-type]
+        loop=loop,
         http=protocol,
         ws="none",
         log_config=None,
@@ -98,6 +98,8 @@ def server_of(
         timeout_graceful_shutdown=close_s,
         backlog=BACKLOG,
         server_header=False,
+        # An address that a client wrote into a header is not whom we count.
+        proxy_headers=False,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     return _Server(config, bounds.header_timeout_s)
@@ -118,9 +120,8 @@ class _Server(uvicorn.Server):
         if self.config.ssl is None:
             await super().startup(sockets)
             return
-        make = functools.partial(
-            self.config.http_protocol_class, config=self.config, server_state=self.server_state, app_state={}
-        )  # type: ignore[call-arg]
+        protocol: Any = self.config.http_protocol_class
+        make = functools.partial(protocol, config=self.config, server_state=self.server_state, app_state={})
         loop = asyncio.get_running_loop()
         self.servers = [
             await loop.create_server(

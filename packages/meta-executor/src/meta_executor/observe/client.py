@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from meta_executor import wire
+from meta_executor.listener.tls import pinned_context
 from meta_executor.observe.top import InstanceSample, Sample, values_of
 
 #: One question is answered within this time (s).
@@ -40,7 +41,9 @@ class ServiceClient:
 
     Args:
         url: Of a front, or of an instance.
-        key: The run's key (hex): an instance shows its routing only to who has it; a front needs none.
+        key: The run's key (hex), "" without one.
+        api_key: An operator's API key, "" without one: enough for a front, and for an instance of a service that asks for keys.
+        certificate_file: The front's own certificate; None: one that this machine trusts, where it speaks TLS.
         clock: Monotonic time (s).
         transport: For tests.
     """
@@ -50,15 +53,21 @@ class ServiceClient:
         url: str,
         *,
         key: str = "",
+        api_key: str = "",
+        certificate_file: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._clock = clock
         self._http = httpx.Client(
-            headers={wire.KEY_HEADER: key} if key else {},
+            headers={
+                **({wire.KEY_HEADER: key} if key else {}),
+                **({"authorization": f"Bearer {api_key}"} if api_key else {}),
+            },
             timeout=_ASK_S,
             trust_env=False,
+            verify=pinned_context(certificate_file) if certificate_file else True,
             transport=transport,
         )
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="observe")
@@ -143,8 +152,10 @@ class ServiceClient:
 
     def _get(self, url: str, path: str) -> bytes:
         response = self._response(url, path)
-        if response.status_code == 401:
-            raise ObserveError(f"{url}{path} wants the run's key: name the run's folder, or ask the front")
+        if response.status_code in (401, 403):
+            raise ObserveError(
+                f"{url}{path} wants the run's key or an operator's: name the run's folder, or set META_EXECUTOR_API_KEY"
+            )
         if response.status_code != 200:
             raise ObserveError(f"{url}{path} answered HTTP {response.status_code}: {response.text[:200]}")
         return response.content

@@ -25,25 +25,34 @@ def shown_url(hostname: str, url: str) -> str:
     if not beyond_loopback(hostname):
         return url
     host = hostname or "0.0.0.0"  # noqa: S104 - what an empty name means
-    return f"http://{f'[{host}]' if ':' in host else host}:{url.rpartition(':')[2]}"
+    return f"{url.partition(':')[0]}://{f'[{host}]' if ':' in host else host}:{url.rpartition(':')[2]}"
 
 
-def warning(what: str, hostname: str) -> str | None:
-    """What to tell the person who starts a listener, or None if only this machine can reach it.
+def warning(what: str, hostname: str, *, keys: bool = False, tls: bool = False) -> str | None:
+    """What to tell the person who starts a listener, or None if nothing is amiss with it.
 
     Args:
         what: ``front``, or an instance's name.
         hostname: Where it will listen.
+        keys: The front asks for API keys.
+        tls: The front speaks TLS.
     """
     if not beyond_loopback(hostname):
         return None
     where = f"WARNING: {what} listens on {hostname or 'every address'}, which other machines may reach"
-    if what == "front":
+    if what != "front":
+        return (
+            f"{where}, without TLS: its statistics are shown to whoever asks, and the run's key crosses the network in clear. "
+            "Use a network that only the service's machines are on."
+        )
+    if not keys:
         return (
             f"{where}, and asks for no key: whoever reaches it can use it and read its statistics. Set hostname to 127.0.0.1, "
-            "or let only a proxy that checks who asks reach it."
+            "set front.api_keys_file, or let only a proxy that checks who asks reach it."
         )
-    return (
-        f"{where}, without TLS: its addresses and statistics are shown to whoever asks, and the run's key crosses the network "
-        "in clear. Use a network that only the service's machines are on."
-    )
+    if not tls:
+        return (
+            f"{where}, without TLS: API keys, prompts and answers cross the network in clear. Set front.tls_certificate_file "
+            "and front.tls_key_file, or let only a proxy that speaks TLS reach it."
+        )
+    return None

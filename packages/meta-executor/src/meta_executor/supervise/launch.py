@@ -22,17 +22,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import httpx
 
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
+from meta_executor.listener.tls import pinned_context
 from meta_executor.mpi_launcher import LauncherError, find_launcher
-from meta_executor.private_files import NotPrivateError, copy_files, open_folder
+from meta_executor.private_files import NotPrivateError, copy_files, open_folder, write_file
 from meta_executor.supervise.exposure import shown_url, warning
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
-from meta_executor.supervise.report import Listener, Message
+from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
+from meta_executor.supervise.run_folder import FRONT_URL
 from meta_executor.supervise.rundir import RunDirectory, default_base, remove_stale_runs
 
 RestartPolicy = Literal["never", "instance"]
@@ -259,8 +261,10 @@ class Launcher:
         ]
         if self._with_front:
             listeners.append(("front", self._service.hostname))
+        front = self._service.front
+        keys, tls = front.api_keys_file is not None, front.tls_certificate_file is not None
         for name, hostname in listeners:
-            if (text := warning(name, hostname)) is not None:
+            if (text := warning(name, hostname, keys=keys, tls=tls)) is not None:
                 self._say(text)
 
     def _write_spec(self) -> RunSpec:
@@ -393,6 +397,8 @@ class Launcher:
             if key.data is None:
                 for message in self._listener.receive():
                     deaths += self._on_message(message)
+                for why in self._listener.refusals():
+                    self._say(why)
             else:
                 deaths += self._on_child_end(str(key.data), key.fd)
         return deaths
@@ -401,36 +407,34 @@ class Launcher:
         component = self._components.get(message.owner_id)
         if component is None or message.instance_id not in ("", component.instance_id):
             return []  # of a start that was ended: its last words say nothing about the present one
-        fields: dict[str, Any] = message.fields
+        told = message.told()
         if message.owner_id == "front":
-            if message.event == "ready":
-                component.url, component.ready = str(fields["url"]), True
+            if isinstance(told, Ready):
+                component.url, component.ready = told.url, True
+                write_file(self._directory.path / FRONT_URL, component.url.encode())
                 self._say_ready(component)
             return []
         member = component.members.setdefault(message.rank, _Member())
-        if message.event == "started":
-            member.guard = ProcessIdentity(message.pid, int(fields["guard_start_ticks"]))
-            member.rank = ProcessIdentity(int(fields["rank_pid"]), int(fields["rank_start_ticks"]))
-            member.proxy = ProcessIdentity.of(int(fields.get("parent_pid", 0)))
+        if isinstance(told, Started):
+            member.guard = ProcessIdentity(message.pid, told.guard_start_ticks)
+            member.rank = ProcessIdentity(told.rank_pid, told.rank_start_ticks)
+            member.proxy = ProcessIdentity.of(told.parent_pid)
             member.exited = False
-        elif message.event == "status":
-            member.phase = str(fields.get("phase", ""))
+        elif isinstance(told, Status):
+            member.phase = told.phase
             self._say_progress(component)
-        elif message.event == "memory":
-            self._say(
-                f"{message.owner_id} rank {message.rank}: "
-                + ", ".join(f"{name.removesuffix('_bytes')} {int(v) / 2**20:.0f} MiB" for name, v in fields.items())
-            )
-        elif message.event == "ready" and fields.get("instance_id") == component.instance_id:
-            component.url, component.ready = str(fields["url"]), True
+        elif isinstance(told, Memory):
+            sizes = f"rss {told.rss_bytes / 2**20:.0f} MiB, kv {told.kv_bytes / 2**20:.0f} MiB"
+            self._say(f"{message.owner_id} rank {message.rank}: {sizes}")
+        elif isinstance(told, Ready) and told.instance_id == component.instance_id:
+            component.url, component.ready = told.url, True
             self._say_ready(component)
-        elif message.event == "orphaned" and component.running:
-            return [Death(message.owner_id, None, str(fields["what"]), int(fields["gone_pid"]), "gone")]
-        elif message.event == "exited":
+        elif isinstance(told, Orphaned) and component.running:
+            return [Death(message.owner_id, None, told.what, told.gone_pid, "gone")]
+        elif isinstance(told, Exited):
             member.exited = True
-            status = int(fields["status"])
-            if status != 0:
-                return [Death(message.owner_id, message.rank, "rank", int(fields["rank_pid"]), str(fields["text"]))]
+            if told.status != 0:
+                return [Death(message.owner_id, message.rank, "rank", told.rank_pid, told.text)]
         return []
 
     def _on_child_end(self, owner_id: str, descriptor: int) -> list[Death]:
@@ -497,8 +501,15 @@ class Launcher:
 
     def _post(self, url: str, path: str) -> str | None:
         """POST with the run's key. Returns what went wrong, or None."""
+        certificate = self._service.front.tls_certificate_file
         try:
-            answer = httpx.post(url + path, headers={_KEY_HEADER: self._key_hex}, timeout=5.0, trust_env=False)
+            answer = httpx.post(
+                url + path,
+                headers={_KEY_HEADER: self._key_hex},
+                timeout=5.0,
+                trust_env=False,
+                verify=pinned_context(certificate) if certificate and url.startswith("https:") else False,
+            )
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"
         return None if answer.is_success else f"HTTP {answer.status_code}"

@@ -11,7 +11,7 @@ import errno
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -21,16 +21,93 @@ MESSAGE_BYTES_MAX = 16 * 1024
 SOCKET_NAME = "launcher.sock"
 
 
+#: Refused messages of which the reason is kept (count); the others are only counted.
+REFUSALS_KEPT_MAX = 16
+
+_Pid = Annotated[int, msgspec.Meta(ge=1, le=2**22)]
+_Ticks = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Word = Annotated[str, msgspec.Meta(max_length=256)]
+_Rank = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
+# Matched by msgspec, against bounded words of a datagram; no repetition inside a repetition.
+_Url = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^https?://[^\s/?#@]+:[0-9]{1,5}$")]
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Which part of its start a process is in."""
+
+    phase: _Word = ""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A guard has started its rank."""
+
+    rank_pid: _Pid
+    rank_start_ticks: _Ticks
+    guard_start_ticks: _Ticks
+    parent_pid: Annotated[int, msgspec.Meta(ge=0, le=2**22)] = 0
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """Requests are taken."""
+
+    url: _Url
+    instance_id: _Word = ""
+
+
+class Orphaned(msgspec.Struct, frozen=True):
+    """What a guard depends on is gone."""
+
+    what: _Word
+    gone_pid: _Pid
+
+
+class Exited(msgspec.Struct, frozen=True):
+    """A rank has ended."""
+
+    rank_pid: _Pid
+    status: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+    text: _Word
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """What a rank holds (bytes)."""
+
+    rss_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    kv_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+Event = Status | Started | Ready | Orphaned | Exited | Memory
+_EVENTS: dict[str, type[Event]] = {
+    "status": Status,
+    "started": Started,
+    "ready": Ready,
+    "orphaned": Orphaned,
+    "exited": Exited,
+    "memory": Memory,
+}
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True):
     """What a process says."""
 
-    owner_id: str
-    rank: int
-    pid: int
-    event: str
+    owner_id: _Word
+    rank: _Rank
+    pid: _Pid
+    event: _Word
     #: Which start of the owner speaks; empty where there is only one.
-    instance_id: str = ""
+    instance_id: _Word = ""
     fields: dict[str, Any] = {}
+
+    def told(self) -> Event:
+        """The event's fields.
+
+        Raises:
+            msgspec.ValidationError: A field is missing or wrong, or there is no such event. Names the field.
+        """
+        kind = _EVENTS.get(self.event)
+        if kind is None:
+            raise msgspec.ValidationError(f"no event {self.event[:64]!r}")
+        return msgspec.convert(self.fields, type=kind)
 
 
 class Reporter:
@@ -97,23 +174,37 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
         self._socket.bind(str(self._path))
+        #: Messages that were not understood (count).
+        self.refused_count = 0
+        self._refusals: list[str] = []
+
+    def refusals(self) -> list[str]:
+        """Why messages were refused since this was asked last."""
+        told, self._refusals = self._refusals, []
+        return told
 
     def fileno(self) -> int:
         """For a selector."""
         return self._socket.fileno()
 
     def receive(self, limit: int = 256) -> list[Message]:
-        """All messages that are there, at most ``limit``. Malformed ones are dropped: any process may write."""
+        """All messages that are there and understood, at most ``limit``; see :meth:`refusals` for the others."""
         messages: list[Message] = []
         for _ in range(limit):
             try:
                 data = self._socket.recv(MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 break
+            sender = "a message"
             try:
-                messages.append(msgspec.json.decode(data, type=Message))
-            except msgspec.DecodeError:
-                continue
+                message = msgspec.json.decode(data, type=Message)
+                sender = f"message {message.event!r} of {message.owner_id!r} rank {message.rank}"
+                message.told()
+                messages.append(message)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                self.refused_count += 1
+                if self.refused_count <= REFUSALS_KEPT_MAX:
+                    self._refusals.append(f"{sender[:400]} was refused: {str(error)[:200]!r}")
         return messages
 
     def close(self) -> None:
