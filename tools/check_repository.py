@@ -40,13 +40,13 @@ ROOMS = {
     "torch": ("engine/", "executor/", "rank/"),  # device memory and streams, where they are imported on demand
     "mpi4py": ("rank/", "executor/"),
     "nixl": ("executor/", "rank/"),
-    "starlette": ("front/", "api/"),
-    "uvicorn": ("front/", "api/"),
+    "starlette": ("front/", "api/", "listener/"),
+    "uvicorn": ("front/", "api/", "listener/"),
 }
 #: Import order of the rooms: each may import what stands before it.
 ROOM_ORDER = (
-    "private_files", "mpi_launcher", "config", "wire", "evidence", "recent", "engine", "executor", "supervise", "api",
-    "rank", "front", "preflight", "bench", "observe", "cli",
+    "private_files", "mpi_launcher", "config", "wire", "evidence", "recent", "listener", "engine", "executor", "supervise",
+    "api", "rank", "front", "preflight", "bench", "observe", "cli",
 )  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.
 FRONT_FORBIDDEN = ("executor", "rank")

@@ -1,12 +1,15 @@
 """A listener that other machines may reach is warned about, and its address is said as it is."""
 
 import socket
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from meta_executor.config import service_config
 from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
 from meta_executor.supervise.launch import Launcher
+from meta_executor.supervise.rundir import RunDirectory
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,30 @@ def test_addresses(hostname, beyond, shown):
     assert (warning("front", hostname) is not None) is beyond
     assert (warning("ctx-0", hostname) is not None) is beyond
     assert shown_url(hostname, "http://127.0.0.1:8000") == shown
+    assert shown_url(hostname, "https://127.0.0.1:8000") == shown.replace("http", "https")
+
+
+def test_what_is_amiss_with_a_front():
+    """Keys and TLS are each missed by name; with both nothing is said, and an instance has neither."""
+    texts = [
+        warning("front", "0.0.0.0", keys=keys, tls=tls) for keys, tls in ((False, False), (False, True), (True, False))
+    ]
+    assert all("asks for no key" in text for text in texts[:2]) and "without TLS" in texts[2]
+    assert warning("front", "0.0.0.0", keys=True, tls=True) is None
+    assert "run's key crosses the network in clear" in warning("ctx-0", "0.0.0.0", keys=True, tls=True)
+
+
+@pytest.mark.parametrize(("hostname", "devices"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", None)])
+def test_kv_data_stays_on_the_loopback_of_a_run_that_does(monkeypatch, hostname, devices):
+    """UCX is told so, unless the person who starts it has said something else."""
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    launcher = Launcher(service_config({"context_servers": {"hostname": hostname}}), say=lambda _: None)
+    launcher._directory = RunDirectory.create(Path(tempfile.mkdtemp(prefix="mx")), "1")
+    launcher.run = launcher._write_spec()
+    assert launcher._environment().get("UCX_NET_DEVICES") == devices
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    assert launcher._environment()["UCX_NET_DEVICES"] == "eth7"
+    launcher._directory.remove()
 
 
 def test_a_name_counts_by_every_address(monkeypatch):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -23,26 +21,33 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from meta_executor import wire
 from meta_executor.api.endpoint import Endpoint, Refused
 from meta_executor.api.proxy import Proxy, ProxyError, Tracked, int32
 from meta_executor.api.service import Submit
+from meta_executor.config import InstanceConfig
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.request import Notice
 from meta_executor.executor.request import Request as ExecutorRequest
+from meta_executor.listener.access import CALLER, Access, Guard, KeyFile, Need, table
+from meta_executor.listener.bounds import Ledger
+from meta_executor.listener.reading import body_decoded
+from meta_executor.listener.serving import listen, server_of, url_of
 from rpc_local_registry import RpcError
 
 _Body = TypeVar("_Body")
 _Result = TypeVar("_Result")
-#: Largest body of a request (bytes).
-_BODY_BYTES_MAX = 16 * 1024 * 1024
 #: What of a body is repeated in an error (characters).
 _ECHO_MAX = 300
 #: A context instance must say who it is within this time (s).
 _PEER_TIMEOUT_S = 5.0
-#: Foreign clients may keep an idle connection so long (s).
-_KEEP_ALIVE_S = 75
+#: What each path wants.
+NEED_OF = table(
+    {"/health": Need.OPEN, "/server_info": Need.OPEN, "/metrics": Need.STATISTICS},
+    prefixes={"/debug/": Need.OPERATOR, "/internal/": Need.RUN},
+)
 
 _CONTEXT = msgspec.json.Decoder(wire.ContextRequest)
 _GENERATION = msgspec.json.Decoder(wire.GenerationRequest)
@@ -59,6 +64,8 @@ class ApiServer:
         proxy: Reaches the worker; started and closed here.
         endpoint: Whether requests may come in.
         key: The run's key, hex.
+        config: Bounds of the listener; None: the defaults.
+        keys: API keys of operators; None: there are none.
         fault: The worker's first diagnosis, "" while it is well.
         drain_timeout_s: Longest drain when the request names none.
     """
@@ -69,20 +76,35 @@ class ApiServer:
         endpoint: Endpoint,
         key: str,
         *,
+        config: InstanceConfig | None = None,
+        keys: KeyFile | None = None,
         fault: Callable[[], str] = lambda: "",
         drain_timeout_s: float = 60.0,
     ) -> None:
         self._proxy = proxy
         self._endpoint = endpoint
         self._key = key
+        self._config = config = InstanceConfig() if config is None else config
+        self._access = Access(key, keys)
+        self._ledger = Ledger(config.http)
         self._fault = fault
         self._drain_timeout_s = drain_timeout_s
         self._http: httpx.AsyncClient | None = None
         self._peers: dict[str, asyncio.Task[None]] = {}
         self._started_s = time.monotonic()
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
+    def listener(self) -> uvicorn.Server:
+        """A server of :meth:`app` within the instance's bounds."""
+        config = self._config
+        return server_of(
+            self.app(), config.http, self._ledger, body_bytes_max=config.body_bytes_max, worded=worded, close_s=3
+        )
+
+    def app(self) -> ASGIApp:
+        """The ASGI application, for those who may."""
+        return Guard(self._routes(), self._access, NEED_OF, worded, self._ledger)
+
+    def _routes(self) -> Starlette:
         return Starlette(
             routes=[
                 Route("/internal/context", self._guarded(self._context), methods=["POST"]),
@@ -101,7 +123,9 @@ class ApiServer:
         """Connect to the worker."""
         # No connection is kept for later: a peer may close an idle one at the moment it is used.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(timeout=_PEER_TIMEOUT_S, trust_env=False, limits=limits)
+        self._http = httpx.AsyncClient(
+            headers={wire.KEY_HEADER: self._key}, timeout=_PEER_TIMEOUT_S, trust_env=False, limits=limits
+        )
 
     async def close(self) -> None:
         """Leave the worker."""
@@ -262,7 +286,11 @@ class ApiServer:
         )
 
     async def _server_info(self, request: Request) -> Response:
-        return _json(self._endpoint.info())
+        info = self._endpoint.info()
+        if not request.scope["state"][CALLER].run:
+            # Where to reach the ranks, and which processes they are, is for those who take part in the run.
+            info = msgspec.structs.replace(info, control_addresses=[], service_address="", processes=(), layout=None)
+        return _json(info)
 
     async def _health(self, request: Request) -> Response:
         info = self._endpoint.info()
@@ -295,9 +323,6 @@ class ApiServer:
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
-            given = request.headers.get(wire.KEY_HEADER, "")
-            if not hmac.compare_digest(given.encode(), self._key.encode()):
-                return _error(wire.ErrorBody(error=wire.UNAUTHORIZED, message=f"header {wire.KEY_HEADER} is wrong"))
             try:
                 return await handler(request)
             except Refused as refused:
@@ -350,16 +375,13 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, empty: _Body | None = None) -> _Body:
-    parts, size = [], 0
+    """The body, which the listener has bounded."""
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > _BODY_BYTES_MAX:
-                raise _invalid("", f"the body has more than {_BODY_BYTES_MAX} bytes")
-            parts.append(part)
+        data = await request.body()
     except ClientDisconnect:
         raise Refused(wire.ErrorBody(error=wire.CANCELLED, message="the client has gone")) from None
-    data = b"".join(parts)
+    finally:
+        body_decoded(request)
     if not data and empty is not None:
         return empty
     try:
@@ -367,7 +389,7 @@ async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, em
     except msgspec.ValidationError as error:
         what, _, path = str(error)[:_ECHO_MAX].partition(" - at `$")
         raise _invalid(path.strip("`.") or _missing(what), what) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid("", f"not JSON: {str(error)[:_ECHO_MAX]}") from error
 
 
@@ -397,6 +419,15 @@ def _error(body: wire.ErrorBody) -> Response:
     return _json(body, wire.STATUS_OF[body.error])
 
 
+def worded(status: int, code: str, message: str) -> bytes:
+    """An error of the listener in the instance's words."""
+    if status == 401:
+        error = wire.UNAUTHORIZED
+    else:
+        error = wire.BACKPRESSURE if status in (429, 503) else wire.INVALID_REQUEST
+    return wire.encode_json(wire.ErrorBody(error=error, message=f"{code}: {message}"))
+
+
 class ServerThread:
     """Uvicorn in a thread with a loop of its own.
 
@@ -407,12 +438,9 @@ class ServerThread:
 
     def __init__(self, server: ApiServer, hostname: str, port: int) -> None:
         self._server = server
-        # The protocol is named, because asyncio turns Nagle's delay off only where it is.
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((hostname, port))
+        self._socket = listen(hostname, port)
         self.port: int = self._socket.getsockname()[1]
-        self.url = f"http://{hostname}:{self.port}"
+        self.url = url_of(self._socket)
         self._uvicorn: uvicorn.Server | None = None
         self._ready = threading.Event()
         self._error: BaseException | None = None
@@ -447,16 +475,7 @@ class ServerThread:
     async def serve(self) -> None:
         """Serve until stopped."""
         await self._server.start()
-        config = uvicorn.Config(
-            self._server.app(),
-            http="httptools",
-            log_level="error",
-            lifespan="off",
-            access_log=False,
-            timeout_graceful_shutdown=3,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-        )
-        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn = self._server.listener()
         try:
             serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._socket]))
             while not self._uvicorn.started and not serving.done():

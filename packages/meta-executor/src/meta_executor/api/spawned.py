@@ -22,6 +22,7 @@ from meta_executor.api.endpoint import CopiedEndpoint
 from meta_executor.api.proxy import Proxy
 from meta_executor.api.server import ApiServer, ServerThread
 from meta_executor.config import InstanceSpec, RunSpec
+from meta_executor.listener.credentials import api_keys
 from meta_executor.supervise.procfs import die_with_parent
 
 #: The server says its address within this time (s).
@@ -90,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
 
     info = asyncio.run(_record(proxy))
-    api = ApiServer(proxy(), CopiedEndpoint(info), spec.key().hex(), drain_timeout_s=spec.service.drain_timeout_s)
+    api = ApiServer(proxy(), CopiedEndpoint(info), spec.key().hex(), config=instance.config,
+                    keys=api_keys(spec.service.front), drain_timeout_s=spec.service.drain_timeout_s)  # fmt: skip
     server = ServerThread(api, instance.config.hostname, instance.port)
     server.start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

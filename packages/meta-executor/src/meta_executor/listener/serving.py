@@ -26,14 +26,16 @@ def listen(hostname: str, port: int) -> socket.socket:
     """Listen at one address and nowhere else.
 
     Args:
-        hostname: A name (its first address), an IPv4 or IPv6 address; "" for every IPv4 address, ``::`` for every address.
+        hostname: A name (its first IPv4 address, else its first), an IPv4 or IPv6 address; "" for every IPv4 address,
+            ``::`` for every address.
         port: 0 for any.
 
     Raises:
         OSError: The address is not one of this machine, or is taken.
     """
     if hostname:
-        family, _, _, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
     else:
         family, address = socket.AF_INET, ("", port)
     # With the protocol named asyncio switches Nagle's algorithm off; otherwise each answer's body waits 40 ms for the

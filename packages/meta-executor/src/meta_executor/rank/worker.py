@@ -33,6 +33,7 @@ from meta_executor.executor.desk import Desk
 from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, drive
 from meta_executor.executor.messages import Status
 from meta_executor.executor.request import Answers
+from meta_executor.listener.credentials import api_keys
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
 from meta_executor.rank.startup import barrier
 from meta_executor.rank.teardown import close_transfers
@@ -93,6 +94,8 @@ class FrontOfHouse:
             proxy,
             self.endpoint,
             spec.key().hex(),
+            config=config,
+            keys=api_keys(spec.service.front),
             fault=lambda: rank.loop.fault,
             drain_timeout_s=spec.service.drain_timeout_s,
         )

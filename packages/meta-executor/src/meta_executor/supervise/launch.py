@@ -30,7 +30,7 @@ from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConf
 from meta_executor.listener.tls import pinned_context
 from meta_executor.mpi_launcher import LauncherError, find_launcher
 from meta_executor.private_files import NotPrivateError, copy_files, open_folder, write_file
-from meta_executor.supervise.exposure import shown_url, warning
+from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
@@ -295,7 +295,10 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         threads = str(self._service.engine.threads)
+        alone = not any(beyond_loopback(spec.config.hostname) for spec in self.run.instances)
         return {
+            # UCX listens on every interface unless it is told.
+            **({"UCX_NET_DEVICES": "lo"} if alone else {}),
             **os.environ,
             "TMPDIR": str(self._directory.path / "tmp"),
             "OMP_NUM_THREADS": threads,
