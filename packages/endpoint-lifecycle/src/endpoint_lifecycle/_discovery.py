@@ -51,7 +51,7 @@ def decode_registration(value: bytes) -> Registration:
     try:
         registration = msgspec.json.decode(value, type=Registration)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordInvalid("$", f"not a registration: {error}") from error
+        raise RecordInvalid("$", f"not a registration: {str(error)[:200]}") from error
     check_id("role", registration.role)
     if not registration.server or len(registration.server) > 512 or not registration.server.isprintable():
         raise RecordInvalid("server", f"is {registration.server[:64]!r}")

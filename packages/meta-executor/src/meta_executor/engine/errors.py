@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
+#: What of a foreign file's content is repeated in an error (characters).
+_ECHO_MAX = 300
+
 
 class EngineError(Exception):
     """Base of what an engine raises."""
@@ -45,3 +52,33 @@ class KVPoolExhausted(EngineError):
         super().__init__(f"{wanted} KV blocks wanted, {free} free")
         self.wanted = wanted
         self.free = free
+
+
+@contextlib.contextmanager
+def reading(where: str | os.PathLike[str]) -> Iterator[None]:
+    """Reading a file of others: whatever its content leads to inside is one named error, with the cause kept.
+
+    Raises:
+        ModelFormatError: The content is not what is expected.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        text = str(error)[:_ECHO_MAX]
+        raise ModelFormatError(f"{where}: {type(error).__name__}: {text}") from error
+    except BaseException as error:
+        # A panic of the tokenizers library is no Exception; it leaves that library usable.
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ModelFormatError(f"{where}: {str(error)[:_ECHO_MAX]}") from error

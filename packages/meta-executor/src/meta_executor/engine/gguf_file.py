@@ -115,10 +115,15 @@ class GgufFile:
             self._at += 8 * dimensions
             type_id = self._number("I")
             directory.append((name, tuple(reversed(shape)), type_id, self._number("Q")))
-        alignment = int(self.metadata.get("general.alignment", _ALIGNMENT_DEFAULT))
-        if alignment < 1:
-            raise ModelFormatError(f"GGUF file {self.path}: general.alignment {alignment}")
+        alignment = self.metadata.get("general.alignment", _ALIGNMENT_DEFAULT)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+            raise ModelFormatError(f"GGUF file {self.path}: general.alignment is {str(alignment)[:40]}")
         data_start = -(-self._at // alignment) * alignment
+        for name, _, _, offset in directory:
+            if data_start + offset > len(self._map):
+                raise ModelFormatError(
+                    f"GGUF file {self.path}: tensor {name} begins at byte {offset}, outside the file"
+                )
         self.tensors: dict[str, TensorEntry] = {
             name: TensorEntry(name, shape, type_id, data_start + offset) for name, shape, type_id, offset in directory
         }

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError
+from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError, reading
 from meta_executor.engine.gguf_file import GgufFile
 from meta_executor.engine.weights import ModelSource, resolve_model
 
+#: What of a template's error is repeated (characters): it may hold a client's text.
+_ECHO_MAX = 300
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 #: Characters of which one that no message holds becomes the guard (a private use area).
 _GUARDS = range(0xE000, 0xF8FF)
@@ -128,6 +130,11 @@ class Tokenizer:
         Raises:
             ModelFormatError: Its kind or its splitting rule is not supported; names the field.
         """
+        with reading(path):
+            return Tokenizer._of_gguf(path)
+
+    @staticmethod
+    def _of_gguf(path: str | os.PathLike[str]) -> Tokenizer:
         metadata = GgufFile(path).metadata
         kind = metadata.get("tokenizer.ggml.model")
         for key in ("tokens", "merges" if kind == "gpt2" else "scores"):
@@ -164,9 +171,13 @@ class Tokenizer:
             ModelNotFoundError: There is no ``tokenizer.json``.
             ModelFormatError: A file is damaged.
         """
+        with reading(folder):
+            return Tokenizer._of_folder(Path(folder))
+
+    @staticmethod
+    def _of_folder(root: Path) -> Tokenizer:
         from tokenizers import Tokenizer as Backend
 
-        root = Path(folder)
         if not (root / "tokenizer.json").is_file():
             raise ModelNotFoundError(f"model folder {root} has no tokenizer.json")
         text = (root / "tokenizer.json").read_text("utf-8")
@@ -318,8 +329,17 @@ class Tokenizer:
                     eos_token=names.get(self.eos_token_ids[0] if self.eos_token_ids else -1, ""),
                 )
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise TemplateError(f"chat template: {error}") from error
+        except (
+            jinja2.TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise TemplateError(f"chat template: {str(error)[:_ECHO_MAX] or type(error).__name__}") from error
 
     def _token_bytes(self) -> list[bytes]:
         byte_of = {character: byte for byte, character in _byte_characters().items()}

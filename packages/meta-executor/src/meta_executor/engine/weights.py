@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor.engine.base import Float32Array, ModelInfo, StageSpec
-from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError
+from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotFoundError, reading
 from meta_executor.engine.gguf_file import GgufFile, TensorEntry
 from meta_executor.private_files import NotPrivateError, open_own_file, open_own_folder
 
@@ -97,9 +97,10 @@ class ModelSource:
 
     def describe(self, kv_dtype: str = "float32") -> tuple[ModelInfo, LlamaGeometry]:
         """Shape and geometry. Reads metadata only."""
-        if self.kind == "gguf":
-            return _describe_gguf(GgufFile(self.path), kv_dtype)
-        return _describe_folder(self.path, kv_dtype)
+        with reading(self.path):
+            if self.kind == "gguf":
+                return _describe_gguf(GgufFile(self.path), kv_dtype)
+            return _describe_folder(self.path, kv_dtype)
 
 
 def resolve_model(model: str) -> ModelSource:
@@ -159,7 +160,7 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
         if value is None:
             raise ModelFormatError(f"{file.path}: llama.{key} is missing")
         if not isinstance(value, int | float) or not 0 < value < _FIELD_MAX:
-            raise ModelFormatError(f"{file.path}: llama.{key} is {value!r}, want a number in (0, {_FIELD_MAX})")
+            raise ModelFormatError(f"{file.path}: llama.{key} is {str(value)[:40]}, want a number in (0, {_FIELD_MAX})")
         return value
 
     def token(key: str) -> int | None:
@@ -230,13 +231,13 @@ def _describe_folder(folder: Path, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
 
     def number(key: str, default: Any = None) -> Any:
         value = config.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ModelFormatError(f"{where}: {key} is {value!r}, want a number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _FIELD_MAX:
+            raise ModelFormatError(f"{where}: {key} is {str(value)[:40]}, want a number in (0, {_FIELD_MAX})")
         return value
 
     heads = int(number("num_attention_heads"))
     hidden = int(number("hidden_size"))
-    head_dim = int(config.get("head_dim") or hidden // heads)
+    head_dim = int(number("head_dim") if config.get("head_dim") else max(hidden // heads, 1))
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     inverse = _inverse_frequencies(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0), head_dim)
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -364,7 +365,8 @@ def load_stage_tensors(
         raise ValueError(f"stage layers {stage.layers} exceed the model's {info.layer_count}")
     names = stage_tensor_names(stage, tied_head=geometry.tied_head)
     if source.kind == "folder":
-        return _read_folder(source.path, names, info, geometry)
+        with reading(source.path):
+            return _read_folder(source.path, names, info, geometry)
     folder = Path(cache_dir).expanduser() if cache_dir is not None else user_cache_dir(os.environ)
     identity = source.expected_sha256 or _file_sha256(source.path)
     cached = folder / f"{source.path.stem}-{identity[:24]}-f32-v{_CONVERSION_VERSION}.safetensors"

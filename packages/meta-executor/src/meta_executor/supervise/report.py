@@ -110,6 +110,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.convert(self.fields, type=kind)
 
 
+def understood(data: bytes) -> Message | str:
+    """A datagram's message with every field checked, or why it is refused (one line that can be shown)."""
+    sender = "a message"
+    try:
+        message = msgspec.json.decode(data, type=Message)
+        sender = f"message {message.event!r} of {message.owner_id!r} rank {message.rank}"
+        message.told()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return f"{sender[:400]} was refused: {str(error)[:200]!r}"
+    return message
+
+
 class Reporter:
     """Sends messages of one process. Never blocks and never raises for want of a listener.
 
@@ -195,16 +207,13 @@ class Listener:
                 data = self._socket.recv(MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 break
-            sender = "a message"
-            try:
-                message = msgspec.json.decode(data, type=Message)
-                sender = f"message {message.event!r} of {message.owner_id!r} rank {message.rank}"
-                message.told()
+            message = understood(data)
+            if isinstance(message, Message):
                 messages.append(message)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                self.refused_count += 1
-                if self.refused_count <= REFUSALS_KEPT_MAX:
-                    self._refusals.append(f"{sender[:400]} was refused: {str(error)[:200]!r}")
+                continue
+            self.refused_count += 1
+            if self.refused_count <= REFUSALS_KEPT_MAX:
+                self._refusals.append(message)
         return messages
 
     def close(self) -> None:

@@ -1,0 +1,73 @@
+"""A short run of ``tools/fuzz.py``, and that it would find something."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATH = Path(__file__).resolve().parents[1] / "tools" / "fuzz.py"
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location("meta_executor_fuzz", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    logging.disable(logging.CRITICAL)
+    yield module
+    logging.disable(logging.NOTSET)
+    del sys.modules[spec.name]
+
+
+NAMES = ["chat", "completions", "paths", "wire_bytes", "launcher", "etcd_records", "etcd_watch", "gguf", "safetensors", "folder_files",
+         "templates", "key_file"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_from_outside_raises_what_is_not_named(fuzz: Any, name: str) -> None:
+    """Some inputs are refused, some are not, none is a finding; the seed is printed with one."""
+    found: list[str] = []
+    result = fuzz.fuzz(name, count=60, seed=random.randrange(10**9), seconds=0.4, say=found.append)
+    assert result["findings"] == 0, "\n".join(found)
+    assert result["inputs"] > 0
+
+
+def test_every_target_has_its_short_run(fuzz: Any) -> None:
+    """A new one must be named here."""
+    assert list(fuzz.TARGETS) == NAMES
+
+
+def test_what_it_must_find(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another exception, and an input that takes too long; each is named with the seed that replays it."""
+
+    def read(data: bytes) -> None:
+        if data[:1] == b"h":
+            while True:
+                pass
+        if data[:1] == b"c":
+            raise KeyError(data)
+        raise fuzz.Refused
+
+    @contextlib.contextmanager
+    def target() -> Iterator[Any]:
+        yield [b"crash", b"hang", b"fine"], lambda seeds, draw: draw.choice(seeds), read
+
+    monkeypatch.setitem(fuzz.TARGETS, "broken", target)
+    told: list[str] = []
+    result = fuzz.fuzz("broken", count=20, limit_s=0.05, say=told.append)
+    assert result["findings"] + result["refused"] == 20 and result["refused"] > 0
+    text = "\n".join(told)
+    assert "KeyError" in text and "Hang" in text and "FINDING: broken --seed " in text
+    assert json.dumps(result)
