@@ -903,6 +903,7 @@ def fuzz(
     begun_kib = 0
     try:
         with TARGETS[name]() as (seeds, mutate, read):
+            started_s = time.monotonic()
             for number in range(seed, seed + count):
                 if time.monotonic() - started_s > seconds:
                     break
