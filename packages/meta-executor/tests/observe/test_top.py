@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 
+from meta_executor.config import HttpConfig
 from meta_executor.front.metrics import FrontMetrics
+from meta_executor.listener.bounds import Ledger
 from meta_executor.observe.top import InstanceSample, Sample, frame_of, values_of
 
 
@@ -63,7 +65,7 @@ def test_where_there_is_nothing_to_compare_with_there_is_no_rate(before: Any) ->
 
 def test_the_fronts_own_metrics_are_the_ones_that_are_read() -> None:
     """Names of the real front metrics: a renamed counter would show here."""
-    metrics = FrontMetrics()
+    metrics = FrontMetrics(Ledger(HttpConfig()))
 
     def now() -> dict[str, float]:
         return values_of(metrics.text().decode()).totals
