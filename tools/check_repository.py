@@ -4,6 +4,7 @@
 - pinned memory: pinned or registered allocations only through the modules named in ``PINNED_ALLOCATORS``
 - no proxies of the environment: every HTTP client says ``trust_env=False``, or a key would go to ``HTTP_PROXY``
 - licence, version and files that every package has
+- keys and tokens that were committed by mistake
 - whitespace and YAML
 - sign-off of every commit since a given one (DCO), with ``--sign-off-since REV``
 """
@@ -59,6 +60,21 @@ HTTPX_CLIENTS = {
     "Client", "AsyncClient", "HTTPTransport", "AsyncHTTPTransport",
     "request", "stream", "get", "options", "head", "post", "put", "patch", "delete",
 }  # fmt: skip
+#: Forms that issuers gave their keys so that they can be found. Each is a fixed beginning and one run of characters.
+SECRETS = {
+    "a private key": re.compile(rb"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----"),
+    "an AWS access key": re.compile(rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    "a GitHub token": re.compile(rb"\b(?:gh[pousr]_[0-9A-Za-z]{36}|github_pat_[0-9A-Za-z_]{50})"),
+    "a GitLab token": re.compile(rb"\bglpat-[0-9A-Za-z_-]{20}"),
+    "a Hugging Face token": re.compile(rb"\bhf_[0-9A-Za-z]{34}\b"),
+    "a PyPI token": re.compile(rb"\bpypi-AgE[0-9A-Za-z_-]{50}"),
+    "an OpenAI key": re.compile(rb"\bsk-(?:proj-)?[0-9A-Za-z_-]{40}"),
+    "a Slack token": re.compile(rb"\bxox[abprs]-[0-9A-Za-z-]{20}"),
+    "a Google API key": re.compile(rb"\bAIza[0-9A-Za-z_-]{35}"),
+    "a password in an address": re.compile(rb"\b[a-z]{2,10}://[^/\s:@]{1,60}:[^/\s:@{}<$]{8,80}@[a-z0-9]"),
+}
+#: Larger files are data.
+_SECRET_FILE_BYTES_MAX = 4 << 20
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".txt", ".cfg", ".sh"}
 
 
@@ -214,6 +230,17 @@ def check_whitespace(files: list[Path]) -> Iterator[str]:
                 yield f"{relative}:{number}: merge marker"
 
 
+def check_secrets(files: list[Path]) -> Iterator[str]:
+    """Keys and tokens that were committed by mistake, by the forms that their issuers gave them; never shown."""
+    for path in files:
+        if path.stat().st_size > _SECRET_FILE_BYTES_MAX:
+            continue
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            for name, form in SECRETS.items():
+                if form.search(line):
+                    yield f"{path.relative_to(ROOT)}:{number}: this looks like {name}"
+
+
 def check_yaml(files: list[Path]) -> Iterator[str]:
     """Every YAML file is one, without duplicate keys."""
     for path in files:
@@ -257,6 +284,7 @@ CHECKS: dict[str, Callable[[list[Path]], Iterator[str]]] = {
     "environment-proxies": check_environment_proxies,
     "package-files": check_package_files,
     "whitespace": check_whitespace,
+    "secrets": check_secrets,
     "yaml": check_yaml,
 }
 

@@ -230,7 +230,11 @@ def test_why_a_request_went_where_it_did_is_shown_for_the_whole_service(service,
         trust_env=False,
     )
     request_id = int(answer.headers["x-request-id"], 16)
-    routing = httpx.get(f"{service.url}/debug/routing?limit=256", trust_env=False).raise_for_status().json()
+    routing = (
+        httpx.get(f"{service.url}/debug/routing?limit=256", headers=service.launcher.key_header, trust_env=False)
+        .raise_for_status()
+        .json()
+    )
     assert routing["unknown"] == {}
     legs = [d for d in routing["decisions"] if d["request_id"] == request_id]
     assert {(d["role"], d["owner_id"]) for d in legs} == {("context", "ctx-0"), ("generation", "gen-0")}

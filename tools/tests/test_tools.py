@@ -175,3 +175,22 @@ def test_a_new_package_passes_as_it_is(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     text = "".join(p.read_text() for p in folder.rglob("*") if p.suffix in (".py", ".md", ".toml"))
     assert not {"MODULE", "NAME", "SUMMARY"} & set(text.split())
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "-----BEGIN RSA PRIVATE " + "KEY-----", "AKIA" + "A1B2" * 4, "ghp_" + "a1B2" * 9, "github_pat_" + "a1B2c" * 10, "glpat-" + "a1B2c" * 4,
+        "hf_" + "a" * 34, "pypi-AgE" + "a1B2c" * 10, "sk-proj-" + "a1B2c" * 8, "sk-" + "a1B2c" * 8, "xoxb-" + "1234-" * 4, "AIza" + "a1B2c" * 7,
+        "postgres://admin:correct" + "horse@db",
+    ],
+)  # fmt: skip
+def test_a_secret_is_found_and_not_shown(tmp_path, monkeypatch, secret):
+    """Every form, in any kind of file; what has no such form is let pass."""
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    bad, good = tmp_path / "bad.bin", tmp_path / "good.md"
+    bad.write_bytes(b"\xff\x00\nx = '" + secret.encode() + b"'\n")
+    good.write_text("sk-x, http://user@host:1, key: AKIA, http://[::1]:8000, alice-key-0123456789abcdef\n")
+    (problem,) = check.check_secrets([bad, good])
+    assert problem.startswith("bad.bin:2: this looks like ")
+    assert secret not in problem
