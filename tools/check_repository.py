@@ -272,7 +272,7 @@ def check_sign_off(since: str) -> Iterator[str]:
          f"{since}..HEAD" if since else "HEAD"],
         cwd=ROOT, check=True, capture_output=True,
     ).stdout.decode()  # fmt: skip
-    for record in filter(None, (r.strip() for r in out.split("\0"))):
+    for record in filter(None, (r.strip("\n") for r in out.split("\0"))):
         commit, author, trailers = record.split("\x1f")
         if author not in trailers.split("\x1e"):
             yield f"{commit}: no Signed-off-by of {author.split(' <')[0]} (git commit -s)"

@@ -180,11 +180,20 @@ def test_a_new_package_passes_as_it_is(tmp_path):
 @pytest.mark.parametrize(
     "secret",
     [
-        "-----BEGIN RSA PRIVATE " + "KEY-----", "AKIA" + "A1B2" * 4, "ghp_" + "a1B2" * 9, "github_pat_" + "a1B2c" * 10, "glpat-" + "a1B2c" * 4,
-        "hf_" + "a" * 34, "pypi-AgE" + "a1B2c" * 10, "sk-proj-" + "a1B2c" * 8, "sk-" + "a1B2c" * 8, "xoxb-" + "1234-" * 4, "AIza" + "a1B2c" * 7,
+        "-----BEGIN RSA PRIVATE " + "KEY-----",
+        "AKIA" + "A1B2" * 4,
+        "ghp_" + "a1B2" * 9,
+        "github_pat_" + "a1B2c" * 10,
+        "glpat-" + "a1B2c" * 4,
+        "hf_" + "a" * 34,
+        "pypi-AgE" + "a1B2c" * 10,
+        "sk-proj-" + "a1B2c" * 8,
+        "sk-" + "a1B2c" * 8,
+        "xoxb-" + "1234-" * 4,
+        "AIza" + "a1B2c" * 7,
         "postgres://admin:correct" + "horse@db",
     ],
-)  # fmt: skip
+)
 def test_a_secret_is_found_and_not_shown(tmp_path, monkeypatch, secret):
     """Every form, in any kind of file; what has no such form is let pass."""
     monkeypatch.setattr(check, "ROOT", tmp_path)
