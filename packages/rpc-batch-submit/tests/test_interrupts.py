@@ -60,7 +60,8 @@ class At:
         if event == "call":
             if not frame.f_code.co_filename.startswith(SOURCES):
                 return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            # In this order: Python 3.13 asks for the function first.
+            frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = self, False, True
         elif event == "opcode" and self.left and frame.f_lasti not in unreachable(frame.f_code):
             self.left -= 1
             if not self.left:
@@ -73,6 +74,7 @@ class At:
         before = sys.gettrace()
         # What is raised in ``__del__`` is dropped by the interpreter: nothing older must be collected meanwhile.
         gc.disable()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it when tracing begins
         sys.settrace(self)
         try:
             return body(), False

@@ -64,7 +64,8 @@ class Injector:
         # What is raised in ``__del__`` is dropped by the interpreter.
         if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_name == "__del__":
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        # In this order: Python 3.13 asks for the function first.
+        frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = self._look, False, True
         return self._look
 
     def _look(self, frame: Any, event: str, argument: object) -> Any:
@@ -76,6 +77,7 @@ class Injector:
 
     def call(self, body: Callable[[], Any]) -> tuple[Any, Stop | None]:
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 looks for it when tracing begins
         sys.settrace(self._enter)
         try:
             return body(), None
