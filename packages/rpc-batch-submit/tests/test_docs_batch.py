@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import rpc_batch_submit
 from rpc_batch_submit import FLUSH_REASONS, BatchSubmitError
 from rpc_batch_submit._batcher import TRANSITIONS
@@ -34,16 +36,28 @@ def test_every_error_is_in_the_table() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_the_example_runs() -> None:
-    """README's example, as it stands."""
-    example = re.search(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S)
-    assert example is not None
-    done = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, timeout=60)
+EXAMPLE = "".join(re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S))
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    """README's example, as it stands, in an empty folder."""
+    done = subprocess.run([sys.executable, "-c", EXAMPLE], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.stdout.splitlines() == [
         "one call: ['a', 'bad', 'c']",
         "one call: ['d']",
         "{'a': None, 'bad': BatchItemFailed('ValueError: empty prompt'), 'c': None, 'd': None} ['a', 'c', 'd']",
     ], done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_is_typed(tmp_path: Path) -> None:
+    """mypy, strict."""
+    pytest.importorskip("mypy")
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0, checked.stdout
 
 
 def test_all_is_complete() -> None:
