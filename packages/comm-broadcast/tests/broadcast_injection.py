@@ -45,8 +45,11 @@ class Fault(Exception):
     """An exception of somebody else's, raised by a signal handler for instance."""
 
 
-#: The last is what a generator cannot raise: one that it passes through raises a ``RuntimeError`` with it as the cause.
-KINDS = (KeyboardInterrupt, Fault, Stop, StopIteration)
+#: ``StopIteration`` is what a generator cannot raise: passing through one it becomes the cause of a ``RuntimeError``.
+#: From Python 3.12 on that is bytecode of the generator's own: before and after it nothing tells the two apart.
+KINDS: tuple[type[BaseException], ...] = (
+    KeyboardInterrupt, Fault, Stop, *((StopIteration,) if sys.version_info < (3, 12) else ()),
+)  # fmt: skip
 
 
 def is_injected(error: BaseException, kind: type[BaseException]) -> bool:

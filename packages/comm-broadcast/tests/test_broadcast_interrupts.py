@@ -28,6 +28,10 @@ def test_an_exception_before_any_bytecode_leaves_all_ranks_level(form, size, vic
     assert injection.sweep(form, size, victim, verb, payload, way, stride=stride) > 12
 
 
+@pytest.mark.skipif(
+    sys.version_info[:2] == (3, 12),
+    reason="NO COVERAGE: Python 3.12 crashes when bytecodes of several threads are traced",
+)
 @pytest.mark.parametrize("form", injection.FORMS)
 @pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 1)])
 def test_an_exception_while_closing_leaves_nobody_waiting(form, size, victim):
