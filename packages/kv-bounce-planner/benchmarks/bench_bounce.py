@@ -46,7 +46,7 @@ from kv_bounce_planner.sessions import (
     free,
 )
 from kv_bounce_planner.sessions.identity import OperationIdentity
-from kv_bounce_planner.transports.interface import WriteJob
+from kv_bounce_planner.transports.interface import TransferJob
 
 TOTAL, COUNT, RUNS = 4 << 20, 32768, 15
 SIZE = TOTAL // COUNT
@@ -182,15 +182,15 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
         copier.submit(table).wait()
         gathered = time.monotonic()
         operation = raw_operation(number)
-        plain.start_write(
-            WriteJob(operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL)))
+        plain.start(
+            TransferJob(operation, RECEIVER, *(np.array([v], np.int64) for v in (staging, region + 2 * TOTAL, TOTAL)))
         )
         state = ""
         while state != "done":
             os.sched_yield()
-            for write in plain.poll().writes:
+            for write in plain.poll().jobs:
                 state = write.state
-        plain.forget_write(operation)
+        plain.forget(operation)
         landed, scattered = pipe.recv()
         check(pipe.recv())
         times["gather"].append(gathered - began)

@@ -11,6 +11,8 @@ true and checks, after every step of every interleaving:
 - a terminal snapshot never changes, and is never COMPLETED with a quarantine;
 - when nothing can happen any more, nothing is left owned.
 
+Pulled transfers have a model of their own, ``explore_pull.py``, with the same rules.
+
 Run: ``python tools/explore.py [--scope NAME] [--states-max N]``. Exit code 1 with the shortest story on a violation.
 """
 
@@ -24,28 +26,26 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kv_bounce_planner.sessions import OperationIdentity, PeerId, RequestKey, TransferIdentity
+from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions import receive_core as rc
 from kv_bounce_planner.sessions import send_core as sc
 from kv_bounce_planner.sessions.messages import (
     BounceGrant,
     BounceRefused,
     Cancel,
-    Drained,
     ReceiveRequest,
     WriterResult,
 )
 from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor, required_proofs
 from kv_bounce_planner.sessions.states import IllegalTransition, Outcome, SendState
-from kv_bounce_planner.transports.interface import WriteProgress
+from kv_bounce_planner.transports.interface import JobProgress
 
-DEADLINE_S = 10.0
-
-
-class Violation(Exception):
-    """An invariant does not hold."""
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from explore_pull import DEADLINE_S, PullWorld, Violation, clone_core, core_key, frame_key
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class Scope:
     sever: bool = False
     timeouts: bool = False
     executor: WriteExecutor = WriteExecutor.RECEIVER
+    pull: bool = False
+    reader_dies: bool = False
+    retire_sources: bool = False
 
 
 SCOPES = (
@@ -101,6 +104,40 @@ SCOPES = (
     Scope("direct, time-outs", parts=1, timeouts=True, time=True, errors=True),
     Scope("bounce, time-outs", bounce=True, parts=1, timeouts=True, time=True),
     Scope("direct, errors and death, NIC-executed", kill=True, errors=True, retire=True, executor=WriteExecutor.NIC),
+    Scope("pull, cancel and abort", pull=True, fail=True),
+    Scope("pull, two senders", pull=True, writers=2, parts=1),
+    Scope("pull, errors and death, receiver-executed", pull=True, parts=1, kill=True, errors=True, retire=True),
+    Scope(
+        "pull, errors and death, sender-executed",
+        pull=True,
+        parts=1,
+        kill=True,
+        errors=True,
+        retire=True,
+        executor=WriteExecutor.SENDER,
+    ),
+    Scope(
+        "pull, errors and death, NIC-executed",
+        pull=True,
+        parts=1,
+        kill=True,
+        errors=True,
+        retire=True,
+        executor=WriteExecutor.NIC,
+    ),
+    Scope("pull, the reader dies", pull=True, parts=1, fail=True, reader_dies=True, retire=True),
+    Scope("pull, sources retire a living reader", pull=True, parts=1, fail=True, retire_sources=True),
+    Scope(
+        "pull, sources retire a living reader, sender-executed",
+        pull=True,
+        parts=1,
+        fail=True,
+        retire_sources=True,
+        executor=WriteExecutor.SENDER,
+    ),
+    Scope("pull, a link breaks", pull=True, parts=1, fail=True, sever=True),
+    Scope("pull, a link breaks, two parts", pull=True, parts=2, sever=True),
+    Scope("pull, time-outs", pull=True, parts=1, timeouts=True, time=True, errors=True),
     Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
 )
 #: The scopes of the smoke test: the smaller ones.
@@ -132,34 +169,6 @@ class Write:
         )  # fmt: skip
 
 
-def _clone_core(core: Any) -> Any:
-    new = copy.copy(core)
-    new._effects = []
-    records = {}
-    for operation, record in core._records.items():
-        twin = copy.copy(record)
-        twin.machine = copy.copy(record.machine)
-        twin.evidence = set(record.evidence)
-        records[operation] = twin
-    new._records = records
-    return new
-
-
-def _core_key(core: Any) -> tuple[Any, ...]:
-    skip = {"machine", "proof", "spec", "request", "peer", "reason"}
-    rows = []
-    for record in core._records.values():
-        names = getattr(type(record), "__slots__", None) or vars(record)
-        fields = [getattr(record, name) for name in sorted(names) if name not in skip]
-        rows.append((record.state, *(frozenset(value) if isinstance(value, set) else value for value in fields)))
-    own = tuple(
-        (name, value)
-        for name, value in sorted(vars(core).items())
-        if isinstance(value, bool | int | float | str | type(None)) and name != "reason"
-    )
-    return (tuple(rows), own)
-
-
 class World:
     """One state of the model."""
 
@@ -174,7 +183,7 @@ class World:
             rc.OperationSpec(
                 operation,
                 self.senders[rank],
-                ReceiveRequest(operation, "c1", 8, b"d", scope.bounce, "KV", "DRAM", 0, b""),
+                ReceiveRequest(operation, "c1", 8, b"d", scope.bounce, False, "KV", "DRAM", 0, b""),
             )
             for rank, operation in enumerate(self.operations)
         ]
@@ -208,8 +217,8 @@ class World:
 
     def clone(self) -> World:
         new = copy.copy(self)
-        new.rx = _clone_core(self.rx)
-        new.tx = [_clone_core(core) for core in self.tx]
+        new.rx = clone_core(self.rx)
+        new.tx = [clone_core(core) for core in self.tx]
         new.to_sender = [deque(queue) for queue in self.to_sender]
         new.to_receiver = [deque(queue) for queue in self.to_receiver]
         new.writes = [write.clone() if write else None for write in self.writes]
@@ -231,10 +240,10 @@ class World:
 
     def key(self) -> tuple[Any, ...]:
         return (
-            _core_key(self.rx),
-            tuple(_core_key(core) for core in self.tx),
-            tuple(tuple(map(_frame_key, queue)) for queue in self.to_sender),
-            tuple(tuple(map(_frame_key, queue)) for queue in self.to_receiver),
+            core_key(self.rx),
+            tuple(core_key(core) for core in self.tx),
+            tuple(tuple(map(frame_key, queue)) for queue in self.to_sender),
+            tuple(tuple(map(frame_key, queue)) for queue in self.to_receiver),
             tuple(write.key() if write else None for write in self.writes),
             tuple(map(frozenset, self.marks)),
             tuple(self.todo),
@@ -353,11 +362,11 @@ class World:
 
     def _heal(self, rank: int) -> None:
         self.link[rank] = "up again"
-        self._rx(rc.LinkReturned(self.senders[rank]))
+        self._rx(shared.LinkReturned(self.senders[rank]))
 
     def _receiver_timed_out(self) -> None:
         self.timed_out[-1] = True
-        self._rx(rc.FailAsked("timed out"))
+        self._rx(shared.FailAsked("timed out"))
 
     def _sender_timed_out(self, rank: int) -> None:
         self.timed_out[rank] = True
@@ -374,7 +383,7 @@ class World:
 
     def _fail(self, rank: int) -> None:
         self.sealed[rank] = True
-        self._tx(rank, sc.FailAsked("aborted"))
+        self._tx(rank, shared.FailAsked("aborted"))
 
     def _seal(self, rank: int) -> None:
         self.sealed[rank] = True
@@ -399,28 +408,28 @@ class World:
         self.todo = [
             each for each in self.todo if not (each[0] in ("resolved", "slot", "gathered") and each[1] == rank)
         ]
-        self._rx(rc.PeerInDoubt(self.senders[rank], "connection lost"))
+        self._rx(shared.PeerInDoubt(self.senders[rank], "connection lost"))
 
     def _reaped(self, rank: int) -> None:
         self.reaped[rank] = True
-        self._rx(rc.PeerEvidenced(self.senders[rank], Evidence.PEER_REAPED))
+        self._rx(shared.PeerEvidenced(self.senders[rank], Evidence.PEER_REAPED))
 
     def _retire(self) -> None:
         self.agent = False
         for marks in self.marks:
             marks.clear()
         for peer in self.senders:
-            self._rx(rc.PeerInDoubt(peer, "peer retired"))
+            self._rx(shared.PeerInDoubt(peer, "peer retired"))
             for evidence in (Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE):
-                self._rx(rc.PeerEvidenced(peer, evidence))
+                self._rx(shared.PeerEvidenced(peer, evidence))
 
     def _time(self) -> None:
         self.ticked += 1
         self.now_s += DEADLINE_S + 1
-        self._rx(rc.Ticked())
+        self._rx(shared.Ticked())
         for rank, core in enumerate(self.tx):
             if self.alive[rank]:
-                self._tx(rank, sc.Ticked())
+                self._tx(rank, shared.Ticked())
                 del core
 
     def _post(self, rank: int) -> None:
@@ -472,14 +481,14 @@ class World:
         report = (write.posted, len(write.completed), state)
         if report != write.reported:
             write.reported = report
-            progress = WriteProgress(self.operations[rank], write.posted, len(write.completed), total, state)  # type: ignore[arg-type]
-            self._tx(rank, sc.WriteProgressed(progress))
+            progress = JobProgress(self.operations[rank], write.posted, len(write.completed), total, state)  # type: ignore[arg-type]
+            self._tx(rank, shared.Progressed(progress))
 
     def _answer(self, index: int) -> None:
         kind, *rest = self.todo.pop(index)
         match kind:
             case "resolved":
-                self._tx(rest[0], sc.Resolved(self.operations[rest[0]], rest[1]))
+                self._tx(rest[0], shared.Resolved(self.operations[rest[0]], rest[1]))
             case "slot":
                 self._tx(rest[0], sc.SlotReserved(self.operations[rest[0]]))
             case "gathered":
@@ -538,7 +547,7 @@ class World:
                     if not self.ticked:
                         raise Violation("quarantined before any deadline")
                     self.memory = "quarantined"
-                case rc.NoteConflict(_, reason):
+                case shared.NoteConflict(_, reason):
                     if not self.scope.lies and "report refused" not in reason:
                         raise Violation(f"honest peers conflict: {reason}")
 
@@ -554,7 +563,7 @@ class World:
     def _tx(self, rank: int, event: sc.SendEvent) -> None:
         for effect in self.tx[rank].step(event, self.now_s):
             match effect:
-                case sc.Resolve():
+                case shared.Resolve():
                     self.todo.append(("resolved", rank, self.scope.bounce))
                 case sc.SendMessage(_, message):
                     self._say(self.to_receiver, rank, message)
@@ -576,7 +585,7 @@ class World:
                         self._say(self.to_receiver, rank, WriterResult(operation, 64, b"report"))
                 case sc.SendReportAgain(operation):
                     self._say(self.to_receiver, rank, WriterResult(operation, 64, b"report"))
-                case sc.StopPosting():
+                case shared.StopPosting():
                     write = self.writes[rank]
                     if write is None:
                         raise Violation("stopped a write that never began")
@@ -592,7 +601,7 @@ class World:
                     if self.source[rank] != "owned":
                         raise Violation(f"source quarantined after {self.source[rank]}")
                     self.source[rank] = "quarantined"
-                case sc.NoteConflict(_, reason):
+                case shared.NoteConflict(_, reason):
                     raise Violation(f"honest peers conflict at the sender: {reason}")
         if ("progress", rank) in self.todo:
             self.todo.remove(("progress", rank))
@@ -639,21 +648,16 @@ class World:
         return False
 
 
-def _frame_key(message: Any) -> tuple[Any, ...]:
-    extra = (message.posted, message.completed) if isinstance(message, Drained) else ()
-    return (type(message).__name__, *extra)
-
-
 def explore(scope: Scope, *, states_max: int = 2_000_000) -> tuple[int, int]:
     """Breadth first over every interleaving. Returns (states, transitions).
 
     Raises:
         Violation: With the shortest story that leads to it.
     """
-    start = World(scope)
+    start: Any = PullWorld(scope) if scope.pull else World(scope)
     seen = {start.key(): None}
     parents: dict[tuple[Any, ...], tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
-    frontier: deque[World] = deque([start])
+    frontier: deque[Any] = deque([start])
     transitions = 0
 
     def story(key: tuple[Any, ...], last: tuple[Any, ...] | None) -> str:

@@ -28,14 +28,14 @@ from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
     ControlChannel,
+    JobProgress,
+    JobState,
     LinkedChannel,
     LinkEvent,
     MemoryRegion,
+    TransferJob,
     Transport,
     TransportProgress,
-    WriteJob,
-    WriteProgress,
-    WriteState,
 )
 
 __all__ = [
@@ -189,7 +189,7 @@ class FakeLinkedChannel(FakeChannel):
 
 @dataclass
 class _FakeWrite:
-    job: WriteJob
+    job: TransferJob
     agent: _FakeAgent
     posted: int = 0
     completed: int = 0
@@ -198,6 +198,8 @@ class _FakeWrite:
     reported: tuple[int, int, str] | None = None
     #: Parts that were posted and have not landed: (part index).
     flying: list[int] = field(default_factory=list)
+    #: A read's parts that left the source before an error: what would land, later.
+    sampled: dict[int, list[bytes]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -219,7 +221,8 @@ class FakeWorld:
         parts_max: Fragments per posted part.
         executor: Who executes writes. Receiver-executed parts land only while the target's agent lives and polls. NIC-executed
             ones (RDMA's semantics: the adapter goes on with what was posted, whatever becomes of the sender's process) land
-            while the target's agent has its memory registered and its queue pairs, and nobody needs to poll.
+            while the target's agent has its memory registered and its queue pairs, and nobody needs to poll. Reads: the
+            source's agent (receiver-executed) or process answers, and what it answered lands while the reader's agent lives.
         sticky_keys: NIC-executed only: deregistration at the target fails, as a library's may.
     """
 
@@ -228,7 +231,7 @@ class FakeWorld:
         *,
         executor: WriteExecutor = WriteExecutor.RECEIVER,
         parts_max: int = 64,
-        landing: Callable[[WriteJob, int], str] | None = None,
+        landing: Callable[[TransferJob, int], str] | None = None,
         sticky_keys: bool = False,
     ) -> None:
         self.sticky_keys = sticky_keys
@@ -238,7 +241,7 @@ class FakeWorld:
         self.agents: dict[str, _FakeAgent] = {}
         self.writes: list[_FakeWrite] = []
         self.inbox: dict[str, deque[tuple[str, bytes]]] = {}
-        self.polled: set[PeerId] = set()
+        self.killed: set[PeerId] = set()
         self._buffers: list[tuple[int, int, np.ndarray[Any, Any]]] = []
         self._number = 0
         #: Bytes that landed, in order, for audits: (address, bytes, operation).
@@ -255,6 +258,7 @@ class FakeWorld:
 
     def kill(self, peer: PeerId) -> None:
         """The process ends: its agents vanish, what it executes stops."""
+        self.killed.add(peer)
         for agent in self.agents.values():
             if agent.owner == peer:
                 agent.alive = False
@@ -271,26 +275,40 @@ class FakeWorld:
 
     def _can_land(self, write: _FakeWrite) -> bool:
         target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
+        if write.job.reads:
+            if write.error:
+                return write.agent.alive and bool(write.sampled)
+            served = target is not None and target.owner not in self.killed
+            if self.executor is not WriteExecutor.SENDER:
+                served = target is not None and target.alive
+            return write.agent.alive and served
         if self.executor is WriteExecutor.RECEIVER:
             return target is not None and target.alive
         if self.executor is WriteExecutor.NIC:
             return target is not None and (target.alive or self.sticky_keys)
         return write.agent.alive
 
-    def _parts(self, job: WriteJob) -> int:
+    def _parts(self, job: TransferJob) -> int:
         return -(-len(job.sizes) // self.parts_max)
 
     def _land(self, write: _FakeWrite, part: int) -> None:
         job = write.job
+        sampled = iter(write.sampled.pop(part, ()))
         rows = slice(part * self.parts_max, (part + 1) * self.parts_max)
         for source, target, size in zip(
             job.source_addresses[rows].tolist(), job.target_addresses[rows].tolist(), job.sizes[rows].tolist()
         ):
             self._check(source, size)
             self._check(target, size)
-            ctypes.memmove(target, source, size)
+            ctypes.memmove(target, next(sampled, source), size)
             self.landed.append((target, size, job.operation))
         write.flying.remove(part)
+
+    def _sample(self, write: _FakeWrite) -> None:
+        for part in write.flying:
+            rows = slice(part * self.parts_max, (part + 1) * self.parts_max)
+            places = zip(write.job.source_addresses[rows].tolist(), write.job.sizes[rows].tolist(), strict=True)
+            write.sampled[part] = [ctypes.string_at(address, size) for address, size in places]
 
     def _check(self, address: int, size: int) -> None:
         if not any(start <= address and address + size <= start + length for start, length, _ in self._buffers):
@@ -304,21 +322,23 @@ class FakeWorld:
                 write.flying.append(write.posted)
                 write.posted += 1
             target = self.agents.get(write.agent.remotes.get(write.job.peer, ""))
-            by_receiver = self.executor is WriteExecutor.RECEIVER
-            owner = target.owner if by_receiver and target else write.agent.owner
+            by_peer = self.executor is WriteExecutor.RECEIVER  # a write's target copies, a read's source answers
+            owner = target.owner if by_peer and target else write.agent.owner
             executes = self.executor is WriteExecutor.NIC or transport.self_id == owner
             if write.error or not executes or not self._can_land(write):
                 continue
             for part in list(write.flying):
                 verdict = self.landing(write.job, part)
                 if verdict == "error":
+                    if write.job.reads:
+                        self._sample(write)
                     write.error = "the transport reports an error"
                     break
                 if verdict != "land":
                     continue
                 self._land(write, part)
                 write.completed += 1
-                if target is not None and target.alive:
+                if target is not None and target.alive and not write.job.reads:
                     mark = encode_mark(Mark(write.job.operation, part, total))
                     self.inbox[target.name].append((write.agent.name, mark))
 
@@ -333,10 +353,17 @@ class FakeTransport:
         self._agents: dict[tuple[str, str], _FakeAgent] = {}
         self._lost: list[PeerId] = []
         self.registered: list[MemoryRegion] = []
+        #: Per peer, the metadata that it was connected with, in order.
+        self.connected: list[tuple[PeerId, bytes]] = []
+        self._version = 0
 
     @property
     def transport_class(self) -> TransportClass:
         return self._class
+
+    @property
+    def memory_version(self) -> int:
+        return self._version
 
     def agent_info(self, peer: PeerId) -> AgentInfo:
         agent = self._agents.get(peer.instance)
@@ -346,34 +373,37 @@ class FakeTransport:
             self._agents[peer.instance] = agent
             self.world.agents[agent.name] = agent
             self.world.inbox[agent.name] = deque()
-        return AgentInfo(agent.name, b"fake metadata")
+        return AgentInfo(agent.name, f"fake metadata {self._version}".encode())
 
     def connect(self, peer: PeerId, info: AgentInfo) -> None:
         if info.name not in self.world.agents:
             raise TransportError(f"{info.name!r} is no agent of this world")
         self.agent_info(peer)
+        self.connected.append((peer, info.metadata))
         self._agents[peer.instance].remotes[peer] = info.name
 
     def register(self, regions: Sequence[MemoryRegion]) -> object:
         self.registered.extend(regions)
+        self._version += 1
         return tuple(regions)
 
     def deregister(self, registration: Any) -> None:
         for region in registration:
             self.registered.remove(region)
+        self._version += 1
 
-    def start_write(self, job: WriteJob) -> None:
+    def start(self, job: TransferJob) -> None:
         agent = self._agents.get(job.peer.instance)
         if agent is None or job.peer not in agent.remotes:
             raise TransportError(f"{job.peer} was not connected")
         self.world.writes.append(_FakeWrite(job, agent))
 
-    def stop_write(self, operation: OperationIdentity) -> None:
+    def stop(self, operation: OperationIdentity) -> None:
         for write in self.world.writes:
             if write.job.operation == operation and write.agent.owner == self.self_id:
                 write.stopped = True
 
-    def forget_write(self, operation: OperationIdentity) -> None:
+    def forget(self, operation: OperationIdentity) -> None:
         self.world.writes = [
             write
             for write in self.world.writes
@@ -382,12 +412,12 @@ class FakeTransport:
 
     def poll(self) -> TransportProgress:
         self.world._step(self)
-        writes: list[WriteProgress] = []
+        writes: list[JobProgress] = []
         for write in self.world.writes:
             if write.agent.owner != self.self_id:
                 continue
             total = self.world._parts(write.job)
-            state: WriteState
+            state: JobState
             if write.error or not write.agent.alive:
                 state = "error"
             elif write.completed == total:
@@ -400,7 +430,7 @@ class FakeTransport:
             if report != write.reported:
                 write.reported = report
                 writes.append(
-                    WriteProgress(
+                    JobProgress(
                         write.job.operation, write.posted, write.completed, total, state, write.error or "agent gone"
                     )
                 )
@@ -597,13 +627,15 @@ def check_transport(
     make_pair: Callable[[PeerId, PeerId], tuple[Transport, Transport]],
     *,
     register: Callable[[Transport, np.ndarray[Any, Any]], int],
+    reads: bool = True,
     polls_max: int = 200_000,
 ) -> None:
-    """Conformance of a Transport: exact bytes, exact marks, stop, destroyed agents, bounded progress.
+    """Conformance of a Transport: exact bytes, exact marks, reads, memory that comes late, destroyed agents, bounded progress.
 
     Args:
         make_pair: A sending and a receiving transport in this process.
-        register: Registers an array with a transport; returns its address. Called before connections are made.
+        register: Registers an array with a transport; returns its address. Called before connections are made, and once after.
+        reads: Whether it can read; one that cannot must refuse the job.
         polls_max: Polls before missing progress is a failure.
 
     Raises:
@@ -621,14 +653,14 @@ def check_transport(
     rows = generator.permutation(len(target) // size)[:count].astype(np.int64)
     columns = generator.permutation(len(source) // size)[:count].astype(np.int64)
     operation = OperationIdentity(TransferIdentity(1, 0, receiver_id.generation, 0), 1, 5)
-    job = WriteJob(
+    job = TransferJob(
         operation, receiver_id, source_at + columns * size, target_at + rows * size, np.full(count, size, np.int64)
     )
-    sender.start_write(job)
+    sender.start(job)
     seen: set[int] = set()
     total, state, posted = 0, "posting", 0
     for _ in range(polls_max):
-        for write in sender.poll().writes:
+        for write in sender.poll().jobs:
             _expect(write.operation == operation, "progress of another operation")
             _expect(write.completed <= write.posted <= write.total and write.posted >= posted, "progress ran backwards")
             posted, state = write.posted, write.state
@@ -645,17 +677,57 @@ def check_transport(
             break
     else:
         raise AssertionError(f"no end: {state}, {len(seen)} of {total} marks")
-    sender.forget_write(operation)
+    sender.forget(operation)
     expected = np.zeros_like(target).reshape(-1, size)
     expected[rows] = source.reshape(-1, size)[columns]
     _expect(bool((expected.reshape(-1) == target).all()), "bytes differ, or bytes landed elsewhere")
-    _expect(sender.poll().writes == (), "progress of a forgotten write")
+    _expect(sender.poll().jobs == (), "progress of a forgotten write")
     stranger = _peer("stranger", 0)
     try:
-        sender.start_write(WriteJob(operation, stranger, job.source_addresses, job.target_addresses, job.sizes))
+        sender.start(TransferJob(operation, stranger, job.source_addresses, job.target_addresses, job.sizes))
     except TransportError:
         pass
     else:
         raise AssertionError("a write to a peer that was never connected was taken")
+    _check_reads(sender, receiver, register, reads, polls_max)
     sender.destroy_agent(receiver_id.instance)
     receiver.destroy_agent(sender_id.instance)
+
+
+def _check_reads(
+    sender: Transport,
+    receiver: Transport,
+    register: Callable[[Transport, np.ndarray[Any, Any]], int],
+    reads: bool,
+    polls_max: int,
+) -> None:
+    """The receiver reads what the sender registered only now, after both were connected."""
+    sender_id, receiver_id = _peer("writer", 1), _peer("reader", 0)
+    before = sender.memory_version
+    source, target = np.random.default_rng(8).integers(0, 256, 1 << 18, dtype=np.uint8), np.zeros(1 << 18, np.uint8)
+    source_at, target_at = register(sender, source), register(receiver, target)
+    _expect(sender.memory_version > before, "memory was registered and the version stands still")
+    receiver.connect(sender_id, sender.agent_info(receiver_id))
+    operation = OperationIdentity(TransferIdentity(2, 0, receiver_id.generation, 0), 1, 6)
+    rows = np.random.default_rng(9).permutation(256).astype(np.int64)[:200] * 1024
+    job = TransferJob(
+        operation, sender_id, source_at + rows[::-1], target_at + rows, np.full(200, 1000, np.int64), reads=True
+    )
+    try:
+        receiver.start(job)
+    except TransportError:
+        _expect(not reads, "a read was refused")
+        return
+    state = ""
+    for _ in range(polls_max):
+        for progress in receiver.poll().jobs:
+            state = progress.state
+            _expect(state != "error", f"error: {progress.detail}")
+        _expect(not sender.poll().marks, "a read left a mark")
+        if state == "done":
+            break
+    _expect(state == "done", f"a read never ended: {state}")
+    receiver.forget(operation)
+    expected = np.zeros_like(target).reshape(-1, 1024)
+    expected[rows // 1024, :1000] = source.reshape(-1, 1024)[rows[::-1] // 1024, :1000]
+    _expect(bool((expected.reshape(-1) == target).all()), "bytes read differ, or landed elsewhere")

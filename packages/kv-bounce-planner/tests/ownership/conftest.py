@@ -21,6 +21,7 @@ from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
     ExposureLedger,
+    Loan,
     OperationIdentity,
     PeerId,
     Receiver,
@@ -274,16 +275,29 @@ class Lab:
         plan = WriterPlan(rank, targets, sizes, count, count)
         return WriterTransfer(plan, sources, targets, sizes, count)
 
+    def plan_by(self, payload: bytes, rank: int, count: int, request: int) -> WriterTransfer:
+        """The receiver's planner: from what the sender's offer says."""
+        assert payload == b"blocks of %d" % rank
+        return self.plan(rank, count, request=request)
+
     def identity(self, request: int = 1, incarnation: int = 0) -> TransferIdentity:
         return TransferIdentity(request, incarnation, "g1", 0)
 
     def open(
-        self, request: int = 1, *, tier: str = "direct", incarnation: int = 0, count: int = 8, **more: Any
+        self, request: int = 1, *, tier: Any = "direct", incarnation: int = 0, count: int = 8, **more: Any
     ) -> tuple[OperationIdentity, ...]:
         expected = []
         for sender in self.senders:
-            plan = self.plan(sender.self_id.rank, count, request=request).writer
-            expected.append(ExpectedOperation(sender.self_id, plan.total_bytes, b"", plan, tier))  # type: ignore[arg-type]
+            rank = sender.self_id.rank
+            plan = self.plan(rank, count, request=request).writer
+            wanted = tier if isinstance(tier, str) else tier[rank]
+            reads: Any = {}
+            if wanted == "pull":
+                reads = {"resolve": lambda payload, rank=rank: self.plan_by(payload, rank, count, request)}
+            blocks = (f"block {rank}", "a shared block")
+            expected.append(
+                ExpectedOperation(sender.self_id, plan.total_bytes, b"", plan, wanted, blocks=blocks, **reads)
+            )
         return self.receiver.open(self.identity(request, incarnation), expected, claim=f"blocks of {request}", **more)
 
     def ready(self, request: int = 1, *, ranks: Any = None, incarnation: int = 0, count: int = 8) -> None:
@@ -293,7 +307,9 @@ class Lab:
                 sender.expect(key, 1)
                 sender.ready(
                     key,
-                    lambda _request, rank=rank: self.plan(rank, count, request=request),
+                    lambda asked, rank=rank: (
+                        Loan(b"blocks of %d" % rank) if asked.pulls else self.plan(rank, count, request=request)
+                    ),
                     claim=f"source of {request}",
                 )
 

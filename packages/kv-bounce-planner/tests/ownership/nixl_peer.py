@@ -21,6 +21,7 @@ from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
     ExposureLedger,
+    Loan,
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -113,7 +114,10 @@ class Peer:
             base = self.memory.ctypes.data + index * share
             plan = self.plan(writer[2], count, size, request * 7 + index, base, share)
             payload = json.dumps([count, size, request * 7 + index, base, share]).encode()
-            expected.append(ExpectedOperation(PeerId(*writer), plan.total_bytes, payload, plan, tier))
+            reads: dict[str, Any] = {}
+            if tier == "pull":
+                reads = {"resolve": lambda offer, plan=plan, at=request * 7 + index: self._read_plan(offer, plan, at)}
+            expected.append(ExpectedOperation(PeerId(*writer), plan.total_bytes, payload, plan, tier, **reads))
         opened = self.shell.open(identity, expected, claim=request)
         self.operations.update({each.operation: each for each in opened})
         return [each.operation for each in opened]
@@ -143,12 +147,29 @@ class Peer:
         finally:
             module.ReceiveRequest = original  # type: ignore[misc]
 
-    def _resolve(self, request: Any) -> WriterTransfer:
-        count, size, seed, base, room = json.loads(request.payload)
-        plan = self.plan(self.peer.rank, count, size, seed, base, room)
-        sources = fragments(count, size, seed + 1, self.memory.ctypes.data, self.memory.nbytes)
+    def _read_plan(self, offer: bytes, plan: WriterPlan, seed: int) -> WriterTransfer:
+        """Where the source is, by what the sender said of its memory."""
+        base, nbytes = json.loads(offer)
+        return self._sources(plan, seed, base, nbytes)
+
+    def _sources(self, plan: WriterPlan, seed: int, base: int, nbytes: int) -> WriterTransfer:
+        count, size = len(plan.sizes), int(plan.sizes[0])
+        sources = fragments(count, size, seed + 1, base, nbytes)
         sources = np.random.default_rng(seed + 2).permutation(sources)
         return WriterTransfer(plan, sources, plan.target_addresses, plan.sizes, count)
+
+    def _resolve(self, request: Any) -> WriterTransfer | Loan:
+        if request.pulls:
+            return Loan(json.dumps([self.memory.ctypes.data, self.memory.nbytes]).encode())
+        count, size, seed, base, room = json.loads(request.payload)
+        plan = self.plan(self.peer.rank, count, size, seed, base, room)
+        return self._sources(plan, seed, self.memory.ctypes.data, self.memory.nbytes)
+
+    def late_pool(self, nbytes: int) -> int:
+        """Memory that is made and registered now, in place of the first."""
+        self.first, self.memory = self.memory, np.zeros(nbytes, np.uint8)
+        self.transport.register([MemoryRegion(self.memory.ctypes.data, nbytes)])
+        return self.memory.ctypes.data
 
     def ready(self, request: int, incarnation: int = 0, count: int = 1) -> None:
         self.shell.expect(RequestKey(request, incarnation), count)
@@ -283,24 +304,25 @@ class Peer:
         self.raw_prepare(peer, target, nbytes)
         return self.raw_transfer()
 
-    def raw_prepare(self, peer: list[Any], target: int, nbytes: int) -> None:
+    def raw_prepare(self, peer: list[Any], target: int, nbytes: int, verb: str = "WRITE") -> None:
         agent = self.transport._agents[PeerId(*peer).instance]
         nixl = agent.nixl
         source = np.array([[self.memory.ctypes.data, nbytes, 0]], np.uint64)
         remote = np.array([[target, nbytes, 0]], np.uint64)
         handle = nixl.initialize_xfer(
-            "WRITE",
+            verb,
             nixl.get_xfer_descs(source, "DRAM"),
             nixl.get_xfer_descs(remote, "DRAM"),
             agent.remotes[PeerId(*peer)],
-            b"careless",
+            b"careless" if verb == "WRITE" else b"",
         )
+        self.raw_note = b"careless" if verb == "WRITE" else b""
         self.raw.append(handle)
         self.raw_nixl = nixl
 
     def raw_transfer(self) -> str:
         try:
-            return str(self.raw_nixl.transfer(self.raw[-1], b"careless"))
+            return str(self.raw_nixl.transfer(self.raw[-1], self.raw_note))
         except Exception as error:
             return f"raised {type(error).__name__}"
 
@@ -316,6 +338,14 @@ class Peer:
                 except Exception as error:
                     state = f"raised {type(error).__name__}"
         return state
+
+    def raw_drop(self) -> None:
+        """Forget the library's handles without releasing them: they go with their agent."""
+        from kv_bounce_planner.transports._nixl import _let_go
+
+        while self.raw:
+            _let_go(self.raw.pop())
+        self.raw_nixl = None
 
     def raw_release(self) -> str:
         try:

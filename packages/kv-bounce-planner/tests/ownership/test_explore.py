@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kv_bounce_planner.sessions import receive_core as _receive_core
-from kv_bounce_planner.sessions.proof import ProofKind
+from kv_bounce_planner.sessions import send_core as _send_core
+from kv_bounce_planner.sessions.proof import Evidence, ProofKind, WriteExecutor
 from kv_bounce_planner.sessions.states import RECEIVE_TRANSITIONS, ReceiveState, ReceiveTrigger
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -38,6 +39,12 @@ def tool():
         "bounce, a link breaks",
         "bounce, time-outs",
         "direct, errors and death, NIC-executed",
+        "pull, cancel and abort",
+        "pull, errors and death, receiver-executed",
+        "pull, errors and death, sender-executed",
+        "pull, errors and death, NIC-executed",
+        "pull, the reader dies",
+        "pull, a link breaks",
     ],
 )
 def test_every_interleaving_of_a_small_scope_keeps_the_invariants(tool, name):
@@ -58,12 +65,31 @@ def test_the_explorer_finds_a_doubt_that_is_taken_as_proof(tool, monkeypatch):
     def careless(self, record, reason, now_s):
         original(self, record, reason, now_s)
         if record.proof is None:
-            self._proven(record, ProofKind.DONE)
+            self._proven(record, record.spec.operation, ProofKind.DONE)
 
     monkeypatch.setattr(_receive_core.ReceiveTransfer, "_doubt", careless)
     (scope,) = [scope for scope in tool.SCOPES if scope.name == "direct, errors and death, receiver-executed"]
     with pytest.raises(tool.Violation, match="landed in memory that was released; story: publish"):
         tool.explore(scope)
+
+
+def test_the_explorer_finds_a_source_that_comes_back_by_its_agents_end_over_cma(tool, monkeypatch):
+    """A living reader needs no agent of the source there; with the planted fault it succeeds with foreign bytes."""
+    original = _send_core.SendTransfer._loan_proven
+
+    def careless(self, record):
+        record.required = frozenset({Evidence.AGENT_DESTROYED})
+        original(self, record)
+
+    monkeypatch.setattr(_send_core.SendTransfer, "_loan_proven", careless)
+    scope = tool.Scope(
+        "pull, planted", pull=True, parts=1, fail=True, retire_sources=True, executor=WriteExecutor.SENDER
+    )
+    with pytest.raises(tool.Violation, match="success with a part of a source that was released"):
+        tool.explore(scope)
+    monkeypatch.setattr(_send_core.SendTransfer, "_loan_proven", original)
+    states, _ = tool.explore(scope)
+    assert states > 50
 
 
 def test_the_command_reports_and_refuses_unknown_scopes(tool, capsys):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kv_bounce_planner.planning import WriterPlan, WriterTransfer
-from kv_bounce_planner.sessions import ExpectedOperation, PeerEvidence, RequestKey, SessionConfig, free
+from kv_bounce_planner.sessions import ExpectedOperation, Loan, PeerEvidence, RequestKey, SessionConfig, free
 from kv_bounce_planner.sessions.proof import WriteExecutor
 
 CANARY = 0xEE
@@ -79,11 +79,9 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
             expected = []
             for rank, sender in enumerate(lab.senders):
                 plan = plans[(request, rank)] = plan_of(rank, ids, request)
-                expected.append(
-                    ExpectedOperation(
-                        sender.self_id, plan.total_bytes, b"", plan.writer, generator.choice(["direct", "bounce"])
-                    )
-                )
+                tier = generator.choice(["direct", "bounce", "pull"])
+                reads = {"resolve": lambda _payload, plan=plan: plan} if tier == "pull" else {}
+                expected.append(ExpectedOperation(sender.self_id, plan.total_bytes, b"", plan.writer, tier, **reads))
             lab.receiver.open(lab.identity(request), expected, claim=ids, blocks=ids)
             owned[request] = ids
             tally["opened"] += 1
@@ -96,7 +94,11 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
                 if generator.random() < 0.15:
                     sender.fail(key, "aborted")
                 else:
-                    sender.ready(key, lambda r, n=number, rank=rank: plans[(n, rank)], claim=number)
+                    sender.ready(
+                        key,
+                        lambda asked, n=number, rank=rank: Loan(b"") if asked.pulls else plans[(n, rank)],
+                        claim=number,
+                    )
         elif choice < 0.53 and owned:
             lab.receiver.cancel(lab.identity(generator.choice(list(owned))))
         elif choice < 0.6 and owned:
@@ -143,7 +145,8 @@ def run(make_lab, seed: int, *, turns: int = 260) -> dict[str, int]:
                         free(event.proven)
                         assert not any(
                             write.flying
-                            and write.agent.owner == sender.self_id
+                            and sender.self_id in (write.agent.owner, write.job.peer)
+                            and not (write.job.reads and (write.error or not write.agent.alive))
                             and write.job.operation.request == event.request
                             for write in lab.world.writes
                             if executor is WriteExecutor.SENDER or not write.error

@@ -261,3 +261,113 @@ def test_a_request_for_an_earlier_generation_of_the_sender_is_sealed_unposted(se
     assert [event[0] for event in received] == ["TransferFailed", "MemoryReleased"]
     assert "another generation" in received[0][2]
     assert sender("transport_statistics")["posts"] == 0
+
+
+# --- reads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raw_readers(make_peer):
+    """(reader, source) with NIXL alone: the reader knows the source's metadata, the source is filled with OLD."""
+
+    def make(transport, nbytes=NBYTES):
+        reader, source = make_peer("gen", "g1"), make_peer("ctx", "c1", 1)
+        for peer in (reader, source):
+            peer.init({"tcp": "tcp", "cma": None}[transport], nbytes)
+        source("fill", value=OLD)
+        reader("raw_connect", peer=source.peer, info=source("raw_info", peer=reader.peer))
+        source("raw_connect", peer=reader.peer, info=reader("raw_info", peer=source.peer))
+        reader("raw_prepare", peer=source.peer, target=source.base, nbytes=64, verb="READ")
+        reader("raw_transfer")
+        for _ in range(500):
+            source("raw_progress", peer=reader.peer, seconds=0.002)
+            if reader("raw_progress", peer=source.peer, seconds=0.002) == "DONE":
+                break
+        assert reader("raw_release") == "released"
+        return reader, source
+
+    return make
+
+
+@pytest.mark.parametrize("destroyed", [False, True], ids=["agent lives", "agent destroyed"])
+def test_fact_tcp_read_of_a_reaped_source_lands_when_the_reader_polls(raw_readers, destroyed):
+    """tcp: the source served and was reaped; its bytes land at the reader's next poll, unless the reader's agent is gone."""
+    reader, source = raw_readers("tcp")
+    reader("raw_prepare", peer=source.peer, target=source.base, nbytes=NBYTES, verb="READ")
+    assert reader("raw_transfer") == "PROC"
+    source("raw_progress", peer=reader.peer, seconds=0.3)
+    source.kill()
+    if destroyed:
+        reader("raw_drop")
+        reader("destroy_agent", instance="ctx", generation="c1")
+    reader("fill", value=REFILL)
+    if not destroyed:
+        reader("raw_progress", peer=source.peer, seconds=0.5)
+        assert reader("count_of", value=OLD) > 0, "a reaped source's bytes no longer land: the rule can be relaxed"
+    assert not destroyed or reader("count_of", value=REFILL) == NBYTES
+
+
+def test_fact_cma_read_is_over_when_the_library_says_so(raw_readers):
+    """CMA: the reader's own process copies, inside its calls; once its agent is gone nothing more lands."""
+    reader, source = raw_readers("cma")
+    reader("raw_prepare", peer=source.peer, target=source.base, nbytes=NBYTES, verb="READ")
+    reader("raw_transfer")
+    reader("raw_drop")
+    reader("destroy_agent", instance="ctx", generation="c1")
+    reader("fill", value=REFILL)
+    source("raw_progress", peer=reader.peer, seconds=0.2)
+    assert reader("count_of", value=REFILL) == NBYTES
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_fact_a_sources_agent_serves_reads_over_tcp_and_is_not_needed_over_cma(raw_readers, transport):
+    """With the source's agent destroyed: no byte of a refilled source is read over tcp, every byte over CMA."""
+    reader, source = raw_readers(transport)
+    reader("raw_prepare", peer=source.peer, target=source.base, nbytes=NBYTES, verb="READ")
+    source("destroy_agent", instance="gen", generation="g1")
+    source("fill", value=NEW)
+    reader("raw_transfer")
+    reader("raw_progress", peer=source.peer, seconds=0.3)
+    read = reader("count_of", value=NEW)
+    assert (read == 0) if transport == "tcp" else (read == NBYTES), read
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+def test_a_session_lends_until_the_reader_is_reaped_and_then_takes_back(session_pair, together, transport):
+    """The reader is killed while it may read: owned through seal and loss of the link, released with its death."""
+    reader, source = session_pair(transport, nbytes=NBYTES, nixl={"bytes_per_post_max": 65536})
+    source("fill", value=OLD)
+    (operation,) = reader(
+        "open", request=1, incarnation=0, writers=[source.peer], count=8, size=NBYTES // 8, tier="pull"
+    )
+    reader("poll", count=2)
+    source("poll", seconds=5, until=["ReceiveRequested"])
+    source("ready", request=1)
+    assert source("until_state", operation=operation, states=["LENT"], seconds=5) == "LENT"
+    reader("poll", count=2)
+    reader.kill()
+    source("seal", request=1)
+    assert "SourceReleased" not in [event[0] for event in source("poll", seconds=0.5)]
+    source("peer_died", peer=reader.peer, evidence="process reaped")
+    assert [event[0] for event in source("poll", count=2)][-1] == "SourceReleased"
+
+
+def test_a_session_reads_nothing_into_memory_that_it_gave_back(session_pair, together):
+    """tcp: the source is killed while it is read. Our memory comes back with our agent's end, and stays as it is refilled."""
+    reader, source = session_pair("tcp", nbytes=NBYTES)
+    source("fill", value=OLD)
+    (operation,) = reader("open", request=1, incarnation=0, writers=[source.peer], count=1, size=NBYTES, tier="pull")
+    reader("poll", count=2)
+    source("poll", seconds=5, until=["ReceiveRequested"])
+    source("ready", request=1)
+    source("poll", count=3)
+    assert reader("until_state", operation=operation, states=["READING"], seconds=5) == "READING"
+    source("poll", count=3)
+    source.kill()
+    reader("peer_died", peer=source.peer, evidence="process reaped")
+    assert "MemoryReleased" not in [event[0] for event in reader("poll", count=2)]
+    reader("retire", instance="ctx", generation="c1")
+    assert "MemoryReleased" in [event[0] for event in reader("poll", count=2)]
+    reader("fill", value=REFILL)
+    reader("poll", seconds=0.3)
+    assert reader("count_of", value=REFILL) == NBYTES

@@ -12,6 +12,7 @@ from kv_bounce_planner.sessions import (
     AddressStillExposed,
     ExpectedOperation,
     ExposureLedger,
+    MemoryRegion,
     PeerEvidence,
     PeerId,
     Receiver,
@@ -20,10 +21,11 @@ from kv_bounce_planner.sessions import (
     SessionConfig,
     SessionResources,
     TransferIdentity,
+    TransportClass,
 )
 from kv_bounce_planner.sessions.config import Handshake
 from kv_bounce_planner.sessions.messages import Beat, Sealed, WriterResult, decode_frame, encode_message
-from kv_bounce_planner.sessions.proof import WriteExecutor
+from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor
 
 KEY = RequestKey(1, 0)
 
@@ -200,7 +202,7 @@ def test_a_second_agent_of_a_known_life_is_refused(make_lab):
     lab = make_lab(1)
     receiver = lab.receiver
     lab.receiver._transport._agents.clear()
-    frame = receiver._hello_frame(lab.senders[0].self_id, lab.senders[0].session, is_reply=False)
+    frame = receiver._hello_frame(receiver._lives[lab.senders[0].self_id], lab.senders[0].session, is_reply=False)
     lab.network.inject(lab.peer, lab.senders[0].self_id, frame)
     lab.run(2)
     assert any("agent" in event.reason for event in lab.sent[0] if type(event).__name__ == "PeerRefused")
@@ -227,7 +229,7 @@ def test_an_agent_that_cannot_be_connected_is_told_to_both(make_lab, monkeypatch
 POINTS = 12
 
 
-@pytest.mark.parametrize("tier", ["direct", "bounce"])
+@pytest.mark.parametrize("tier", ["direct", "bounce", "pull"])
 @pytest.mark.parametrize("point", range(POINTS))
 def test_a_link_that_breaks_at_any_point_loses_nothing(make_lab, tier, point):
     """Severed after that many turns with every frame under way, then healed: success, exact bytes, no quarantine."""
@@ -260,7 +262,7 @@ def test_a_link_that_breaks_at_any_point_loses_nothing(make_lab, tier, point):
 def test_a_cancel_across_a_broken_link_frees_the_memory(make_lab, point):
     """Cancelled while the link is away: the cancel is said again when it is back, and answered."""
     lab = make_lab(1, linked=True, parts_max=1)
-    lab.open(tier="bounce" if point % 2 else "direct")
+    lab.open(tier=("direct", "bounce", "pull")[point % 3])
     lab.ready()
     lab.run(point // 2)
     lab.network.sever(lab.peer, lab.senders[0].self_id)
@@ -273,8 +275,9 @@ def test_a_cancel_across_a_broken_link_frees_the_memory(make_lab, point):
     assert lab.receiver.drain().quiescent and lab.receiver.statistics()["quarantined_count"] == 0
 
 
-def test_every_message_may_be_repeated(make_lab):
-    """All frames of a whole bounced transfer, each twice in a row: the same end, no conflict on either side."""
+@pytest.mark.parametrize("tier", ["bounce", "pull"])
+def test_every_message_may_be_repeated(make_lab, tier):
+    """All frames of a whole transfer, each twice in a row: the same end, no conflict on either side."""
     lab = make_lab(1)
     original = lab.network._send
 
@@ -283,7 +286,7 @@ def test_every_message_may_be_repeated(make_lab):
         original(source, target, frame)
 
     lab.network._send = twice
-    lab.open(tier="bounce")
+    lab.open(tier=tier)
     lab.ready()
     lab.run(30)
     assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
@@ -865,7 +868,7 @@ def test_what_a_transport_says_once_is_not_lost_to_an_interrupt(make_lab, monkey
     original, raised = sender._step, []
 
     def interrupted(record, event):
-        if not raised and type(event).__name__ == "WriteProgressed":
+        if not raised and type(event).__name__ == "Progressed":
             raised.append(event)
             raise KeyboardInterrupt
         return original(record, event)
@@ -1024,3 +1027,124 @@ def test_an_interrupted_frame_keeps_its_place(make_lab, monkeypatch):
         sender.poll()
     sender.poll()
     assert order == ["ReceiveRequest", "Cancel"]
+
+
+# --- memory that comes late, hosts that differ ----------------------------------------------------------------------
+
+
+def announced(lab, source):
+    frames = [decode_frame(frame).message for sent_by, _, frame in lab.network.log if sent_by == source]
+    return [type(message).__name__ for message in frames]
+
+
+@pytest.mark.parametrize("tier", ["direct", "bounce", "pull"])
+def test_memory_registered_late_is_announced_before_what_names_it(make_lab, tier):
+    """A pool of either side that is registered after the introduction: told once, on the same link, first."""
+    lab = make_lab(1)
+    receiver, sender = lab.receiver, lab.senders[0]
+    for session in (receiver, sender):
+        session._transport.register([MemoryRegion(4096, 64)])
+    lab.open(tier=tier)
+    lab.ready()
+    lab.run(30)
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"]
+    said = announced(lab, lab.peer)
+    assert said.count("MemoryChanged") == 1 and said.index("MemoryChanged") < said.index("ReceiveRequest")
+    named = [n for n in announced(lab, sender.self_id) if n in ("MemoryChanged", "ReadOffer")]
+    assert named == (["MemoryChanged", "ReadOffer"] if tier == "pull" else [])  # a writer names no memory of its own
+    assert sender._transport.connected[-1] == (lab.peer, b"fake metadata 1")
+    registration = receiver._transport.register([MemoryRegion(8192, 64)])
+    receiver._transport.deregister(registration)
+    lab.open(2)
+    lab.ready(2)
+    lab.run(20)
+    assert announced(lab, lab.peer).count("MemoryChanged") == 2 and lab.names()[-1] == "MemoryReleased"
+    assert sender._transport.connected[-1] == (lab.peer, b"fake metadata 3")
+
+
+def test_a_link_that_comes_back_brings_what_was_registered_meanwhile(make_lab):
+    """An announcement that was lost with its link is in the next introduction; the peer loads it."""
+    lab = make_lab(1, linked=True)
+    sender = lab.senders[0]
+    lab.receiver._transport.register([MemoryRegion(4096, 64)])
+    lab.open()
+    lab.receiver.poll()
+    assert lab.network.sever(lab.peer, sender.self_id) >= 2
+    lab.run(2)
+    lab.network.heal(lab.peer, sender.self_id)
+    lab.ready()
+    lab.run(20)
+    assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
+    assert [each for each in sender._transport.connected if each[0] == lab.peer] == [
+        (lab.peer, b"fake metadata 0"),
+        (lab.peer, b"fake metadata 1"),
+    ]
+
+
+def test_blocks_that_are_added_change_the_layout_and_a_peer_that_plans_with_another_refuses(make_lab):
+    """The fingerprint goes with the first message that names memory; whoever expects the earlier one says so by name."""
+    expected = {"layout": b"one"}
+    lab = make_lab(1)
+    lab.senders[0]._handshake = Handshake(layouts=lambda _peer: expected["layout"])
+    lab.receiver.update_layout(b"one")
+    lab.open()
+    lab.ready()
+    lab.run()
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"]
+    lab.receiver.update_layout(b"two")
+    expected["layout"] = b"two"
+    lab.open(2)
+    lab.ready(2)
+    lab.run()
+    assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
+    lab.receiver.update_layout(b"three")
+    lab.open(3)
+    lab.run()
+    refused = [event for event in lab.events if type(event).__name__ == "PeerRefused"]
+    assert b"three".hex() in refused[0].reason and "PeerRefused" in lab.sent_names()
+    assert lab.names()[-1] == "TransferFailed"
+    with pytest.raises(ValueError, match="at most 32 bytes"):
+        lab.receiver.update_layout(b"x" * 33)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "meet"),
+    [
+        ("ucx:tcp,cma", "ucx:tcp,cma,cuda_ipc,rc", True),
+        ("ucx:tcp", "ucx:tcp,cma", True),
+        ("ucx:tcp", "ucx:cma", False),
+        ("ucx:tcp", "mooncake:tcp", False),
+        ("fake:nic", "fake:nic", True),
+    ],
+)
+def test_unlike_hosts_meet_where_they_have_a_transport_in_common(ours, theirs, meet):
+    assert TransportClass(ours, frozenset({WriteExecutor.RECEIVER})).meets(theirs) is meet
+
+
+def test_between_hosts_only_what_the_network_needs_is_asked_as_proof():
+    """CMA and shared memory cannot leave a kernel; where either host is unknown everything counts."""
+    ours = TransportClass.of_ucx(("tcp", "cma", "self"), "host a")
+    both = {Evidence.AGENT_DESTROYED, Evidence.PEER_REAPED}
+    assert ours.towards("host b").required == {Evidence.AGENT_DESTROYED}
+    assert ours.towards("host a").required == ours.towards("").required == both
+    assert TransportClass.of_ucx(("tcp", "cma")).towards("host b").required == both
+    gpus = TransportClass.of_ucx(("tcp", "cuda_ipc"), "host a")
+    assert gpus.towards("host b").required == both, "multi-node NVLink leaves a host"
+    assert TransportClass.of_ucx(("cma",), "host a").towards("host b").required == {Evidence.PEER_REAPED}
+
+
+@pytest.mark.parametrize("host", ["host b", "host a", ""])
+def test_a_peer_on_another_host_is_proven_by_the_networks_rule(make_lab, host):
+    """The session takes the class for each peer from what both sides showed of their hosts."""
+    lab = make_lab(1, introduced=False, landing=lambda _job, _part: "error")
+    executors = frozenset({WriteExecutor.RECEIVER, WriteExecutor.SENDER})
+    near = TransportClass("fake:receiver-executed", executors, "host a", frozenset({WriteExecutor.RECEIVER}))
+    lab.receiver._transport._class = near
+    lab.senders[0]._transport._class = TransportClass("fake:receiver-executed", executors, host)
+    lab.introduce()
+    lab.open()
+    lab.ready()
+    lab.run()
+    assert lab.names() == ["TransferFailed"]
+    lab.receiver.retire_peer("ctx", "c1")  # our agent's end: enough for the network, not for what the hosts share
+    assert lab.run(2) == (["MemoryReleased"] if host == "host b" else [])

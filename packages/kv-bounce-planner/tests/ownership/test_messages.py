@@ -25,6 +25,9 @@ from kv_bounce_planner.sessions.messages import (
     Drained,
     Frame,
     Hello,
+    MemoryChanged,
+    ReadOffer,
+    ReadOver,
     Refused,
     Sealed,
     Stranger,
@@ -38,13 +41,26 @@ from kv_bounce_planner.sessions.messages import (
 TRANSFER = TransferIdentity(7, 1, "g1", 2, 3)
 OPERATION = OperationIdentity(TRANSFER, 4, 5, b"0123456789abcdef")
 SOURCE, TARGET = b"s" * 16, b"t" * 16
-HEAD = b"KVS\x02" + SOURCE + TARGET
+HEAD = b"KVS\x03" + SOURCE + TARGET
 SAMPLES = [
-    Hello(2, 2, PeerId("ctx", "c1", 4), "ucx:tcp", "agent", b"nixlSerDes|", False, "llama@1", "bf16", 32, b"l" * 16),
+    Hello(
+        2,
+        2,
+        PeerId("ctx", "c1", 4),
+        "ucx:tcp",
+        "agent",
+        b"nixlSerDes|",
+        False,
+        "llama@1",
+        "bf16",
+        32,
+        b"l" * 16,
+        "host",
+    ),
     Refused("another model"),
     Stranger(),
     Beat(True),
-    ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, "KV", "DRAM", 0, b"blocks"),
+    ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, False, "KV", "DRAM", 0, b"blocks"),
     BounceWanted(OPERATION, 4096, b"d" * 16),
     BounceGrant(OPERATION, 1 << 40, 4096, "VRAM", 1),
     BounceRefused(OPERATION, "no_space"),
@@ -53,11 +69,15 @@ SAMPLES = [
     Sealed(OPERATION, ""),
     Drained(OPERATION, 3, 3, "x"),
     Doubt(OPERATION, "error"),
+    MemoryChanged(b"nixlSerDes|", b"l" * 16),
+    ReadOffer(OPERATION, "VRAM", 1, b"blocks"),
+    ReadOver(OPERATION, True, ""),
 ]
 GOLDEN = {
     "Cancel": "93a663616e63656c94950701a26731020304 05c41030313233343536373839616263646566a963616e63656c6c6564",
     "Sealed": "93a67365616c656494950701a26731020304 05c41030313233343536373839616263646566a0",
     "Beat": "92a462656174c3",
+    "ReadOver": "94a46f76657294950701a26731020304 05c41030313233343536373839616263646566c3a0",
 }
 
 

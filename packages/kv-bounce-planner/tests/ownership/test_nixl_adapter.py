@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from kv_bounce_planner.sessions.identity import decode_mark
 from kv_bounce_planner.sessions.proof import Evidence
 from kv_bounce_planner.testing import FakeWorld, check_transport
 from kv_bounce_planner.transports import _nixl
-from kv_bounce_planner.transports.interface import AgentInfo, WriteJob
+from kv_bounce_planner.transports.interface import AgentInfo, TransferJob
 
 SELF, PEER = PeerId("ctx", "c1", 1), PeerId("gen", "g1", 0)
 METADATA = b"nixlSerDes|fake"
@@ -93,19 +94,19 @@ def test_regular_patterns_go_as_strided_rows_and_land_exactly():
     for number, (sources, targets, sizes) in enumerate(cases):
         target[:] = 0
         operation = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 1, number)
-        job = WriteJob(operation, PEER, sources, targets, sizes)
-        left.start_write(job)
+        job = TransferJob(operation, PEER, sources, targets, sizes)
+        left.start(job)
         planned = next(iter(left._agents.values())).jobs[operation]
         parts: set[int] = set()
         count, state = 1, ""
         while state != "done" or len(parts) < count:
-            for write in left.poll().writes:
+            for write in left.poll().jobs:
                 state = write.state
             for arrived in right.poll().marks:
                 parts.update(range(arrived.mark.index, arrived.mark.index + arrived.mark.extent))
                 count = arrived.mark.count
         assert (planned.regular is not None and planned.regular.strides is not None) == (number == 0)
-        left.forget_write(operation)
+        left.forget(operation)
         expected = np.zeros_like(target)
         for at, to, size in zip(sources - source.ctypes.data, targets - target.ctypes.data, sizes):
             expected[to : to + size] = source[at : at + size]
@@ -139,8 +140,8 @@ def test_an_address_outside_every_registration_is_refused_unposted():
     outside = np.zeros(4096, np.uint8)
     operation = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 1, 0)
     one = np.array([4096], np.int64)
-    left.start_write(WriteJob(operation, PEER, np.array([source.ctypes.data]), np.array([outside.ctypes.data]), one))
-    (write,) = left.poll().writes
+    left.start(TransferJob(operation, PEER, np.array([source.ctypes.data]), np.array([outside.ctypes.data]), one))
+    (write,) = left.poll().jobs
     assert (write.state, write.posted) == ("error", 0)
     assert "NotFound" in write.detail
     left.destroy_agent(PEER.instance)
@@ -274,7 +275,7 @@ def job(number=0, count=4, size=64, stride=128):
     index = np.arange(count, dtype=np.int64)
     operation = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 1, number)
     order = index[::-1] if stride < 0 else index
-    return WriteJob(
+    return TransferJob(
         operation, PEER, 4096 + index * abs(stride), (1 << 20) + order * abs(stride), np.full(count, size, np.int64)
     )
 
@@ -322,21 +323,21 @@ def test_a_handle_in_progress_is_never_released(library):
     library.script["transfer"] = ["PROC"]
     transport = connected()
     write = job()
-    transport.start_write(write)
+    transport.start(write)
     transport.poll()
-    transport.stop_write(write.operation)
+    transport.stop(write.operation)
     for _ in range(5):
         transport.poll()
     with pytest.raises(LocalProtocolError, match="its handles stay"):
-        transport.forget_write(write.operation)
+        transport.forget(write.operation)
     with pytest.raises(LocalProtocolError, match="in progress"):
         transport.close()
     assert not any(line.startswith("release") for line in library.log)
     library.script["check"] = ["DONE"]
-    (progress,) = transport.poll().writes
+    (progress,) = transport.poll().jobs
     assert progress.state == "done"
     assert library.log.count("release handle 1") == 1
-    transport.forget_write(write.operation)
+    transport.forget(write.operation)
     transport.close()
 
 
@@ -350,29 +351,29 @@ def test_a_handle_that_ended_in_an_error_is_kept_and_the_job_is_in_error(library
     library.script["check"] = [failure] if step == "check" else []
     transport = connected()
     write = job()
-    transport.start_write(write)
+    transport.start(write)
     updates = [update for _ in range(3) for update in (transport.poll(),)]
-    progress = [each for update in updates for each in update.writes][-1]
+    progress = [each for update in updates for each in update.jobs][-1]
     assert (progress.state, progress.posted, progress.completed) == ("error", 1, 0)
     assert not any(line.startswith("release") for line in library.log)
     lost = [peer for update in updates for peer in update.lost]
     assert lost == ([PEER] if how == "raises" else [])
     with pytest.raises(LocalProtocolError):
-        transport.forget_write(write.operation)
+        transport.forget(write.operation)
 
 
 def test_siblings_of_an_error_go_on_and_nothing_more_is_posted(library):
     """Three parts: the second errs, the first completes later, the third is never posted."""
     library.script["transfer"] = ["DONE", "PROC", "ERR"]
     transport = connected(descriptors_per_post_max=2, post_budget_s=10)
-    transport.start_write(job(1, count=2))  # so that the cost of a post is known
+    transport.start(job(1, count=2))  # so that the cost of a post is known
     transport.poll()
     write = job(count=6)
-    transport.start_write(write)
-    (progress,) = transport.poll().writes
+    transport.start(write)
+    (progress,) = transport.poll().jobs
     assert (progress.posted, progress.total, progress.state) == (2, 3, "error")
     library.script["check"] = ["DONE"]
-    (progress,) = transport.poll().writes
+    (progress,) = transport.poll().jobs
     assert (progress.posted, progress.completed, progress.state) == (2, 1, "error")
     assert library.log.count("transfer") == 3
 
@@ -381,10 +382,45 @@ def test_a_part_that_could_not_be_built_was_not_posted(library):
     """initialize raised: posted stays 0, so a session may say never posted."""
     library.script["initialize"] = [NixlError("NIXL_ERR_NOT_FOUND")]
     transport = connected()
-    transport.start_write(job())
-    (progress,) = transport.poll().writes
+    transport.start(job())
+    (progress,) = transport.poll().jobs
     assert (progress.posted, progress.state) == (0, "error")
     assert "NOT_FOUND" in progress.detail
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_read_has_our_side_first_and_leaves_no_note(library, strided, monkeypatch):
+    """The same rows, exchanged; whoever lent the source learns of the end by the session."""
+    asked = []
+
+    def initialize(self, verb, local, far, agent, note):
+        asked.append((verb, local, far, note))
+        return Handle(self.log, "read")
+
+    def prepare(self, agent, rows, kind):
+        asked.append((agent, kind, int(rows[0, 0])))
+        return Handle(self.log, "list")
+
+    def make(self, verb, local, local_index, far, far_index, note):
+        asked.append((verb, note))
+        return Handle(self.log, "read")
+
+    monkeypatch.setattr(Library, "initialize_xfer", initialize)
+    monkeypatch.setattr(Library, "prep_xfer_dlist", prepare)
+    monkeypatch.setattr(Library, "make_prepped_xfer", make)
+    transport = connected()
+    move = replace(job(count=200 if strided else 3), reads=True, source_kind="VRAM", source_device=2)
+    transport.start(move)
+    while not asked:
+        transport.poll()
+    if strided:
+        assert asked[:2] == [("NIXL_INIT_AGENT", "DRAM", 1 << 20), ("peer-agent", "VRAM", 4096)]
+        assert asked[2] == ("READ", b"")
+    else:
+        ((verb, local, far, note),) = asked
+        assert (verb, note) == ("READ", b"")
+        assert local[0] == "DRAM" and local[1][:, 0].tolist() == move.target_addresses.tolist()
+        assert far[0] == "VRAM" and far[1][:, 0].tolist() == move.source_addresses.tolist() and set(far[1][:, 2]) == {2}
 
 
 def test_notes_name_operation_part_and_count_and_foreign_ones_are_counted(library):
@@ -392,7 +428,7 @@ def test_notes_name_operation_part_and_count_and_foreign_ones_are_counted(librar
     transport = connected(descriptors_per_post_max=2, post_budget_s=10)
     agent = next(iter(transport._agents.values())).nixl
     write = job(count=4)
-    transport.start_write(write)
+    transport.start(write)
     transport.poll()
     assert decode_mark(agent.note) == decode_mark(_nixl.encode_mark(_nixl.Mark(write.operation, 1, 2)))
     library.script["notifs"] = [{b"peer-agent": [agent.note, b"garbage", agent.note[:-1]]}]
@@ -419,7 +455,7 @@ def test_posting_stops_at_its_budget_and_goes_on_round_robin(library):
         transport = connected(descriptors_per_post_max=1, post_budget_s=0.0015)
         transport._clock = clock
         for number in range(3):
-            transport.start_write(job(number, count=3))
+            transport.start(job(number, count=3))
         posted = []
         for _ in range(9):
             before = library.log.count("transfer")
@@ -450,10 +486,10 @@ def test_asking_for_states_is_bounded_and_hides_no_job(library):
     try:
         transport = connected(descriptors_per_post_max=1, post_budget_s=0.001)
         transport._clock = lambda: now[0]
-        transport.start_write(job(9, count=1))  # so that the cost of a post is known
+        transport.start(job(9, count=1))  # so that the cost of a post is known
         transport.poll()
         for number in range(6):
-            transport.start_write(job(number, count=2))
+            transport.start(job(number, count=2))
         transport.poll()
         for _ in range(12):
             began, before = now[0], len(asked)
@@ -468,7 +504,7 @@ def test_asking_for_states_is_bounded_and_hides_no_job(library):
 def test_prepared_lists_are_released_after_their_handle(library):
     """Order: the handle, then the lists it uses."""
     transport = connected(post_budget_s=10)
-    transport.start_write(job(count=100))
+    transport.start(job(count=100))
     transport.poll()
     assert [line for line in library.log if line.startswith("release")] == [
         "release handle 1",  # 16 descriptors, then at most twice as many each time
@@ -525,13 +561,13 @@ def test_destroying_an_agent_ends_its_jobs_in_error(library):
     library.script["transfer"] = ["DONE", "PROC"]
     transport = connected(post_budget_s=10)
     for number in range(2):
-        transport.start_write(job(number))
+        transport.start(job(number))
         transport.poll()
     transport.destroy_agent(PEER.instance)
-    (progress,) = transport.poll().writes
+    (progress,) = transport.poll().jobs
     assert (progress.operation.operation, progress.state, progress.posted) == (1, "error", 1)
     with pytest.raises(TransportError, match="not connected"):
-        transport.start_write(job(2))
+        transport.start(job(2))
 
 
 def test_an_agent_that_cannot_be_made_is_a_mapped_error(library):
@@ -556,7 +592,9 @@ def test_posts_keep_every_limit(library):
         count = int(generator.integers(1, 90))
         sizes = generator.integers(1, int(generator.choice([50, 5000])), count).astype(np.int64)
         sources, targets = np.cumsum(sizes) - sizes + 7, np.cumsum(sizes + 3) - sizes
-        write = WriteJob(OperationIdentity(TransferIdentity(1, 0, "g1", 0), 0, number), PEER, sources, targets, sizes)
+        write = TransferJob(
+            OperationIdentity(TransferIdentity(1, 0, "g1", 0), 0, number), PEER, sources, targets, sizes
+        )
         limits = {
             "bytes_per_post_max": int(generator.integers(1, 20000)),
             "descriptors_per_post_max": int(generator.integers(1, 40)),
@@ -564,11 +602,11 @@ def test_posts_keep_every_limit(library):
             "descriptors_per_grain": int(generator.integers(1, 20)),
         }
         transport = connected(**limits, strided=False)
-        transport.start_write(write)
+        transport.start(write)
         posts.clear()
         state = ""
         while state != "done":
-            for progress in transport.poll().writes:
+            for progress in transport.poll().jobs:
                 state = progress.state
         at = 0
         for mark, (local, remote) in posts:
@@ -586,4 +624,4 @@ def test_posts_keep_every_limit(library):
         rows = rows.astype(np.int64)
         assert (bytes_of(rows[0], rows[2]) == bytes_of(sources, sizes)).all()
         assert (bytes_of(rows[1], rows[2]) == bytes_of(targets, sizes)).all()
-        transport.forget_write(write.operation)
+        transport.forget(write.operation)

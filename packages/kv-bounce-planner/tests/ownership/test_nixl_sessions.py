@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
-@pytest.mark.parametrize("tier", ["direct", "bounce"])
+@pytest.mark.parametrize("tier", ["direct", "bounce", "pull"])
 def test_a_transfer_lands_exactly_and_both_sides_end_proven(session_pair, together, transport, tier):
     """Every fragment is in place, the tier is the one asked for, memory and source are released exactly once."""
     receiver, sender = session_pair(transport, nbytes=2 << 20, arena=1 << 20)
@@ -42,3 +42,39 @@ def test_a_transfer_lands_exactly_and_both_sides_end_proven(session_pair, togeth
     assert statistics["released"] == 1
     assert statistics["operations_bounced"] == (tier == "bounce")
     assert statistics["operations_direct"] == (tier == "direct")
+    assert statistics["operations_pulled"] == (tier == "pull")
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cma"])
+@pytest.mark.parametrize("tier", ["direct", "pull"])
+def test_pools_registered_after_the_introduction_are_used(session_pair, together, transport, tier):
+    """Both sides move on to memory that came late; the peer learns of it by the session, in time."""
+    receiver, sender = session_pair(transport, nbytes=1 << 20)
+    for request in (1, 2):
+        if request == 2:
+            receiver.base = receiver("late_pool", nbytes=2 << 20)
+            sender("late_pool", nbytes=2 << 20)
+        nbytes = request << 20
+        sender("fill_pattern", seed=5)
+        receiver("open", request=request, incarnation=0, writers=[sender.peer], count=300, size=512, tier=tier)
+        sender("ready", request=request)
+        received, _ = together(
+            (receiver, "poll", {"seconds": 20, "until": ["MemoryReleased"]}),
+            (sender, "poll", {"seconds": 20, "until": ["RequestServed"]}),
+        )
+        assert [event[0] for event in received if "Introduced" not in event[0]] == [
+            "TransferSucceeded",
+            "MemoryReleased",
+        ]
+        assert receiver(
+            "expected_bytes",
+            rank=0,
+            writers=1,
+            index=0,
+            request=request,
+            count=300,
+            size=512,
+            base=receiver.base,
+            room=nbytes,
+            source_seed=5,
+        )

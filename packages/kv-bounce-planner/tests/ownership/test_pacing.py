@@ -10,7 +10,7 @@ import pytest
 from kv_bounce_planner.sessions import MemoryRegion, NixlConfig, NixlTransport, PeerId, TransferIdentity
 from kv_bounce_planner.sessions.identity import OperationIdentity, decode_mark
 from kv_bounce_planner.transports import _nixl
-from kv_bounce_planner.transports.interface import AgentInfo, WriteJob
+from kv_bounce_planner.transports.interface import AgentInfo, TransferJob
 from kv_bounce_planner.transports.pacing import PostPace
 
 SELF = PeerId("ctx", "c1", 1)
@@ -97,7 +97,9 @@ def job(peer, number, count, size, *, regular=False, seed=0):
     if not regular:
         index = np.random.default_rng(seed).permutation(index)
     operation = OperationIdentity(TransferIdentity(1, 0, peer.generation, 0), 1, number)
-    return WriteJob(operation, peer, 4096 + index * 2 * size, 4096 + index * 3 * size, np.full(count, size, np.int64))
+    return TransferJob(
+        operation, peer, 4096 + index * 2 * size, 4096 + index * 3 * size, np.full(count, size, np.int64)
+    )
 
 
 def smallest_post_s(count, size):
@@ -123,11 +125,11 @@ def test_a_poll_exceeds_its_budget_by_at_most_one_smallest_post(costly, block):
         count = generator.choice((1, 5, 200, 3000))
         regular = generator.random() < 0.3
         for number in range(2):
-            transport.start_write(job(peer, number, count, size, regular=regular, seed=trial))
+            transport.start(job(peer, number, count, size, regular=regular, seed=trial))
         ended = 0
         while ended < 2:
             began, before = Costly.now, len(Costly.posts)
-            ended += sum(write.state == "done" for write in transport.poll().writes)
+            ended += sum(write.state == "done" for write in transport.poll().jobs)
             posts = Costly.posts[before:]
             whole = len(posts) > 0 and posts[0][0].extent == posts[0][0].count
             allowed = budget * (1.0 + _nixl.WHOLE if whole else 1.0) + smallest_post_s(count, size)
@@ -143,9 +145,9 @@ def test_the_budget_is_used(costly):
     Costly.terms = (60e-6, 2.6e-6, 0.1e-9)
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 32768, 128))
+    transport.start(job(peer, 0, 32768, 128))
     took = []
-    while not any(write.state == "done" for write in transport.poll().writes):
+    while not any(write.state == "done" for write in transport.poll().jobs):
         took.append(Costly.now)
     polls = np.diff(took)
     assert np.median(polls) > 0.9e-3
@@ -157,7 +159,7 @@ def test_a_poll_after_costs_rose_is_within_its_budget_again(costly):
     Costly.terms = (60e-6, 2.6e-6, 0.1e-9)
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 32768, 128))
+    transport.start(job(peer, 0, 32768, 128))
     for _ in range(20):
         transport.poll()
     Costly.terms = tuple(10 * term for term in Costly.terms)
@@ -175,7 +177,7 @@ def test_a_write_goes_on_even_if_one_grain_costs_more_than_the_budget(costly):
     Costly.terms = (0.0, 1e-3, 0.0)
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 64, 128))
+    transport.start(job(peer, 0, 64, 128))
     for poll in range(4):
         transport.poll()
         assert [count for _, count, _ in Costly.posts] == [16] * (poll + 1)
@@ -186,7 +188,7 @@ def test_asking_counts_and_what_is_left_is_posted(costly):
     Costly.terms, Costly.state, Costly.checked = (0.0, 10e-6, 0.0), "PROC", "DONE"
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 30000, 128))
+    transport.start(job(peer, 0, 30000, 128))
     for _ in range(20):
         transport.poll()
     Costly.asking = 45e-6
@@ -204,7 +206,7 @@ def test_what_was_only_queued_is_bounded_by_the_budget_too(costly, monkeypatch, 
     peers = [PeerId("gen", f"g{number}", 0) for number in range(agents)]
     transport = connected(*peers, post_budget_s=0.001)
     for peer in peers:
-        transport.start_write(job(peer, 0, 20000, 128))
+        transport.start(job(peer, 0, 20000, 128))
     original, pending, full = Costly.transfer, {}, [False]
 
     def transfer(self, handle, note):
@@ -228,7 +230,7 @@ def test_what_was_only_queued_is_bounded_by_the_budget_too(costly, monkeypatch, 
     while ended < agents:
         full[0] = generator.random() < 0.5
         began = Costly.now
-        ended += sum(write.state == "done" for write in transport.poll().writes)
+        ended += sum(write.state == "done" for write in transport.poll().jobs)
         assert Costly.now - began <= 2 * 0.001 + 16 * 8e-6
         polls += 1
     assert polls < agents * 20000 * 8e-6 / 0.001 * 4  # and it goes on
@@ -240,7 +242,7 @@ def test_no_peer_is_starved_by_another_with_much_to_write(costly):
     peers = [PeerId("gen", f"g{number}", 0) for number in range(5)]
     transport = connected(*peers, post_budget_s=0.001)
     for peer in peers:
-        transport.start_write(job(peer, 0, 3000, 128))
+        transport.start(job(peer, 0, 3000, 128))
     for _ in range(20):
         transport.poll()
     posts = [mark.operation.transfer.endpoint_generation for mark, _, _ in Costly.posts]
@@ -261,7 +263,7 @@ def test_fragments_are_looked_at_in_steps(costly, monkeypatch):
     monkeypatch.setattr(_nixl._Regular, "step", step)
     peer = PeerId("gen", "g1", 0)
     transport = connected(peer, post_budget_s=0.001)
-    transport.start_write(job(peer, 0, 3 * _nixl.EXAMINED_PER_STEP, 128, regular=True))
+    transport.start(job(peer, 0, 3 * _nixl.EXAMINED_PER_STEP, 128, regular=True))
     while not Costly.posts:
         began = Costly.now
         transport.poll()

@@ -320,7 +320,7 @@ def test_a_transport_that_refuses_the_job_is_the_same_as_never_posted(make_lab, 
     def refuses(job):
         raise TransportError("not connected")
 
-    monkeypatch.setattr(lab.senders[0]._transport, "start_write", refuses)
+    monkeypatch.setattr(lab.senders[0]._transport, "start", refuses)
     lab.ready()
     assert lab.run() == ["TransferFailed", "MemoryReleased"]
     lab.senders[0].seal(KEY)

@@ -73,14 +73,18 @@ def test_only_proofs_lead_to_proven():
         ReceiveTrigger.DRAINED,
         ReceiveTrigger.CLASS_PROOF,
         ReceiveTrigger.REPORT_VALID,
+        ReceiveTrigger.READ_DONE,
+        ReceiveTrigger.STOPPED,
     }
     assert {(s, t) for s, t in into if t not in proofs} == {
         (ReceiveState.LANDED, ReceiveTrigger.DOUBT),
         (ReceiveState.LANDED, ReceiveTrigger.DEADLINE),
     }
-    assert [s for s, t in into if t is ReceiveTrigger.WITHDRAW] == [ReceiveState.UNEXPOSED]
+    at_no_risk = {ReceiveState.UNEXPOSED, ReceiveState.ASKED}
+    assert {s for s, t in into if t is ReceiveTrigger.WITHDRAW} == at_no_risk
     assert RECEIVE_TRANSITIONS[ReceiveState.QUARANTINED] == {}
-    assert set(RECEIVE_TRANSITIONS[ReceiveState.CONFLICTED]) == {ReceiveTrigger.CLASS_PROOF, ReceiveTrigger.DEADLINE}
+    for doubtful in (ReceiveState.CONFLICTED, ReceiveState.READ_IN_DOUBT):
+        assert set(RECEIVE_TRANSITIONS[doubtful]) == {ReceiveTrigger.CLASS_PROOF, ReceiveTrigger.DEADLINE}
 
 
 def test_an_illegal_transition_tells_the_story_and_changes_nothing():

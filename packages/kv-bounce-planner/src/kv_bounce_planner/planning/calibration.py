@@ -19,7 +19,7 @@ from kv_bounce_planner.copies.gather import Copier, HostCopier
 from kv_bounce_planner.layout.model import Int64Array
 from kv_bounce_planner.planning.tier import Phases, Tier
 from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, TransferIdentity
-from kv_bounce_planner.transports.interface import AgentInfo, ControlChannel, MemoryRegion, Transport, WriteJob
+from kv_bounce_planner.transports.interface import AgentInfo, ControlChannel, MemoryRegion, TransferJob, Transport
 
 #: Fragments are cut to multiples of this, so that every copier takes its widest word.
 GRAIN_BYTES: Final = 16
@@ -283,7 +283,7 @@ class LinkCalibration:
         elapsed = self._clock() - begin
         if not isinstance(answer, _Done) or answer.number != number:
             self._unexpected(answer)
-        self._transport.forget_write(self._operation(number))
+        self._transport.forget(self._operation(number))
         if not bounce:
             return Phases(elapsed)
         return Phases(max(elapsed - answer.scatter_s, 0.0), gather_s, answer.scatter_s, overhead_s)
@@ -292,8 +292,8 @@ class LinkCalibration:
         return OperationIdentity(TransferIdentity(number, 0, self._peer.generation, self._peer.rank), 0, number)
 
     def _write(self, number: int, sources: Int64Array, targets: Int64Array, sizes: Int64Array, remote: _Hello) -> None:
-        self._transport.start_write(
-            WriteJob(
+        self._transport.start(
+            TransferJob(
                 operation=self._operation(number),
                 peer=self._peer,
                 source_addresses=sources,
@@ -311,7 +311,7 @@ class LinkCalibration:
         deadline = self._clock() + self._timeout_s
         answer: _Message | None = None
         while True:
-            for write in self._transport.poll().writes:
+            for write in self._transport.poll().jobs:
                 if write.state == "error":
                     raise TransportError(f"a calibration write failed: {write.detail}")
                 if write.operation.operation == self._number and write.state == "done":

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kv_bounce_planner.sessions.proof import step_retired as step_retired
     from kv_bounce_planner.sessions.receiver import Receiver as Receiver
     from kv_bounce_planner.sessions.send_core import TerminalSnapshot as TerminalSnapshot
+    from kv_bounce_planner.sessions.sender import Loan as Loan
     from kv_bounce_planner.sessions.sender import Sender as Sender
     from kv_bounce_planner.transports._nixl import NixlConfig as NixlConfig
     from kv_bounce_planner.transports._nixl import NixlTransport as NixlTransport
@@ -76,7 +77,7 @@ __getattr__, __dir__, __all__ = lazy(
             "PeerEvidence",
         ),
         "sessions.receiver": ("Receiver",),
-        "sessions.sender": ("Sender",),
+        "sessions.sender": ("Sender", "Loan"),
         "sessions.send_core": ("TerminalSnapshot",),
         "sessions.messages": ("ReceiveRequest",),
         "sessions.ledgers": ("ExposureLedger",),

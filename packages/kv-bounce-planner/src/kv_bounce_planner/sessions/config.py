@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from kv_bounce_planner.sessions.reports import Reports
 from kv_bounce_planner.transports.interface import ControlChannel, MemoryKind, Transport
 
 if TYPE_CHECKING:
-    from kv_bounce_planner.planning.plan import WriterPlan
+    from kv_bounce_planner.planning.plan import WriterPlan, WriterTransfer
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,12 @@ class ExpectedOperation:
         payload: What the sender's ``resolve`` needs, opaque here, at most 1 MiB.
         plan: The destination derived for this writer. Needed for bounce (validation and scatter); its digest, where
             given, is what the sender's own plan must equal.
-        tier: ``bounce`` offers a region; the sender decides when prefill ends.
+        tier: ``bounce`` offers a region; the sender decides when prefill ends. ``pull``: the sender lends its source, and this
+            side reads it; no address of this side leaves.
+        resolve: ``pull`` only: the planner here, from the offer's payload (the sender's block table) to fragments. Called once,
+            inside ``poll``; raising ends the operation with nothing read.
+        blocks: Hashable names of the blocks that this operation fills, each perhaps with others: ``MemoryReleased.unfilled``
+            names those that it did not.
         role: ``KV`` or ``AUX``: for people; both are owned alike.
     """
 
@@ -159,8 +164,10 @@ class ExpectedOperation:
     byte_count: int
     payload: bytes = b""
     plan: WriterPlan | None = None
-    tier: Literal["direct", "bounce"] = "direct"
+    tier: Literal["direct", "bounce", "pull"] = "direct"
     role: Literal["KV", "AUX"] = "KV"
+    resolve: Callable[[bytes], WriterTransfer] | None = None
+    blocks: Sequence[object] = ()
 
     def __post_init__(self) -> None:
         if type(self.byte_count) is not int or self.byte_count < 1:
@@ -169,5 +176,9 @@ class ExpectedOperation:
             raise ValueError(f"payload of {len(self.payload)} bytes exceeds {PAYLOAD_BYTES_MAX}")
         if self.tier == "bounce" and self.plan is None:
             raise ValueError("a bounce offer needs the plan that its report is checked against")
+        if self.tier not in ("direct", "bounce", "pull"):
+            raise ValueError(f"tier wants direct, bounce or pull, got {self.tier!r}")
+        if (self.tier == "pull") != (self.resolve is not None):
+            raise ValueError(f"a pull needs resolve and nothing else takes it; tier is {self.tier!r}")
         if self.plan is not None and self.plan.total_bytes != self.byte_count:
             raise ValueError(f"the plan moves {self.plan.total_bytes} bytes, byte_count says {self.byte_count}")

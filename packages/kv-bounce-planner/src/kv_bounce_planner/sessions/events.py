@@ -11,10 +11,10 @@ from kv_bounce_planner.sessions.proof import ProvenMemory
 
 @dataclass(frozen=True)
 class TransferSucceeded:
-    """KV is in place. ``tiers``: per operation, ``bounce`` or ``direct`` and why."""
+    """KV is in place. ``tiers``: per operation, ``bounce``, ``direct`` or ``pull``, and why."""
 
     identity: TransferIdentity
-    tiers: tuple[tuple[OperationIdentity, Literal["direct", "bounce"], str], ...]
+    tiers: tuple[tuple[OperationIdentity, Literal["direct", "bounce", "pull"], str], ...]
     byte_count: int
 
 
@@ -36,11 +36,16 @@ class TransferCancelled:
 
 @dataclass(frozen=True)
 class MemoryReleased:
-    """Nothing can land any more: exactly once per transfer, never after MemoryQuarantined."""
+    """Nothing can land any more: exactly once per transfer, never after MemoryQuarantined.
+
+    ``unfilled``: of the blocks that the operations named (``ExpectedOperation.blocks``), those of which not every byte is in
+    its place, in the order named; empty after success. An engine computes them again; the others it may use.
+    """
 
     identity: TransferIdentity
     claim: Any
     proven: ProvenMemory[Any]
+    unfilled: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class ReceiveRequested:
 class OperationDone:
     request: RequestKey
     operation: OperationIdentity
-    tier: Literal["direct", "bounce"]
+    tier: Literal["direct", "bounce", "pull"]
     byte_count: int
 
 

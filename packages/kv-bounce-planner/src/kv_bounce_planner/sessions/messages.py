@@ -16,9 +16,13 @@ the kind. Every field is bounded; a frame that is not exactly one well-formed me
 | BounceRefused | receiver | write in place instead |
 | WriterResult | sender | the report of what a bounce write packed |
 | Cancel | receiver | begin nothing more, and answer with what is physically true |
-| Sealed | sender | never posted, and never will be |
+| Sealed | sender | never posted (or never lent), and never will be |
 | Drained | sender | sealed, and every write that was posted has completed |
-| Doubt | sender | posted, and its end is unknown |
+| Doubt | who moves the bytes | begun, and its end is unknown |
+| ReadOffer | sender | pull: the source is lent, may be read by exactly this operation |
+| ReadOver | receiver | pull: nothing of it is being read or ever will be; whether everything was read |
+| Cancel | sender | pull: the loan is recalled; begin no more reads, and answer with ReadOver when that is true |
+| MemoryChanged | both | that agent has other memory than its introduction said |
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from kv_bounce_planner.sessions.identity import (
     PeerId,
 )
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 MAGIC: Final = b"KVS"
 #: Bounds, in bytes. A payload is a block table (8 bytes a block): 1 MiB names 131,072 blocks.
 PAYLOAD_BYTES_MAX: Final = 1 << 20
@@ -72,6 +76,14 @@ class Hello(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     dtype: _Text = ""
     layer_total: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     layout: _Digest = b""
+    host: _Text = ""
+
+
+class MemoryChanged(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="memory"):
+    """Memory was registered (or given back) since the Hello; comes before the first message that names such memory."""
+
+    agent_metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
+    layout: _Digest
 
 
 class Refused(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
@@ -87,13 +99,17 @@ class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, t
 
 
 class ReceiveRequest(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="receive"):
-    """The receiver's destination, exposed to one writer. ``payload`` belongs to the planner, not to this layer."""
+    """The receiver's destination, exposed to one writer; or with ``pulls`` nothing is exposed, and a loan is asked for.
+
+    ``payload`` belongs to the planner, not to this layer.
+    """
 
     operation: OperationIdentity
     sender_generation: _Name
     byte_count: _Bytes63
     plan_digest: _Digest
     bounce_offered: bool
+    pulls: bool
     role: _Name
     memory_kind: _Name
     device_id: Annotated[int, msgspec.Meta(ge=0, le=4095)]
@@ -147,6 +163,21 @@ class Doubt(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     reason: _Text
 
 
+class ReadOffer(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="offer"):
+    """Where the source is: ``payload`` is what the receiver's planner needs (the sender's block table)."""
+
+    operation: OperationIdentity
+    memory_kind: _Name
+    device_id: Annotated[int, msgspec.Meta(ge=0, le=4095)]
+    payload: Annotated[bytes, msgspec.Meta(max_length=PAYLOAD_BYTES_MAX)]
+
+
+class ReadOver(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="over"):
+    operation: OperationIdentity
+    complete: bool
+    reason: _Text
+
+
 Message = (
     Hello
     | Refused
@@ -161,6 +192,9 @@ Message = (
     | Sealed
     | Drained
     | Doubt
+    | MemoryChanged
+    | ReadOffer
+    | ReadOver
 )
 MESSAGE_TYPES: Final = (
     Hello,
@@ -176,6 +210,9 @@ MESSAGE_TYPES: Final = (
     Sealed,
     Drained,
     Doubt,
+    MemoryChanged,
+    ReadOffer,
+    ReadOver,
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -29,7 +29,7 @@ ClaimT = TypeVar("ClaimT")
 
 
 class WriteExecutor(enum.StrEnum):
-    """Who moves the bytes of a write: the transport's class."""
+    """Who moves the bytes: the transport's class. Named for a write; in a read "sender" is who began it, the reader."""
 
     RECEIVER = "receiver-executed"  # tcp, active messages: the target's own agent copies them in
     SENDER = "sender-executed"  # CMA, xpmem, cuda_ipc: the sender's process (or its device) stores into the target
@@ -56,6 +56,13 @@ CLASS_PROOFS: Final[Mapping[WriteExecutor, frozenset[Evidence]]] = {
     WriteExecutor.UNKNOWN: frozenset({Evidence.OWN_EXIT}),
 }
 
+#: The same for memory that our own agent reads into. Over CMA the reader's own process stores, inside its agent's calls; over
+#: tcp its agent copies in what came; so in both its agent's end is the proof, and what the peer's process does is none.
+READER_PROOFS: Final[Mapping[WriteExecutor, frozenset[Evidence]]] = {
+    **CLASS_PROOFS,
+    WriteExecutor.SENDER: frozenset({Evidence.AGENT_DESTROYED}),
+}
+
 _R, _S, _N = WriteExecutor.RECEIVER, WriteExecutor.SENDER, WriteExecutor.NIC
 #: UCX transports by name. Only tcp and cma were qualified by reproducers (tests/test_late_write.py); the others stand as
 #: the rule states them. posix and sysv carry both eager messages (the target copies) and direct stores (the sender does).
@@ -76,46 +83,77 @@ UCX_CLASSES: Final[Mapping[str, frozenset[WriteExecutor]]] = {
     "dc_mlx5": frozenset({_N}),
     "ud": frozenset({_R}),
 }
+#: Transports that cannot leave a host (another kernel, by its boot identifier). cuda_ipc can, over multi-node NVLink.
+HOST_ONLY: Final = frozenset({"cma", "xpmem", "knem", "posix", "sysv", "self"})
 #: Classes whose rule was measured with a reproducer of this package.
 MEASURED_TRANSPORTS: Final = frozenset({"tcp", "cma"})
 
 
 @dataclass(frozen=True)
 class TransportClass:
-    """Which executors the writes of one transport may have.
+    """Which executors the transfers of one transport may have.
 
     Args:
-        key: Stable text, e.g. ``ucx:tcp``; part of calibration keys and of the first message to a peer.
-        executors: Every executor that a write over it may have; empty is refused.
+        key: Stable text, ``family:name,name``, e.g. ``ucx:tcp``; part of calibration keys and of the first message to a peer.
+        executors: Every executor that a transfer over it may have; empty is refused.
+        host: Identifies this side's host (kernel), or empty.
+        afar: The executors towards a peer on another host, where fewer transports can be used; None: the same.
     """
 
     key: str
     executors: frozenset[WriteExecutor]
+    host: str = ""
+    afar: frozenset[WriteExecutor] | None = None
 
     def __post_init__(self) -> None:
-        if not self.executors:
+        if not self.executors or (self.afar is not None and not self.afar):
             raise ValueError(f"transport {self.key!r} names no executor: use WriteExecutor.UNKNOWN")
 
     @classmethod
-    def of_ucx(cls, transports: Iterable[str]) -> TransportClass:
+    def of_ucx(cls, transports: Iterable[str], host: str = "") -> TransportClass:
         """The class of a UCX transport list; a name that is not known makes the whole class unknown."""
         names = tuple(transports)
-        executors: set[WriteExecutor] = set()
-        for name in names:
-            executors |= UCX_CLASSES.get(name, frozenset({WriteExecutor.UNKNOWN}))
-        return cls("ucx:" + ",".join(names), frozenset(executors or {WriteExecutor.UNKNOWN}))
+        far = [name for name in names if name not in HOST_ONLY]
+        return cls("ucx:" + ",".join(names), _executors(names), host, _executors(far) if far else None)
+
+    def meets(self, key: str) -> bool:
+        """Whether a peer that shows this key can be reached: the same family, and a transport in common.
+
+        What is used then is in both lists, so our own class covers it: hosts need not be alike.
+        """
+        (family, _, ours), (other, _, theirs) = self.key.partition(":"), key.partition(":")
+        return family == other and bool(set(ours.split(",")) & set(theirs.split(",")))
+
+    def towards(self, host: str) -> TransportClass:
+        """The class of transfers with a peer on ``host``: where both hosts are known and differ, that of the network alone."""
+        if self.afar is None or not host or not self.host or host == self.host:
+            return self
+        return TransportClass(self.key, self.afar, self.host, self.afar)
 
     @property
     def required(self) -> frozenset[Evidence]:
-        """All evidence that together proves a doubtful write dead (K2)."""
+        """All evidence that together proves dead what a peer may still do to memory that was exposed to it (K2)."""
         return required_proofs(self.executors)
 
+    @property
+    def required_of_reader(self) -> frozenset[Evidence]:
+        """All evidence that together proves dead what our own reads may still do to memory."""
+        return required_proofs(self.executors, READER_PROOFS)
 
-def required_proofs(executors: Iterable[WriteExecutor]) -> frozenset[Evidence]:
-    """The evidence that proves a doubtful write over these executors dead: the union over the classes."""
+
+def _executors(names: Iterable[str]) -> frozenset[WriteExecutor]:
+    unknown = frozenset({WriteExecutor.UNKNOWN})
+    found: frozenset[WriteExecutor] = frozenset().union(*(UCX_CLASSES.get(name, unknown) for name in names))
+    return found or unknown
+
+
+def required_proofs(
+    executors: Iterable[WriteExecutor], proofs: Mapping[WriteExecutor, frozenset[Evidence]] = CLASS_PROOFS
+) -> frozenset[Evidence]:
+    """The evidence that proves a doubtful transfer over these executors dead: the union over the classes."""
     needed: frozenset[Evidence] = frozenset()
     for executor in executors:
-        needed |= CLASS_PROOFS[executor]
+        needed |= proofs[executor]
     return needed
 
 
@@ -126,7 +164,9 @@ class ProofKind(enum.StrEnum):
     DRAINED = "drained and sealed"
     CLASS = "transport class"
     NEVER_POSTED = "never posted by us"
-    COMPLETED = "completed at the sender"
+    COMPLETED = "all that we posted completed"
+    READ_OVER = "the reader's word that nothing is read any more"
+    READER_DEAD = "the reader's process was reaped"
     PEER_DEAD_REGISTERED = "receiver dead, memory still registered"
     OWN_AGENT_DESTROYED = "our own agent destroyed"
     STEP_RETIRED = "compute step retired"

@@ -8,6 +8,10 @@ when the effect is returned.
 Success needs every operation done and, where bounce regions were written, a valid report from each of those writers and
 one scatter, begun only when all of them succeeded. A scatter owns source region and destination like any other writer.
 
+Pull: nothing of ours is exposed. The sender lends its source when its prefill is over; then our own reads are what may still
+write our memory, and they end like a sender's writes do: completed, never begun, or by our agent's end. Whatever the end is,
+the sender is told (``SayOver``) as soon as it is true, and again whenever it asks by repeating its offer.
+
 The drain clock starts at the first cancel, failure or doubt, and is never reset. When it runs out the memory without proof
 is quarantined: it is not released, then or ever.
 """
@@ -15,10 +19,23 @@ is quarantined: it is not released, then or ever.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions.core import (
+    Core,
+    FailAsked,
+    LinkReturned,
+    NoteConflict,
+    PeerEvidenced,
+    PeerInDoubt,
+    Progressed,
+    Resolve,
+    Resolved,
+    StopPosting,
+    Ticked,
+)
 from kv_bounce_planner.sessions.identity import MARKS_MAX, OperationIdentity, PeerId, TransferIdentity
 from kv_bounce_planner.sessions.messages import (
     BounceRefused,
@@ -26,14 +43,21 @@ from kv_bounce_planner.sessions.messages import (
     Cancel,
     Doubt,
     Drained,
+    ReadOffer,
+    ReadOver,
     ReceiveRequest,
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind, _prove
+from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind
 from kv_bounce_planner.sessions.states import RECEIVE_TRANSITIONS, Machine, Outcome, ReceiveState, ReceiveTrigger
+from kv_bounce_planner.transports.interface import JobProgress
 
 _S, _T = ReceiveState, ReceiveTrigger
+#: Nothing of the record is at risk, or ever will be again.
+_SETTLED = (_S.UNEXPOSED, _S.PROVEN, _S.QUARANTINED)
+#: Only the transport's class proves anything here.
+_DOUBTFUL = (_S.IN_DOUBT, _S.CONFLICTED, _S.READ_IN_DOUBT)
 
 
 class Region(enum.StrEnum):
@@ -73,26 +97,17 @@ class OperationSpec:
 
 @dataclass(frozen=True)
 class Published:
-    """The shell is about to hand the receive requests to the channel (called under the publish lock)."""
+    """The shell is about to hand the receive requests to the channel (called under the publish lock).
+
+    ``required``: per peer, the evidence that proves its writes and our reads from it dead, now that its host is known.
+    """
+
+    required: Mapping[PeerId, tuple[frozenset[Evidence], frozenset[Evidence]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CancelAsked:
     reason: str
-
-
-@dataclass(frozen=True)
-class FailAsked:
-    """The transfer ends here, by a time-out or because a peer is refused."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class LinkReturned:
-    """That peer, in the same life, is heard again: frames of before may be lost in both directions."""
-
-    peer: PeerId
 
 
 @dataclass(frozen=True)
@@ -109,7 +124,7 @@ class MarkArrived:
 class MessageArrived:
     """A control message about one of our operations, from its writer."""
 
-    message: BounceWanted | WriterResult | Sealed | Drained | Doubt
+    message: BounceWanted | WriterResult | Sealed | Drained | Doubt | ReadOffer | Cancel
 
 
 @dataclass(frozen=True)
@@ -138,27 +153,6 @@ class ScatterEnded:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class PeerInDoubt:
-    """That peer died, or can no longer be heard. Proves nothing."""
-
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True)
-class PeerEvidenced:
-    """A fact about that peer or about our agent for it."""
-
-    peer: PeerId
-    evidence: Evidence
-
-
-@dataclass(frozen=True)
-class Ticked:
-    """Only time passed."""
-
-
 ReceiveEvent = (
     Published
     | CancelAsked
@@ -170,6 +164,8 @@ ReceiveEvent = (
     | RegionRefused
     | ReportChecked
     | ScatterEnded
+    | Resolved
+    | Progressed
     | PeerInDoubt
     | PeerEvidenced
     | Ticked
@@ -236,6 +232,21 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class StartRead:
+    """Begin the reads of this operation."""
+
+    operation: OperationIdentity
+
+
+@dataclass(frozen=True)
+class SayOver:
+    """Tell the sender what is true of its loan: nothing is read any more, or a doubt. Kept, to be said again."""
+
+    peer: PeerId
+    message: ReadOver | Doubt
+
+
+@dataclass(frozen=True)
 class EndOutcome:
     """The logical outcome, once."""
 
@@ -258,14 +269,6 @@ class Quarantine:
     operations: tuple[OperationIdentity, ...]
 
 
-@dataclass(frozen=True)
-class NoteConflict:
-    """A peer contradicted the protocol: for counters and logs."""
-
-    operation: OperationIdentity
-    reason: str
-
-
 ReceiveEffect = (
     SendRequest
     | SendCancel
@@ -275,6 +278,10 @@ ReceiveEffect = (
     | WithdrawRegion
     | CheckReport
     | Scatter
+    | Resolve
+    | StartRead
+    | StopPosting
+    | SayOver
     | EndOutcome
     | Release
     | Quarantine
@@ -286,6 +293,8 @@ ReceiveEffect = (
 class _Record:
     spec: OperationSpec
     machine: Machine[ReceiveState, ReceiveTrigger]
+    required: frozenset[Evidence]
+    offered: bool = False  # pull: the loan is here
     landed: int = 0  # one bit per grain
     mark_count: int = 0
     wants: bool = False
@@ -301,14 +310,23 @@ class _Record:
     def state(self) -> ReceiveState:
         return self.machine.state
 
+    @property
+    def peer(self) -> PeerId:
+        return self.spec.peer
 
-class ReceiveTransfer:
+    @property
+    def pulls(self) -> bool:
+        return self.spec.request.pulls
+
+
+class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     """One transfer at its receiver.
 
     Args:
         identity: The transfer.
         operations: At least one operation, each with its own writer record.
-        required: Evidence that proves a doubtful write dead, from the transport's class.
+        required: Evidence that proves a doubtful write dead, from the transport's class; ``required_of_reader``: a doubtful
+            read of ours. ``Published`` may bring others for each peer.
         drain_deadline_s: Seconds between the first cancel, failure or doubt and quarantine.
     """
 
@@ -318,6 +336,7 @@ class ReceiveTransfer:
         operations: Sequence[OperationSpec],
         *,
         required: frozenset[Evidence],
+        required_of_reader: frozenset[Evidence] = frozenset({Evidence.OWN_EXIT}),
         drain_deadline_s: float,
     ) -> None:
         if not operations:
@@ -325,31 +344,29 @@ class ReceiveTransfer:
         self.identity = identity
         self.outcome = Outcome.PENDING
         self.reason = ""
-        self.settled = False
         self.drain_until_s: float | None = None
-        self._required = required
         self._drain_deadline_s = drain_deadline_s
-        self._records = {
-            spec.operation: _Record(spec, Machine(spec.operation, ReceiveState.UNEXPOSED, RECEIVE_TRANSITIONS))
-            for spec in operations
-        }
+        super().__init__(
+            {
+                spec.operation: _Record(
+                    spec,
+                    Machine(spec.operation, ReceiveState.UNEXPOSED, RECEIVE_TRANSITIONS),
+                    required_of_reader if spec.request.pulls else required,
+                )
+                for spec in operations
+            }
+        )
         if len(self._records) != len(operations):
             raise LocalProtocolError(f"{identity} names an operation twice")
         self._region = Region.NONE
         self._scatter = ScatterState.NONE
-        self._effects: list[ReceiveEffect] = []
+        self._torn = False  # the scatter failed: what it was to fill is not filled
 
     # -- reading
 
     @property
     def operations(self) -> tuple[OperationSpec, ...]:
         return tuple(record.spec for record in self._records.values())
-
-    def state_of(self, operation: OperationIdentity) -> ReceiveState:
-        return self._records[operation].state
-
-    def story_of(self, operation: OperationIdentity) -> tuple[str, ...]:
-        return self._records[operation].machine.story
 
     def bounced(self, operation: OperationIdentity) -> bool:
         """Whether this operation's bytes came through a bounce region."""
@@ -358,34 +375,25 @@ class ReceiveTransfer:
     def refused(self, operation: OperationIdentity) -> bool:
         return self._records[operation].refused
 
+    def filled(self, operation: OperationIdentity) -> bool:
+        """Whether every byte of this operation is in its place: read, written there, or scattered."""
+        record = self._records[operation]
+        return record.succeeded and (not record.report_valid or (self._scatter is ScatterState.DONE and not self._torn))
+
     def exposed_to(self, peer: PeerId) -> bool:
         """Whether a write of that peer may still land."""
-        return any(
-            record.spec.peer == peer and record.state not in (_S.UNEXPOSED, _S.PROVEN, _S.QUARANTINED)
-            for record in self._records.values()
-        )
+        return any(record.spec.peer == peer and record.state not in _SETTLED for record in self._records.values())
 
     # -- stepping
 
     def step(self, event: ReceiveEvent, now_s: float) -> tuple[ReceiveEffect, ...]:
-        """Take one event in.
+        """Take one event in, as ``Core.step``; after the transfer settled nothing follows from anything."""
+        return () if self.settled else super().step(event, now_s)
 
-        Args:
-            event: What happened.
-            now_s: The time, for the drain clock only.
-
-        Returns:
-            Effects, to be performed in order. Empty after the transfer settled.
-
-        Raises:
-            IllegalTransition: A bug of ours, with the record's story. State is unchanged.
-        """
-        if self.settled:
-            return ()
-        self._effects = []
+    def _take(self, event: ReceiveEvent, now_s: float) -> None:
         match event:
-            case Published():
-                self._published()
+            case Published(required):
+                self._published(required)
             case CancelAsked(reason):
                 self._end(Outcome.CANCELLED, reason, now_s)
             case FailAsked(reason):
@@ -395,7 +403,11 @@ class ReceiveTransfer:
             case MarkArrived():
                 self._mark(event, now_s)
             case MessageArrived(message):
-                self._message(message, now_s)
+                record = self._records[message.operation]
+                if record.pulls:
+                    self._loan_message(record, message, now_s)
+                else:
+                    self._message(record, message, now_s)
             case RegionReserved():
                 self._region_reserved()
             case RegionRefused(reason):
@@ -404,38 +416,37 @@ class ReceiveTransfer:
                 self._report_checked(event, now_s)
             case ScatterEnded():
                 self._scatter_ended(event, now_s)
+            case Resolved():
+                self._read_resolved(event, now_s)
+            case Progressed(progress):
+                self._read_progressed(progress, now_s)
             case PeerInDoubt(peer, reason):
                 self._peer_in_doubt(peer, reason, now_s)
-            case PeerEvidenced(peer, evidence):
-                self._peer_evidenced(peer, evidence)
-            case Ticked():
-                pass
-        self._advance(now_s)
-        effects, self._effects = tuple(self._effects), []
-        return effects
 
     # -- one event each
 
-    def _published(self) -> None:
+    def _published(self, required: Mapping[PeerId, tuple[frozenset[Evidence], frozenset[Evidence]]]) -> None:
         if self.outcome is not Outcome.PENDING:
             return
         for record in self._records.values():
-            record.machine.fire(_T.PUBLISH)
+            if record.peer in required:
+                record.required = required[record.peer][record.pulls]
+            record.machine.fire(_T.ASK if record.pulls else _T.PUBLISH)
             self._effects.append(SendRequest(record.spec.peer, record.spec.request))
 
     def _ask_again(self, peer: PeerId) -> None:
         """Repeat what that peer may not have heard. It answers with what is true by now; every message may be repeated."""
         for record in self._records.values():
-            if record.spec.peer != peer or record.state in (_S.UNEXPOSED, _S.PROVEN, _S.QUARANTINED):
-                continue
+            if record.peer != peer or record.state in _SETTLED or (record.pulls and record.offered):
+                continue  # of a loan that was taken, the sender asks
             self._effects.append(SendRequest(peer, record.spec.request))
             if record.cancel_sent:
                 self._effects.append(SendCancel(peer, Cancel(record.spec.operation, self.reason[:500])))
 
     def _mark(self, event: MarkArrived, now_s: float) -> None:
         record = self._records[event.operation]
-        if record.state in (_S.PROVEN, _S.QUARANTINED):
-            return
+        if record.pulls or record.state in (_S.PROVEN, _S.QUARANTINED):
+            return  # nobody writes into what we read ourselves: such a notification says nothing
         if record.state is _S.UNEXPOSED:
             self._conflict(record, "notification before exposure", now_s)
             return
@@ -457,10 +468,14 @@ class ReceiveTransfer:
             record.machine.fire(_T.DONE)
             if was is not _S.GRANTED:
                 record.succeeded = was is _S.EXPOSED
-                self._proven(record, ProofKind.DONE)
+                self._proven(record, record.spec.operation, ProofKind.DONE)
 
-    def _message(self, message: BounceWanted | WriterResult | Sealed | Drained | Doubt, now_s: float) -> None:
-        record = self._records[message.operation]
+    def _message(
+        self,
+        record: _Record,
+        message: BounceWanted | WriterResult | Sealed | Drained | Doubt | ReadOffer | Cancel,
+        now_s: float,
+    ) -> None:
         if record.state in (_S.PROVEN, _S.QUARANTINED):
             return
         if record.state is _S.UNEXPOSED:
@@ -483,17 +498,99 @@ class ReceiveTransfer:
                     self._conflict(record, "sealed as never posted, after a part of it was done", now_s)
                     return
                 record.machine.fire(_T.SEALED, reason)
-                self._proven(record, ProofKind.SEALED_NEVER_POSTED)
+                self._proven(record, record.spec.operation, ProofKind.SEALED_NEVER_POSTED)
                 self._end(Outcome.FAILED, reason, now_s)
             case Drained(posted=posted, completed=completed, reason=reason):
                 if posted != completed or not record.machine.allows(_T.DRAINED):
                     self._conflict(record, f"drained with {completed} of {posted} completed", now_s)
                     return
                 record.machine.fire(_T.DRAINED, reason)
-                self._proven(record, ProofKind.DRAINED)
+                self._proven(record, record.spec.operation, ProofKind.DRAINED)
                 self._end(Outcome.FAILED, reason, now_s)
             case Doubt(reason=reason):
                 self._doubt(record, reason, now_s)
+            case ReadOffer() | Cancel():
+                self._conflict(record, f"{type(message).__name__} about a write", now_s)
+
+    # -- pull
+
+    def _loan_message(
+        self,
+        record: _Record,
+        message: BounceWanted | WriterResult | Sealed | Drained | Doubt | ReadOffer | Cancel,
+        now_s: float,
+    ) -> None:
+        if record.state in (_S.PROVEN, _S.QUARANTINED):
+            if isinstance(message, ReadOffer | Cancel):
+                self._say_over(record)  # it did not hear the end
+            return
+        match message:
+            case ReadOffer() if record.state is _S.ASKED and not record.offered:
+                record.offered = True
+                self._effects.append(Resolve(message.operation))
+            case ReadOffer() if record.offered:
+                return  # repeated after a link came back; the end is told when it is there
+            case Cancel(reason=reason) | Sealed(reason=reason):
+                self._stop_reading(record, reason)
+                self._end(Outcome.FAILED, reason, now_s)
+            case _:
+                self._effects.append(NoteConflict(message.operation, f"{type(message).__name__} about a loan"))
+
+    def _read_resolved(self, event: Resolved, now_s: float) -> None:
+        record = self._records[event.operation]
+        if record.state is not _S.ASKED:
+            return
+        if event.reason:
+            self._stop_reading(record, event.reason)
+            self._end(Outcome.FAILED, event.reason, now_s)
+            return
+        record.machine.fire(_T.READ)
+        self._effects.append(StartRead(event.operation))
+
+    def _read_progressed(self, progress: JobProgress, now_s: float) -> None:
+        record = self._records[progress.operation]
+        if record.state not in (_S.READING, _S.STOPPING):
+            return
+        if progress.state == "error" and progress.posted:
+            record.machine.fire(_T.ERROR, progress.detail)
+            self._say(record, Doubt(progress.operation, progress.detail[:500]))
+            self._end(Outcome.FAILED, progress.detail or "read error", now_s)
+        elif progress.state == "done":
+            record.machine.fire(_T.READ_DONE)
+            record.succeeded = True
+            self._read_over(record, ProofKind.COMPLETED)
+        elif progress.state in ("error", "stopped"):
+            record.machine.fire(_T.STOPPED, progress.detail)
+            self._read_over(record, ProofKind.COMPLETED if progress.posted else ProofKind.NEVER_POSTED)
+            self._end(Outcome.FAILED, progress.detail or "reading was stopped", now_s)
+
+    def _stop_reading(self, record: _Record, reason: str) -> None:
+        """As early as physics allows; the sender is told when nothing is read any more."""
+        if record.state in (_S.UNEXPOSED, _S.ASKED):
+            was_asked = record.state is _S.ASKED
+            record.machine.fire(_T.WITHDRAW, reason)
+            self._proven(record, record.spec.operation, ProofKind.NEVER_POSTED)
+            if was_asked:
+                self._say_over(record, reason)
+        elif record.state is _S.READING:
+            record.machine.fire(_T.STOP, reason)
+            self._effects.append(StopPosting(record.spec.operation))
+
+    def _read_over(self, record: _Record, kind: ProofKind) -> None:
+        self._proven(record, record.spec.operation, kind)
+        self._say_over(record)
+
+    def _say_over(self, record: _Record, reason: str = "") -> None:
+        if record.state is _S.PROVEN:
+            reason = "" if record.succeeded else (reason or self.reason)[:500]
+            self._say(record, ReadOver(record.spec.operation, record.succeeded, reason))
+        else:
+            self._say(record, Doubt(record.spec.operation, self.reason[:500]))
+
+    def _say(self, record: _Record, message: ReadOver | Doubt) -> None:
+        self._effects.append(SayOver(record.peer, message))
+
+    # -- bounce regions
 
     def _wanted(self, record: _Record, message: BounceWanted, now_s: float) -> None:
         request = record.spec.request
@@ -577,17 +674,17 @@ class ReceiveTransfer:
             self._scatter = ScatterState.DONE
             return
         self._scatter = ScatterState.DONE if event.idle_proven else ScatterState.BROKEN
+        self._torn = True
         self._end(Outcome.FAILED, f"scatter failed: {event.reason}", now_s)
 
     def _peer_in_doubt(self, peer: PeerId, reason: str, now_s: float) -> None:
         for record in self._records.values():
-            if record.spec.peer == peer:
+            if record.peer == peer and record.pulls:
+                self._stop_reading(record, reason)
+                if not record.succeeded:
+                    self._end(Outcome.FAILED, reason, now_s)
+            elif record.peer == peer:
                 self._doubt(record, reason, now_s)
-
-    def _peer_evidenced(self, peer: PeerId, evidence: Evidence) -> None:
-        for record in self._records.values():
-            if record.spec.peer == peer:
-                record.evidence.add(evidence)
 
     # -- consequences
 
@@ -598,7 +695,7 @@ class ReceiveTransfer:
             was = record.state
             record.machine.fire(_T.DOUBT, reason)
             if was is _S.LANDED:
-                self._proven(record, ProofKind.DONE)
+                self._proven(record, record.spec.operation, ProofKind.DONE)
         if record.state is not _S.PROVEN or not record.succeeded:
             self._end(Outcome.FAILED, reason, now_s)
 
@@ -620,16 +717,14 @@ class ReceiveTransfer:
             return
         self.drain_until_s = now_s + self._drain_deadline_s
         for record in self._records.values():
-            if record.state is _S.UNEXPOSED:
+            if record.pulls:
+                self._stop_reading(record, reason)
+            elif record.state is _S.UNEXPOSED:
                 record.machine.fire(_T.WITHDRAW)
-                self._proven(record, ProofKind.NEVER_EXPOSED)
+                self._proven(record, record.spec.operation, ProofKind.NEVER_EXPOSED)
             elif record.state not in (_S.PROVEN, _S.QUARANTINED) and not record.cancel_sent:
                 record.cancel_sent = True
                 self._effects.append(SendCancel(record.spec.peer, Cancel(record.spec.operation, reason[:500])))
-
-    def _proven(self, record: _Record, kind: ProofKind) -> None:
-        evidence = record.evidence if kind is ProofKind.CLASS else ()
-        record.proof = _prove(kind, record.spec.operation, evidence)
 
     def _advance(self, now_s: float) -> None:
         """What follows from the records as they are now."""
@@ -637,10 +732,12 @@ class ReceiveTransfer:
             if record.state is _S.LANDED and record.report_valid:
                 record.machine.fire(_T.REPORT_VALID)
                 record.succeeded = True
-                self._proven(record, ProofKind.DONE)
-            if record.state in (_S.IN_DOUBT, _S.CONFLICTED) and self._required <= record.evidence:
+                self._proven(record, record.spec.operation, ProofKind.DONE)
+            if record.state in _DOUBTFUL and record.required <= record.evidence:
                 record.machine.fire(_T.CLASS_PROOF, ", ".join(sorted(e.value for e in record.evidence)))
-                self._proven(record, ProofKind.CLASS)
+                self._proven(record, record.spec.operation, ProofKind.CLASS)
+                if record.pulls:
+                    self._say_over(record)
         if self.outcome is Outcome.PENDING and all(record.succeeded for record in self._records.values()):
             bounced = tuple(op for op, record in self._records.items() if record.report_valid)
             if not bounced or self._scatter is ScatterState.DONE:
@@ -661,21 +758,22 @@ class ReceiveTransfer:
         for record in self._records.values():
             if record.state is _S.LANDED:
                 record.machine.fire(_T.DEADLINE)
-                self._proven(record, ProofKind.DONE)
+                self._proven(record, record.spec.operation, ProofKind.DONE)
             elif record.machine.allows(_T.DEADLINE):
                 record.machine.fire(_T.DEADLINE)
+                if record.pulls:
+                    self._say_over(record)
 
     def _settle(self) -> None:
         if self.outcome is Outcome.PENDING or self._scatter is ScatterState.RUNNING:
             return
         if not all(record.machine.terminal for record in self._records.values()):
             return
-        doubtful = tuple(op for op, record in self._records.items() if record.state is _S.QUARANTINED)
+        doubtful = self._in_state(_S.QUARANTINED)
         self.settled = True
         if self._scatter is ScatterState.BROKEN:
             self._effects.append(Quarantine("scatter in doubt", tuple(self._records)))
         elif doubtful:
             self._effects.append(Quarantine("no proof at the end of the drain clock", doubtful))
         else:
-            proofs = tuple(record.proof for record in self._records.values() if record.proof is not None)
-            self._effects.append(Release(proofs))
+            self._effects.append(Release(self._proofs))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from kv_bounce_planner._errors import (
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
+from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions import receive_core as rc
 from kv_bounce_planner.sessions.arena import AdvertisedReservation, BoundRegion, Reservation
 from kv_bounce_planner.sessions.config import ExpectedOperation, SessionConfig, SessionResources
@@ -39,17 +40,22 @@ from kv_bounce_planner.sessions.ledgers import ExposureLedger
 from kv_bounce_planner.sessions.messages import (
     BounceGrant,
     BounceWanted,
+    Cancel,
     Doubt,
     Drained,
     Message,
+    ReadOffer,
     ReceiveRequest,
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
+from kv_bounce_planner.sessions.proof import OwnedMemory
 from kv_bounce_planner.sessions.shell import OVER_MAX, PeerLife, PeerState, Shell, bound
-from kv_bounce_planner.sessions.states import Outcome
-from kv_bounce_planner.transports.interface import ArrivedMark, Int64Array
+from kv_bounce_planner.sessions.states import Outcome, ReceiveState
+from kv_bounce_planner.transports.interface import ArrivedMark, Int64Array, TransferJob
+
+if TYPE_CHECKING:
+    from kv_bounce_planner.planning.plan import WriterTransfer
 
 
 class _Receive:
@@ -64,11 +70,13 @@ class _Receive:
         "exposed",
         "introduced_until_s",
         "lives",
+        "offers",
         "owned",
         "prepared",
         "published",
         "regions",
         "reservation",
+        "transfers",
         "wait_until_s",
     )
 
@@ -93,10 +101,12 @@ class _Receive:
         self.advertised: AdvertisedReservation | None = None
         self.regions: dict[OperationIdentity, BoundRegion] = {}
         self.prepared: dict[OperationIdentity, PreparedCopy] = {}
+        self.offers: dict[OperationIdentity, ReadOffer] = {}
+        self.transfers: dict[OperationIdentity, WriterTransfer] = {}  # what is read
         self.wait_until_s: float | None = None
 
 
-class Receiver(Shell):
+class Receiver(Shell[_Receive]):
     """Receives KV at one rank.
 
     Args:
@@ -126,7 +136,7 @@ class Receiver(Shell):
         self._incarnations: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._over: OrderedDict[TransferIdentity, None] = OrderedDict()
         self._next_operation = 0
-        self._marks: deque[ArrivedMark] = deque()
+        self._reads: deque[tuple[_Receive, OperationIdentity]] = deque()
         self._checks: deque[tuple[_Receive, rc.CheckReport]] = deque()
         self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
         self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
@@ -195,6 +205,7 @@ class Receiver(Shell):
                     each.byte_count,
                     each.plan.digest if each.plan is not None else b"",
                     each.tier == "bounce" and self._arena is not None,
+                    each.tier == "pull",
                     each.role,
                     self._memory_kind,
                     self._device_id,
@@ -206,6 +217,7 @@ class Receiver(Shell):
                 identity,
                 specs,
                 required=self._transport.transport_class.required,
+                required_of_reader=self._transport.transport_class.required_of_reader,
                 drain_deadline_s=self.config.drain_deadline_s,
             )
             self._ledger.enter(identity, blocks, addresses)
@@ -247,6 +259,8 @@ class Receiver(Shell):
             self._receive,
             self._publish,
             self._flush,  # requests and grants leave before any copy runs
+            self._resolve,
+            self._begin_reads,
             self._progress,
             self._check_reports,
             self._copies,
@@ -263,7 +277,7 @@ class Receiver(Shell):
                 spec.operation
                 for record in self._transfers.values()
                 for spec in record.core.operations
-                if record.core.state_of(spec.operation).value in ("IN_DOUBT", "CONFLICTED")
+                if record.core.state_of(spec.operation).value in ("IN_DOUBT", "CONFLICTED", "READ_IN_DOUBT")
             )
             still = (*self._transfers, *(getattr(event, "identity", None) for event in self._undelivered))
             return DrainReport(still, doubtful, self._quarantine.byte_count)
@@ -303,19 +317,24 @@ class Receiver(Shell):
                     (each for each in lives.values() if each is not None and each.state is PeerState.REFUSED), None
                 )
                 if refused is not None:
-                    self._step(record, rc.FailAsked(f"peer {refused.peer} is refused: {refused.reason}"))
+                    self._step(record, shared.FailAsked(f"peer {refused.peer} is refused: {refused.reason}"))
                 elif (
                     dead := next((each for each in lives.values() if each is not None and each.dead), None)
                 ) is not None:
-                    self._step(record, rc.FailAsked(f"peer {dead.peer} has died"))
+                    self._step(record, shared.FailAsked(f"peer {dead.peer} has died"))
                 elif all(each is not None and each.ready for each in lives.values()):
                     record.published = True
                     record.lives = {operation: each for operation, each in lives.items() if each is not None}
-                    self._step(record, rc.Published())
+                    required = {
+                        each.peer: (each.transport.required, each.transport.required_of_reader)
+                        for each in record.lives.values()
+                        if each.transport is not None
+                    }
+                    self._step(record, rc.Published(required))
                 elif now_s >= record.introduced_until_s:
                     missing = [str(spec.peer) for spec in record.core.operations if not _ready(lives[spec.operation])]
                     reason = f"not introduced within {self.config.introduction_timeout_s:g} s: {', '.join(missing[:3])}"
-                    self._step(record, rc.FailAsked(reason))
+                    self._step(record, shared.FailAsked(reason))
                 else:
                     self._unpublished.append(record)
                     for spec in record.core.operations:
@@ -323,28 +342,30 @@ class Receiver(Shell):
                             self._introduce(spec.peer)  # its earlier life was replaced while this transfer waited
 
     def _take(self, life: PeerLife, message: Message) -> None:
-        if not isinstance(message, BounceWanted | WriterResult | Sealed | Drained | Doubt):
+        if not isinstance(message, BounceWanted | WriterResult | Sealed | Drained | Doubt | ReadOffer | Cancel):
             self._counters["unexpected"] += 1
             return
         with self._lock:
             record = self._of_operation.get(message.operation)
             if record is None:
-                stale = message.operation.transfer.endpoint_generation != self.self_id.generation
-                self._counters["stale" if stale else "late"] += 1
+                self._late(life, message)
                 return
             if record.lives.get(message.operation) is not life:
                 # Another peer, or another life of it, speaks about an operation that is not its own: nothing changes.
                 self._counters["foreign"] += 1
                 return
+            if isinstance(message, ReadOffer):
+                record.offers.setdefault(message.operation, message)
             self._step(record, rc.MessageArrived(message))
 
-    def _progress(self) -> None:
-        progress = self._transport.poll()
-        self._counters["malformed"] += progress.malformed
-        self._marks.extend(progress.marks)
-        self._lost.extend(progress.lost)
-        self._each(self._marks, len(self._marks), self._mark)
-        self._lost_peers()
+    def _late(self, life: PeerLife, message: Message) -> None:
+        """About an operation that is over: a sender that asks what became of its loan hears the last word again."""
+        operation = message.operation  # type: ignore[union-attr]
+        stale = operation.transfer.endpoint_generation != self.self_id.generation
+        self._counters["stale" if stale else "late"] += 1
+        receipt = self._receipts.get(operation)
+        if receipt is not None and isinstance(message, ReadOffer | Cancel):
+            self._queue(life.peer, receipt)
 
     def _mark(self, arrived: ArrivedMark) -> None:
         operation = arrived.mark.operation
@@ -360,6 +381,41 @@ class Receiver(Shell):
                 self._step(
                     record, rc.MarkArrived(operation, arrived.mark.index, arrived.mark.count, arrived.mark.extent)
                 )
+
+    # -- pull
+
+    def _plan(self, record: _Receive, operation: OperationIdentity) -> bool:
+        expected, offer = record.expected[operation], record.offers[operation]
+        if expected.resolve is None:
+            raise LocalProtocolError(f"{operation} has no resolver")
+        request = next(spec.request for spec in record.core.operations if spec.operation == operation)
+        self._keep_plan(record, request, expected.resolve(offer.payload))
+        return False
+
+    def _begin_reads(self) -> None:
+        self._each(self._reads, len(self._reads), self._begin_read)
+
+    def _begin_read(self, item: tuple[_Receive, OperationIdentity]) -> None:
+        record, operation = item
+        transfer, offer = record.transfers[operation], record.offers[operation]
+
+        def job() -> TransferJob:
+            return TransferJob(
+                operation,
+                record.expected[operation].peer,
+                transfer.source_addresses,
+                transfer.target_addresses,
+                transfer.sizes,
+                offer.memory_kind,  # type: ignore[arg-type]
+                offer.device_id,
+                self._memory_kind,
+                self._device_id,
+                reads=True,
+            )
+
+        self._begin(record, operation, ReceiveState.READING, job)
+
+    # -- reports and copies
 
     def _check_reports(self) -> None:
         """Outside the lock: a report can be long, and its codec is the user's."""
@@ -462,10 +518,10 @@ class Receiver(Shell):
                 if late is not None and late.core.outcome is Outcome.PENDING:
                     states = ", ".join(sorted({late.core.state_of(op).value for op in late.expected}))
                     self._counters["timed_out"] += 1
-                    self._step(late, rc.FailAsked(f"timed out in {states}"))
+                    self._step(late, shared.FailAsked(f"timed out in {states}"))
             for record in list(self._draining.values()):
                 if record.core.drain_until_s is not None and now_s >= record.core.drain_until_s:
-                    self._step(record, rc.Ticked())
+                    self._step(record, shared.Ticked())
 
     def _reserved(self, reservation: Reservation) -> None:
         record = self._transfers.get(reservation.key)  # type: ignore[call-overload]
@@ -476,22 +532,11 @@ class Receiver(Shell):
         record.wait_until_s = None
         self._step(record, rc.RegionReserved())
 
-    def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
-        with self._lock:
-            self._counters["peers_in_doubt"] += 1
-            for record in list(self._transfers.values()):
-                self._step(record, rc.PeerInDoubt(peer, reason))
-
     def _peer_gone(self, peer: PeerId, reason: str) -> None:
         with self._lock:
             for record in list(self._transfers.values()):
                 if not record.published and any(spec.peer == peer for spec in record.core.operations):
-                    self._step(record, rc.FailAsked(reason))
-
-    def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
-        with self._lock:
-            for record in list(self._transfers.values()):
-                self._step(record, rc.PeerEvidenced(peer, evidence))
+                    self._step(record, shared.FailAsked(reason))
 
     def _peers(self) -> set[PeerId]:
         with self._lock:
@@ -503,23 +548,15 @@ class Receiver(Shell):
         with self._lock:
             return {life.peer for record in self._transfers.values() for life in record.lives.values()}
 
-    def _ask_again(self, life: PeerLife) -> None:
-        for record in list(self._transfers.values()):
-            if life in record.lives.values():
-                self._step(record, rc.LinkReturned(life.peer))
+    def _open(self) -> Iterable[_Receive]:
+        return self._transfers.values()
+
+    def _of(self, operation: OperationIdentity) -> _Receive | None:
+        return self._of_operation.get(operation)
 
     # -- performing effects (under the lock)
 
-    def _step(self, record: _Receive, event: rc.ReceiveEvent) -> None:
-        for effect in record.core.step(event, self._clock()):
-            try:
-                self._perform(record, effect)
-            except LocalProtocolError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
-                self._contain(error)
-
-    def _perform(self, record: _Receive, effect: rc.ReceiveEffect) -> None:
+    def _perform(self, record: _Receive, effect: Any) -> None:
         identity = record.core.identity
         match effect:
             case rc.SendRequest(peer, request):
@@ -544,6 +581,14 @@ class Receiver(Shell):
                 self._checks.append((record, effect))
             case rc.Scatter():
                 self._scatters.append((record, effect))
+            case shared.Resolve(operation):
+                self._resolves.append((record, operation))
+            case rc.StartRead(operation):
+                self._reads.append((record, operation))
+            case shared.StopPosting(operation):
+                self._transport.stop(operation)
+            case rc.SayOver(peer, word):
+                self._reply(peer, word)
             case rc.EndOutcome(outcome, reason):
                 self._ended(record, outcome, reason)
             case rc.Release(proofs):
@@ -553,7 +598,7 @@ class Receiver(Shell):
                 self._ledger.leave(identity, record.exposed)
                 self._forget(record)
                 self._counters["released"] += 1
-                self._settle(MemoryReleased(identity, record.claim, proven))
+                self._settle(MemoryReleased(identity, record.claim, proven, self._unfilled(record)))
             case rc.Quarantine(reason, operations):
                 byte_count = record.owned.byte_count
                 if record.advertised is not None:
@@ -564,7 +609,7 @@ class Receiver(Shell):
                 self._counters["quarantined"] += 1
                 self._settle(MemoryQuarantined(identity, record.claim, reason))
                 self._charge(byte_count, story)
-            case rc.NoteConflict():
+            case shared.NoteConflict():
                 self._counters["conflicts"] += 1
 
     def _reserve(self, record: _Receive, parts: dict[int, int]) -> None:
@@ -594,6 +639,16 @@ class Receiver(Shell):
             peer, BounceGrant(operation, region.address, region.byte_count, region.memory_kind, region.device_id)
         )
 
+    def _unfilled(self, record: _Receive) -> tuple[object, ...]:
+        """Blocks of operations of which not every byte is in its place: what an engine computes again."""
+        names = dict.fromkeys(
+            block
+            for operation, expected in record.expected.items()
+            if not record.core.filled(operation)
+            for block in expected.blocks
+        )
+        return tuple(names)
+
     def _ended(self, record: _Receive, outcome: Outcome, reason: str) -> None:
         identity = record.core.identity
         if outcome is not Outcome.SUCCEEDED:
@@ -603,15 +658,16 @@ class Receiver(Shell):
             tiers = tuple(
                 (
                     operation,
-                    "bounce" if record.core.bounced(operation) else "direct",
+                    _tier(record, operation),
                     "no_space" if record.core.refused(operation) else "ok",
                 )
                 for operation in record.expected
             )
             self._counters["operations_bounced"] += sum(tier == "bounce" for _, tier, _ in tiers)
             self._counters["operations_direct"] += sum(tier == "direct" for _, tier, _ in tiers)
+            self._counters["operations_pulled"] += sum(tier == "pull" for _, tier, _ in tiers)
             self._events.append(
-                TransferSucceeded(identity, tiers, sum(each.byte_count for each in record.expected.values()))  # type: ignore[arg-type]
+                TransferSucceeded(identity, tiers, sum(each.byte_count for each in record.expected.values()))
             )
         elif outcome is Outcome.CANCELLED:
             self._counters["cancelled"] += 1
@@ -628,6 +684,12 @@ class Receiver(Shell):
             del self._of_operation[operation]
         self._over[record.core.identity] = None
         bound(self._over, OVER_MAX)
+
+
+def _tier(record: _Receive, operation: OperationIdentity) -> Literal["direct", "bounce", "pull"]:
+    if record.core.bounced(operation):
+        return "bounce"
+    return "pull" if record.expected[operation].tier == "pull" else "direct"
 
 
 def _ready(life: PeerLife | None) -> bool:

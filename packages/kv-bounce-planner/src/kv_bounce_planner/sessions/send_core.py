@@ -5,6 +5,11 @@ the request is sealed *and* every record ended with a proof: a later receive req
 write in progress still reads it (K3). Sealing comes before the terminal snapshot, and what is not yet posted then is
 never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
 
+Pull: the source is lent (``Lend``: its addresses leave), and the receiver reads. A loan ends with the receiver's word
+(``Returned``), or, where the receiver cannot be heard, with its death (nobody uses what a dead reader read) or with what the
+transport's class allows. Whoever exposed memory asks: after a link came back the offer is repeated, and answered with what is
+true. A loan that is wanted back is recalled; it stays a loan until the answer.
+
 Order against exhaustion: a sender waits for a bounce slot only after the receiver granted its region, and whoever holds a
 slot then waits for nothing but its own copy and write. A slot that is free may be used before, to gather while the region is
 asked for; it is given back as soon as a granted operation waits for one. So regions wait for slots, and slots never wait
@@ -18,11 +23,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kv_bounce_planner._errors import LocalProtocolError
+from kv_bounce_planner.sessions.core import (
+    Core,
+    FailAsked,
+    LinkReturned,
+    NoteConflict,
+    PeerEvidenced,
+    PeerInDoubt,
+    Progressed,
+    Resolve,
+    Resolved,
+    StopPosting,
+    Ticked,
+)
 from kv_bounce_planner.sessions.identity import Mark, OperationIdentity, PeerId, RequestKey, encode_mark
-from kv_bounce_planner.sessions.messages import BounceWanted, Doubt, Drained, ReceiveRequest, Sealed
+from kv_bounce_planner.sessions.messages import BounceWanted, Cancel, Doubt, Drained, ReceiveRequest, Sealed
 from kv_bounce_planner.sessions.proof import Evidence, Proof, ProofKind, _prove
 from kv_bounce_planner.sessions.states import SEND_TRANSITIONS, Machine, SendState, SendTrigger
-from kv_bounce_planner.transports.interface import WriteProgress
+from kv_bounce_planner.transports.interface import JobProgress
 
 _S, _T = SendState, SendTrigger
 Disposition = Literal["done", "drained", "sealed", "resolved", "quarantined"]
@@ -49,22 +67,16 @@ class TerminalSnapshot:
 
 @dataclass(frozen=True)
 class RequestArrived:
+    """``required``: what proves that this peer cannot read a loan of ours any more, by its transport's class."""
+
     peer: PeerId
     request: ReceiveRequest
+    required: frozenset[Evidence] = frozenset({Evidence.OWN_EXIT})
 
 
 @dataclass(frozen=True)
 class SourceReady:
     """Prefill is over and its step has retired: the source may be read."""
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The planner's answer: fragments are known (``reason`` empty), or this operation cannot be served."""
-
-    operation: OperationIdentity
-    wants_bounce: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,14 +118,19 @@ class GatherEnded:
 
 
 @dataclass(frozen=True)
-class WriteProgressed:
-    progress: WriteProgress
-
-
-@dataclass(frozen=True)
 class CancelArrived:
     operation: OperationIdentity
     reason: str
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The receiver's word about its loan: nothing of it is read any more; or with ``doubt``, that it cannot tell."""
+
+    operation: OperationIdentity
+    complete: bool
+    reason: str = ""
+    doubt: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,29 +149,7 @@ class TimedOut:
 
 
 @dataclass(frozen=True)
-class FailAsked:
-    reason: str
-
-
-@dataclass(frozen=True)
 class SealAsked:
-    pass
-
-
-@dataclass(frozen=True)
-class PeerInDoubt:
-    peer: PeerId
-    reason: str
-
-
-@dataclass(frozen=True)
-class PeerEvidenced:
-    peer: PeerId
-    evidence: Evidence
-
-
-@dataclass(frozen=True)
-class Ticked:
     pass
 
 
@@ -168,8 +163,10 @@ SendEvent = (
     | SlotOffered
     | SlotAsked
     | GatherEnded
-    | WriteProgressed
+    | Progressed
     | CancelArrived
+    | Returned
+    | LinkReturned
     | AskedAgain
     | TimedOut
     | FailAsked
@@ -183,16 +180,16 @@ SendEvent = (
 
 
 @dataclass(frozen=True)
-class Resolve:
-    """Ask the planner for this operation's fragments; answer Resolved."""
-
-    operation: OperationIdentity
+class SendMessage:
+    peer: PeerId
+    message: BounceWanted | Sealed | Drained | Doubt | Cancel
 
 
 @dataclass(frozen=True)
-class SendMessage:
-    peer: PeerId
-    message: BounceWanted | Sealed | Drained | Doubt
+class Lend:
+    """Send the offer with the source's places. The operation is already LENT: a failed send leaves it so."""
+
+    operation: OperationIdentity
 
 
 @dataclass(frozen=True)
@@ -236,11 +233,6 @@ class SendReportAgain:
 
 
 @dataclass(frozen=True)
-class StopPosting:
-    operation: OperationIdentity
-
-
-@dataclass(frozen=True)
 class OperationEnded:
     operation: OperationIdentity
     disposition: Disposition
@@ -259,15 +251,10 @@ class QuarantineSource:
     operations: tuple[OperationIdentity, ...]
 
 
-@dataclass(frozen=True)
-class NoteConflict:
-    operation: OperationIdentity
-    reason: str
-
-
 SendEffect = (
     Resolve
     | SendMessage
+    | Lend
     | ReserveSlot
     | DropSlot
     | QuarantineSlot
@@ -290,6 +277,9 @@ _DISPOSITIONS: dict[SendState, Disposition] = {
 }
 
 
+#: The receiver's reads may be going on.
+_LENT = (_S.LENT, _S.RECALLED)
+_LENDING = (*_LENT, _S.LENT_IN_DOUBT)
 _BEFORE_POSTING = (_S.HELD, _S.WANTED, _S.AHEAD, _S.STAGED, _S.GRANTED, _S.GATHERING)
 
 
@@ -311,13 +301,15 @@ class _Record:
         "reason",
         "refused",
         "request",
+        "required",
         "resolving",
         "slot",
     )
 
-    def __init__(self, peer: PeerId, request: ReceiveRequest) -> None:
+    def __init__(self, peer: PeerId, request: ReceiveRequest, required: frozenset[Evidence]) -> None:
         self.peer = peer
         self.request = request
+        self.required = required
         self.machine: Machine[SendState, SendTrigger] = Machine(request.operation, SendState.HELD, SEND_TRANSITIONS)
         self.resolving = False
         self.answered = False
@@ -340,7 +332,7 @@ class _Record:
         return self.machine.state
 
 
-class SendTransfer:
+class SendTransfer(Core[_Record, SendEvent, SendEffect]):
     """One request at one of its senders.
 
     Args:
@@ -352,12 +344,10 @@ class SendTransfer:
         self.request = request
         self.ready = False
         self.sealed = False
-        self.settled = False
         self.failure = ""
         self.expected: int | None = None
         self._drain_deadline_s = drain_deadline_s
-        self._records: dict[OperationIdentity, _Record] = {}
-        self._effects: list[SendEffect] = []
+        super().__init__({})
         self._snapshot: TerminalSnapshot | None = None
 
     # -- reading
@@ -371,12 +361,6 @@ class SendTransfer:
 
     def peer_of(self, operation: OperationIdentity) -> PeerId:
         return self._records[operation].peer
-
-    def state_of(self, operation: OperationIdentity) -> SendState:
-        return self._records[operation].state
-
-    def story_of(self, operation: OperationIdentity) -> tuple[str, ...]:
-        return self._records[operation].machine.story
 
     def cancelled(self, operation: OperationIdentity) -> bool:
         return self._records[operation].cancelled
@@ -431,16 +415,10 @@ class SendTransfer:
 
     # -- stepping
 
-    def step(self, event: SendEvent, now_s: float) -> tuple[SendEffect, ...]:
-        """Take one event in; effects are to be performed in order.
-
-        Raises:
-            IllegalTransition: A bug of ours, with the record's story. State is unchanged.
-        """
-        self._effects = []
+    def _take(self, event: SendEvent, now_s: float) -> None:
         match event:
-            case RequestArrived(peer, request):
-                self._arrived(peer, request, now_s)
+            case RequestArrived():
+                self._arrived(event, now_s)
             case SourceReady():
                 if self.ready:
                     raise LocalProtocolError(f"{self.request} was ready before")
@@ -466,10 +444,14 @@ class SendTransfer:
                     self._yield(record)
             case GatherEnded():
                 self._gathered(event, now_s)
-            case WriteProgressed(progress):
+            case Progressed(progress):
                 self._progressed(progress, now_s)
             case CancelArrived(operation, reason):
                 self._cancelled(operation, reason, now_s)
+            case Returned():
+                self._returned(event, now_s)
+            case LinkReturned(peer):
+                self._ask_again(peer)
             case AskedAgain(operation):
                 self._asked_again(operation)
             case TimedOut(operation, after_s):
@@ -484,22 +466,16 @@ class SendTransfer:
                 for record in self._records.values():
                     if record.peer == peer and record.state in _BEFORE_POSTING:
                         self._seal_record(record, reason, now_s)
-            case PeerEvidenced(peer, evidence):
-                for record in self._records.values():
-                    if record.peer == peer:
-                        record.evidence.add(evidence)
-            case Ticked():
-                pass
-        self._advance(now_s)
-        effects, self._effects = tuple(self._effects), []
-        return effects
+                    elif record.peer == peer and record.state in _LENT:
+                        self._loan_in_doubt(record, reason, now_s)
 
     # -- one event each
 
-    def _arrived(self, peer: PeerId, request: ReceiveRequest, now_s: float) -> None:
+    def _arrived(self, event: RequestArrived, now_s: float) -> None:
+        request = event.request
         if request.operation in self._records:
             raise LocalProtocolError(f"{request.operation} arrived before")
-        record = _Record(peer, request)
+        record = _Record(event.peer, request, event.required)
         self._records[request.operation] = record
         if self.sealed:
             self._seal_record(record, self.failure or "the request is sealed", now_s)
@@ -508,6 +484,8 @@ class SendTransfer:
         record = self._records[operation]
         if record.state in (_S.WANTED, _S.AHEAD, _S.STAGED) and not record.refused:
             self._effects.append(self._wish(record))
+        elif record.state in _LENDING:
+            self._repeat_offer(record)
         elif record.bounced and record.state in (_S.POSTING, _S.IN_FLIGHT, _S.DONE):
             self._effects.append(SendReportAgain(operation))
         elif record.state is not _S.DONE and (record.machine.terminal or record.answered):
@@ -524,11 +502,59 @@ class SendTransfer:
             return
         if event.reason:
             self._seal_record(record, event.reason, now_s)
+        elif record.request.pulls:
+            record.machine.fire(_T.LEND)
+            self._effects.append(Lend(event.operation))
         elif event.wants_bounce and record.request.bounce_offered:
             record.machine.fire(_T.WANT)
             self._effects.append(self._wish(record))
         else:
             self._post(record, bounce=False)
+
+    # -- loans
+
+    def _repeat_offer(self, record: _Record) -> None:
+        """The receiver answers with what is true by now."""
+        operation = record.request.operation
+        self._effects.append(Lend(operation))
+        if record.state is not _S.LENT:
+            self._effects.append(SendMessage(record.peer, Cancel(operation, record.reason[:500])))
+
+    def _ask_again(self, peer: PeerId) -> None:
+        for record in self._records.values():
+            if record.peer == peer and record.state in _LENDING:
+                self._repeat_offer(record)
+
+    def _returned(self, event: Returned, now_s: float) -> None:
+        record = self._records[event.operation]
+        if not record.request.pulls:
+            self._effects.append(NoteConflict(event.operation, "the end of a loan, about a write"))
+        elif record.state in _LENDING and event.doubt:
+            self._loan_in_doubt(record, event.reason, now_s)
+        elif record.state in _LENDING:
+            record.reason = "" if event.complete else record.reason or event.reason
+            record.cancelled = not event.complete and record.state is _S.LENT  # its own wish, not our recall
+            record.machine.fire(_T.READ if event.complete else _T.RETURNED, event.reason)
+            self._proven(record, event.operation, ProofKind.READ_OVER)
+        elif not record.machine.terminal and not event.doubt:
+            record.cancelled = True  # it does not want the loan any more that it never had
+            self._seal_record(record, event.reason, now_s)
+
+    def _loan_in_doubt(self, record: _Record, reason: str, now_s: float) -> None:
+        self._clock(record, now_s)
+        record.reason = record.reason or reason
+        if record.machine.allows(_T.DOUBT):
+            record.machine.fire(_T.DOUBT, reason)
+
+    def _loan_proven(self, record: _Record) -> None:
+        if Evidence.PEER_REAPED in record.evidence:
+            record.machine.fire(_T.CLASS_PROOF, "reader reaped")
+            self._proven(record, record.request.operation, ProofKind.READER_DEAD)
+        elif record.required <= record.evidence:
+            record.machine.fire(_T.CLASS_PROOF, ", ".join(sorted(each.value for each in record.evidence)))
+            self._proven(record, record.request.operation, ProofKind.CLASS)
+
+    # -- bounce regions
 
     def _granted(self, operation: OperationIdentity) -> None:
         record = self._records[operation]
@@ -595,18 +621,18 @@ class SendTransfer:
                 self._post(record, bounce=False)
         elif record.state is _S.SEALING:
             record.machine.fire(_T.GATHERED)
-            self._ended(record, ProofKind.NEVER_POSTED)
+            self._proven(record, record.request.operation, ProofKind.NEVER_POSTED)
             self._answer(record)
         elif not event.succeeded:
             record.machine.fire(_T.SEAL, event.reason)
             record.machine.fire(_T.GATHERED)
             record.reason = event.reason
-            self._ended(record, ProofKind.NEVER_POSTED)
+            self._proven(record, record.request.operation, ProofKind.NEVER_POSTED)
             self._answer(record)
         else:
             self._post(record, bounce=True)
 
-    def _progressed(self, progress: WriteProgress, now_s: float) -> None:
+    def _progressed(self, progress: JobProgress, now_s: float) -> None:
         record = self._records[progress.operation]
         if record.machine.terminal or record.state is _S.IN_DOUBT:
             return
@@ -618,7 +644,7 @@ class SendTransfer:
                 if record.state is _S.POSTING:
                     record.machine.fire(_T.SEAL)
                 record.machine.fire(_T.COMPLETED, "nothing was posted")
-                self._ended(record, ProofKind.NEVER_POSTED)
+                self._proven(record, record.request.operation, ProofKind.NEVER_POSTED)
             else:
                 record.machine.fire(_T.ERROR, record.reason)
                 self._clock(record, now_s)
@@ -628,13 +654,17 @@ class SendTransfer:
             record.machine.fire(_T.POSTED_ALL)
         if progress.state in ("done", "stopped") and record.state in (_S.IN_FLIGHT, _S.STOPPING):
             after = record.machine.fire(_T.COMPLETED)
-            self._ended(record, ProofKind.COMPLETED if progress.posted else ProofKind.NEVER_POSTED)
+            self._proven(
+                record, record.request.operation, ProofKind.COMPLETED if progress.posted else ProofKind.NEVER_POSTED
+            )
             if record.cancelled or after is _S.DRAINED:
                 self._answer(record)
 
     def _cancelled(self, operation: OperationIdentity, reason: str, now_s: float) -> None:
         record = self._records[operation]
         record.cancelled = True
+        if record.request.pulls and record.state in _LENDING:
+            return  # it says so itself when nothing of the loan is read any more
         if record.machine.terminal or record.state in (_S.IN_DOUBT, _S.SOURCE_IN_DOUBT):
             self._answer(record)
             return
@@ -664,21 +694,20 @@ class SendTransfer:
         record.reason = record.reason or reason
         if record.state in (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED):
             record.machine.fire(_T.SEAL, reason)
-            self._ended(record, ProofKind.NEVER_POSTED)
+            self._proven(record, record.request.operation, ProofKind.NEVER_POSTED)
             self._answer(record)
         elif record.state in (_S.AHEAD, _S.GATHERING):
             record.machine.fire(_T.SEAL, reason)
         elif record.state is _S.POSTING:
             record.machine.fire(_T.SEAL, reason)
             self._effects.append(StopPosting(record.request.operation))
+        elif record.state is _S.LENT:
+            record.machine.fire(_T.RECALL, reason)
+            self._effects.append(SendMessage(record.peer, Cancel(record.request.operation, reason[:500])))
 
     def _clock(self, record: _Record, now_s: float) -> None:
         if record.drain_until_s is None:
             record.drain_until_s = now_s + self._drain_deadline_s
-
-    def _ended(self, record: _Record, kind: ProofKind) -> None:
-        evidence = record.evidence if kind in (ProofKind.OWN_AGENT_DESTROYED, ProofKind.PEER_DEAD_REGISTERED) else ()
-        record.proof = _prove(kind, record.request.operation, evidence)
 
     def _answer(self, record: _Record) -> None:
         """Tell the receiver what is physically true of its destination."""
@@ -698,14 +727,16 @@ class SendTransfer:
             if self.ready and not self.sealed and record.state is _S.HELD and not record.resolving:
                 record.resolving = True
                 self._effects.append(Resolve(operation))
+            if record.state is _S.LENT_IN_DOUBT:
+                self._loan_proven(record)
             if record.state is _S.IN_DOUBT:
                 # K3: the error is seen, so a dead receiver (with the source still registered) or our own agent's end is proof.
                 if Evidence.AGENT_DESTROYED in record.evidence:
                     record.machine.fire(_T.CLASS_PROOF, "own agent destroyed")
-                    self._ended(record, ProofKind.OWN_AGENT_DESTROYED)
+                    self._proven(record, record.request.operation, ProofKind.OWN_AGENT_DESTROYED)
                 elif Evidence.PEER_REAPED in record.evidence:
                     record.machine.fire(_T.CLASS_PROOF, "receiver reaped, source registered")
-                    self._ended(record, ProofKind.PEER_DEAD_REGISTERED)
+                    self._proven(record, record.request.operation, ProofKind.PEER_DEAD_REGISTERED)
             if record.drain_until_s is not None and now_s >= record.drain_until_s:
                 if record.machine.allows(_T.DEADLINE):
                     record.machine.fire(_T.DEADLINE)
@@ -736,9 +767,8 @@ class SendTransfer:
         self.settled = True
         if not self.ready:
             return
-        doubtful = tuple(op for op, record in self._records.items() if record.state is _S.QUARANTINED)
+        doubtful = self._in_state(_S.QUARANTINED)
         if doubtful:
             self._effects.append(QuarantineSource("no proof at the end of the drain clock", doubtful))
         else:
-            proofs = tuple(record.proof for record in self._records.values() if record.proof is not None)
-            self._effects.append(ReleaseSource(proofs))
+            self._effects.append(ReleaseSource(self._proofs))

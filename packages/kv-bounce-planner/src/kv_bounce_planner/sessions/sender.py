@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from kv_bounce_planner._errors import (
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PacksFragments, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
+from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions import send_core as sc
 from kv_bounce_planner.sessions.arena import AdvertisedReservation, Reservation
 from kv_bounce_planner.sessions.config import SessionConfig, SessionResources
@@ -32,6 +34,7 @@ from kv_bounce_planner.sessions.events import (
 )
 from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, RequestKey
 from kv_bounce_planner.sessions.messages import (
+    PAYLOAD_BYTES_MAX,
     BounceGrant,
     BounceRefused,
     BounceWanted,
@@ -39,41 +42,56 @@ from kv_bounce_planner.sessions.messages import (
     Doubt,
     Drained,
     Message,
+    ReadOffer,
+    ReadOver,
     ReceiveRequest,
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import Evidence, OwnedMemory
+from kv_bounce_planner.sessions.proof import OwnedMemory
 from kv_bounce_planner.sessions.send_core import TerminalSnapshot
-from kv_bounce_planner.sessions.shell import OVER_MAX, PeerLife, Shell, bound
+from kv_bounce_planner.sessions.shell import OVER_MAX, RECEIPTS_MAX, PeerLife, Shell, bound
 from kv_bounce_planner.sessions.states import SendState
-from kv_bounce_planner.transports.interface import Int64Array, WriteJob, WriteProgress
+from kv_bounce_planner.transports.interface import Int64Array, TransferJob
 
 if TYPE_CHECKING:
     from kv_bounce_planner.planning.plan import WriterTransfer
 
-#: Answers kept for repeated cancels (count).
-RECEIPTS_MAX: Final = 262_144
+
+@dataclass(frozen=True)
+class Loan:
+    """A resolver's answer to a request that pulls: what the receiver's planner needs to find the source.
+
+    Args:
+        payload: Usually the block table (``encode_blocks``); at most 1 MiB.
+    """
+
+    payload: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.payload) > PAYLOAD_BYTES_MAX:
+            raise ValueError(f"payload of {len(self.payload)} bytes exceeds {PAYLOAD_BYTES_MAX}")
 
 
 class _Send:
     """Shell state of one request."""
 
-    __slots__ = ("claim", "core", "grants", "prepared", "reports", "resolve", "served", "slots", "transfers")
+    __slots__ = ("claim", "core", "grants", "offers", "prepared", "reports", "resolve", "served", "slots", "transfers")
 
     def __init__(self, core: sc.SendTransfer) -> None:
         self.core = core
-        self.resolve: Callable[[ReceiveRequest], WriterTransfer] | None = None
+        self.resolve: Callable[[ReceiveRequest], WriterTransfer | Loan] | None = None
         self.claim: Any = None
         self.transfers: dict[OperationIdentity, WriterTransfer] = {}
         self.grants: dict[OperationIdentity, BounceGrant] = {}
+        self.offers: dict[OperationIdentity, ReadOffer] = {}
         self.reports: dict[OperationIdentity, WriterResult] = {}  # sent; repeated when a link came back
         self.slots: dict[OperationIdentity, AdvertisedReservation] = {}
         self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
         self.served = False
 
 
-class Sender(Shell):
+class Sender(Shell[_Send]):
     """Serves receive requests from one rank's memory.
 
     Args:
@@ -103,13 +121,10 @@ class Sender(Shell):
         self._expiries: list[tuple[float, int, OperationIdentity]] = []
         self._arrived = 0
         self._settled: OrderedDict[RequestKey, None] = OrderedDict()
-        self._receipts: OrderedDict[OperationIdentity, Sealed | Drained | Doubt] = OrderedDict()
-        self._resolves: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: deque[tuple[_Send, OperationIdentity, CopyHandle]] = deque()
         self._posts: deque[tuple[_Send, OperationIdentity, bool]] = deque()
-        self._writes: deque[WriteProgress] = deque()
         self._packs: tuple[Any, bool] = (None, False)  # the copier, and whether it prepares a gather by its sources
         self._ahead: dict[OperationIdentity, _Send] = {}  # operations that hold a slot without a region
         # An idle poll looks at none of the open requests but these: thousands may wait for their prefill.
@@ -138,14 +153,14 @@ class Sender(Shell):
             self._stepped[request] = record
 
     def ready(
-        self, request: RequestKey, resolve: Callable[[ReceiveRequest], WriterTransfer], claim: Any = None
+        self, request: RequestKey, resolve: Callable[[ReceiveRequest], WriterTransfer | Loan], claim: Any = None
     ) -> None:
         """Prefill is over and its compute step has retired: the source belongs to the transfer from here on.
 
         Args:
             request: The request.
-            resolve: The planner: from a receive request to fragments. Called once per request, inside ``poll``. Raising
-                ends that operation unposted.
+            resolve: The planner: from a receive request to fragments, or where it ``pulls`` to a ``Loan``. Called once per
+                request, inside ``poll``. Raising ends that operation with nothing posted or lent.
             claim: Names the source blocks for the host.
 
         Raises:
@@ -168,7 +183,7 @@ class Sender(Shell):
         with self._lock:
             if request in self._over:
                 return
-            self._step(self._record(request), sc.FailAsked(reason))
+            self._step(self._record(request), shared.FailAsked(reason))
 
     def seal(self, request: RequestKey) -> None:
         """Nothing begins any more for this request. Idempotent, also when it is over and its records were dropped."""
@@ -246,7 +261,7 @@ class Sender(Shell):
                 operation
                 for record in self._requests.values()
                 for operation in record.core.operations
-                if record.core.state_of(operation).value in ("IN_DOUBT", "SOURCE_IN_DOUBT")
+                if record.core.state_of(operation).value in ("IN_DOUBT", "SOURCE_IN_DOUBT", "LENT_IN_DOUBT")
             )
             still = (
                 *(key for key, record in self._requests.items() if not record.core.settled),
@@ -297,6 +312,10 @@ class Sender(Shell):
                     self._cancel(life, message)
                 case BounceGrant() | BounceRefused():
                     self._answered(life, message)
+                case ReadOver(operation, complete, reason):
+                    self._returned(life, sc.Returned(operation, complete, reason))
+                case Doubt(operation, reason):
+                    self._returned(life, sc.Returned(operation, False, reason, doubt=True))
                 case _:
                     self._counters["unexpected"] += 1
 
@@ -331,7 +350,8 @@ class Sender(Shell):
         self._arrived += 1
         heapq.heappush(self._expiries, (self._clock() + self.config.operation_timeout_s, self._arrived, operation))
         self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
-        self._step(record, sc.RequestArrived(peer, request))
+        mine = life.transport if life.transport is not None else self._transport.transport_class
+        self._step(record, sc.RequestArrived(peer, request, mine.required))
 
     def _objects(self, life: PeerLife, request: ReceiveRequest) -> str:
         """Why a request is not served, or nothing. Whatever it is: nothing was posted for it, and never will be."""
@@ -397,32 +417,31 @@ class Sender(Shell):
         else:
             self._step(record, sc.RefusalArrived(operation, message.reason))
 
-    def _reply(self, peer: PeerId, message: Sealed | Drained | Doubt) -> None:
-        self._receipts[message.operation] = message
-        bound(self._receipts, RECEIPTS_MAX)
-        self._queue(peer, message)
+    def _returned(self, life: PeerLife, word: sc.Returned) -> None:
+        """The receiver's word about a loan."""
+        operation = word.operation
+        if not _is_of(operation, life):
+            self._counters["foreign"] += 1
+            return
+        record = self._requests.get(operation.request)
+        if record is not None and record.core.knows(operation):
+            self._step(record, word)
+        else:
+            self._counters["late"] += 1
 
-    def _resolve(self) -> None:
-        """The host's planner, outside the lock."""
-        self._each(self._resolves, len(self._resolves), self._resolve_one)
-
-    def _resolve_one(self, item: tuple[_Send, OperationIdentity]) -> None:
-        record, operation = item
+    def _plan(self, record: _Send, operation: OperationIdentity) -> bool:
         request = record.core.request_of(operation)
-        reason, wants = "", False
-        try:
-            if record.resolve is None:
-                raise LocalProtocolError(f"{operation.request} has no resolver")
-            transfer = record.resolve(request)
-            reason = _mismatch(request, transfer)
-            if not reason:
-                wants = self._wants_bounce(request, transfer)
-                record.transfers[operation] = transfer
-        except Exception as error:  # noqa: BLE001 - a planner's failure of any kind ends this operation, unposted
-            reason = f"{type(error).__name__}: {error}"
-            self._counters["resolve_failed"] += 1
-        with self._lock:
-            self._step(record, sc.Resolved(operation, wants, reason))
+        if record.resolve is None:
+            raise LocalProtocolError(f"{operation.request} has no resolver")
+        answer = record.resolve(request)
+        if isinstance(answer, Loan) != request.pulls:
+            wanted = "a Loan" if request.pulls else "a WriterTransfer"
+            raise LocalProtocolError(f"{operation} wants {wanted}, the resolver gave a {type(answer).__name__}")
+        if isinstance(answer, Loan):
+            record.offers[operation] = ReadOffer(operation, self._memory_kind, self._device_id, answer.payload)
+            return False
+        self._keep_plan(record, request, answer)
+        return self._wants_bounce(request, answer)
 
     def _wants_bounce(self, request: ReceiveRequest, transfer: WriterTransfer) -> bool:
         if self._arena is None or not request.bounce_offered:
@@ -542,20 +561,6 @@ class Sender(Shell):
         with self._lock:
             self._step(record, sc.GatherEnded(operation, not reason, self._errors_prove_idle or not reason, reason))
 
-    def _progress(self) -> None:
-        progress = self._transport.poll()
-        self._counters["malformed"] += progress.malformed
-        self._writes.extend(progress.writes)
-        self._lost.extend(progress.lost)
-        self._each(self._writes, len(self._writes), self._write)
-        self._lost_peers()
-
-    def _write(self, write: WriteProgress) -> None:
-        with self._lock:
-            record = self._requests.get(write.operation.request)
-            if record is not None and record.core.knows(write.operation):
-                self._step(record, sc.WriteProgressed(write))
-
     def _tick(self) -> None:
         now_s = self._clock()
         with self._lock:
@@ -565,7 +570,7 @@ class Sender(Shell):
                 if late is not None and late.core.knows(operation):
                     self._step(late, sc.TimedOut(operation, self.config.operation_timeout_s))
             for key, record in list(self._clocked.items()):
-                self._step(record, sc.Ticked())
+                self._step(record, shared.Ticked())
                 if not record.core.clock_runs:
                     del self._clocked[key]
             stepped, self._stepped = self._stepped, {}
@@ -579,21 +584,6 @@ class Sender(Shell):
                     self._settled[record.core.request] = None
             while len(self._settled) > self.config.transfers_max:
                 self._drop(next(iter(self._settled)))
-
-    def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
-        with self._lock:
-            self._counters["peers_in_doubt"] += 1
-            for record in list(self._requests.values()):
-                self._step(record, sc.PeerInDoubt(peer, reason))
-
-    def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
-        try:
-            self._progress()  # an error that the agent's end caused comes before the proof that it is over
-        except Exception as error:  # noqa: BLE001 - a library's; the proof stands all the same
-            self._contain(error)
-        with self._lock:
-            for record in list(self._requests.values()):
-                self._step(record, sc.PeerEvidenced(peer, evidence))
 
     def _peers(self) -> set[PeerId]:
         with self._lock:
@@ -611,8 +601,12 @@ class Sender(Shell):
                 for operation in record.core.outstanding
             }
 
-    def _ask_again(self, life: PeerLife) -> None:
-        """The receiver asks; this side answers what it is asked."""
+    def _open(self) -> Iterable[_Send]:
+        return self._requests.values()
+
+    def _of(self, operation: OperationIdentity) -> _Send | None:
+        record = self._requests.get(operation.request)
+        return record if record is not None and record.core.knows(operation) else None
 
     def _peer_retired(self, instance: tuple[str, str]) -> None:
         for key in [each for each in self._high_water if each[0].instance == instance]:
@@ -622,27 +616,25 @@ class Sender(Shell):
 
     # -- performing effects (under the lock)
 
-    def _step(self, record: _Send, event: sc.SendEvent) -> None:
+    def _step(self, record: _Send, event: Any) -> None:
         self._stepped[record.core.request] = record
-        for effect in record.core.step(event, self._clock()):
-            try:
-                self._perform(record, effect)
-            except LocalProtocolError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
-                self._contain(error)
+        super()._step(record, event)
 
-    def _perform(self, record: _Send, effect: sc.SendEffect) -> None:
+    def _perform(self, record: _Send, effect: Any) -> None:
         request = record.core.request
         match effect:
-            case sc.Resolve(operation):
+            case shared.Resolve(operation):
                 self._resolves.append((record, operation))
             case sc.SendMessage(peer, message):
                 if isinstance(message, BounceWanted):
                     self._queue(peer, message)
                     self._asking.append((record, message.operation))
+                elif isinstance(message, Cancel):
+                    self._queue(peer, message)
                 else:
                     self._reply(peer, message)
+            case sc.Lend(operation):
+                self._queue(record.core.peer_of(operation), record.offers[operation])
             case sc.ReserveSlot(operation):
                 self._reserve(record, operation)
             case sc.DropSlot(operation, proof):
@@ -665,8 +657,8 @@ class Sender(Shell):
                 report = record.reports.get(operation)
                 if report is not None:
                     self._queue(record.core.peer_of(operation), report)
-            case sc.StopPosting(operation):
-                self._transport.stop_write(operation)
+            case shared.StopPosting(operation):
+                self._transport.stop(operation)
             case sc.OperationEnded(operation, disposition, bounced, reason):
                 self._operation_ended(record, operation, disposition, bounced, reason)
             case sc.ReleaseSource(proofs):
@@ -680,7 +672,7 @@ class Sender(Shell):
                     (record.core.request_of(operation).byte_count for operation in record.core.operations), default=0
                 )
                 self._charge(byte_count, tuple(line for op in operations for line in record.core.story_of(op)))
-            case sc.NoteConflict():
+            case shared.NoteConflict():
                 self._counters["conflicts"] += 1
 
     def _reserve(self, record: _Send, operation: OperationIdentity) -> None:
@@ -699,30 +691,25 @@ class Sender(Shell):
 
     def _post(self, item: tuple[_Send, OperationIdentity, bool]) -> None:
         record, operation, bounce = item
-        if record.core.state_of(operation) is not SendState.POSTING:
-            with self._lock:  # stopped before anything was handed over
-                self._step(record, sc.WriteProgressed(_never_posted(operation, "stopped before it began")))
-            return
-        try:
+
+        def build() -> TransferJob:
             job, report = self._job(record, operation, bounce)
             with self._lock:
                 if report is not None:
                     self._queue(job.peer, report)
                     record.reports[operation] = report
                 self._flying.setdefault(job.peer, set()).add(operation)
-            self._transport.start_write(job)
-        except Exception as error:  # noqa: BLE001 - a codec's or a library's: nothing of this write was handed over
-            reason = f"{type(error).__name__}: {error}"
-            with self._lock:
-                self._landed(record, operation)
-                self._step(record, sc.CancelArrived(operation, reason))
-                self._step(record, sc.WriteProgressed(_never_posted(operation, reason)))
+            return job
 
-    def _job(self, record: _Send, operation: OperationIdentity, bounce: bool) -> tuple[WriteJob, WriterResult | None]:
+        self._begin(record, operation, SendState.POSTING, build)
+
+    def _job(
+        self, record: _Send, operation: OperationIdentity, bounce: bool
+    ) -> tuple[TransferJob, WriterResult | None]:
         transfer, request = record.transfers[operation], record.core.request_of(operation)
         peer = record.core.peer_of(operation)
         if not bounce:
-            return WriteJob(
+            return TransferJob(
                 operation,
                 peer,
                 transfer.source_addresses,
@@ -734,7 +721,7 @@ class Sender(Shell):
                 request.device_id,
             ), None
         slot, grant = record.slots[operation].bound[0], record.grants[operation]
-        job = WriteJob(
+        job = TransferJob(
             operation,
             peer,
             _one(slot.address),
@@ -761,6 +748,7 @@ class Sender(Shell):
         self, record: _Send, operation: OperationIdentity, disposition: sc.Disposition, bounced: bool, reason: str
     ) -> None:
         record.grants.pop(operation, None)
+        record.offers.pop(operation, None)
         record.transfers.pop(operation, None)
         record.prepared.pop(operation, None)
         if disposition != "quarantined":
@@ -768,24 +756,17 @@ class Sender(Shell):
         byte_count = record.core.request_of(operation).byte_count
         if disposition == "done":
             self._counters["operations_done"] += 1
-            self._counters["operations_bounced" if bounced else "operations_direct"] += 1
-            self._events.append(
-                OperationDone(record.core.request, operation, "bounce" if bounced else "direct", byte_count)
-            )
+            pulled = record.core.request_of(operation).pulls
+            self._counters["operations_" + ("bounced" if bounced else "pulled" if pulled else "direct")] += 1
+            tier: Literal["direct", "bounce", "pull"] = "bounce" if bounced else "pull" if pulled else "direct"
+            self._events.append(OperationDone(record.core.request, operation, tier, byte_count))
         else:
             self._counters["operations_failed"] += 1
             self._events.append(OperationFailed(record.core.request, operation, disposition, reason))
-        if disposition in ("done", "drained"):
-            self._transport.forget_write(operation)  # last: whatever the library says to it, the operation has ended
 
 
 def _one(value: int) -> Int64Array:
     return np.array([value], np.int64)
-
-
-def _never_posted(operation: OperationIdentity, detail: str) -> Any:
-
-    return WriteProgress(operation, 0, 0, 1, "stopped", detail)
 
 
 def _is_of(operation: OperationIdentity, life: PeerLife) -> bool:
@@ -796,12 +777,3 @@ def _is_of(operation: OperationIdentity, life: PeerLife) -> bool:
         life.peer.generation,
         life.peer.rank,
     )
-
-
-def _mismatch(request: ReceiveRequest, transfer: WriterTransfer) -> str:
-    """Why this plan is not the one the receiver asked for, or nothing. After publication a doubt fails, never adapts."""
-    if transfer.total_bytes != request.byte_count:
-        return f"the plan moves {transfer.total_bytes} bytes, the receiver expects {request.byte_count}"
-    if request.plan_digest and transfer.writer.digest != request.plan_digest:
-        return "the two sides derived different plans"
-    return ""

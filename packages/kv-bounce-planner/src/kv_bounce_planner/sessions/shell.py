@@ -1,4 +1,4 @@
-"""What Receiver and Sender share: peers and their introductions, the channel's queues, quarantine, callbacks.
+"""What Receiver and Sender share: peers and their introductions, the channel's queues, jobs, quarantine, callbacks.
 
 Theory. A session object is one life: it draws a number when it is made, and every frame names the number of the session that
 wrote it and of the one that it is meant for. A peer is known once both sides have each other's number (Hello), and what is
@@ -9,6 +9,9 @@ A link that breaks is not a life that ends. While a link is away nothing new is 
 both sides show their numbers first, and the receiver asks again for whatever it has not seen the end of: every message may
 be repeated without harm. Only a link that stays away longer than its time puts the open operations in doubt.
 
+Memory that was registered after a peer was introduced is announced to it before the first message that names any of it
+(``MemoryChanged``): the transport's version says when.
+
 What is not ours (callbacks, copiers, transports, codecs, channels) may raise anything at any call. An error ends at most the
 operation that it belongs to; an interrupt leaves its item in the queue and goes up. Deadlines are looked at in every poll,
 whatever else failed in it. No callback of the host runs under the session's lock.
@@ -16,12 +19,14 @@ whatever else failed in it. No callback of the host runs under the session's loc
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import hashlib
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from kv_bounce_planner._errors import (
     ChannelError,
@@ -31,6 +36,7 @@ from kv_bounce_planner._errors import (
     WouldBlock,
 )
 from kv_bounce_planner.copies.gather import Copier, HostCopier
+from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions.config import SessionConfig, SessionResources
 from kv_bounce_planner.sessions.events import (
     FatalDiagnosis,
@@ -44,31 +50,70 @@ from kv_bounce_planner.sessions.events import (
     SessionEvent,
     SourceReleased,
 )
-from kv_bounce_planner.sessions.identity import NO_SESSION, PeerId, draw_session
+from kv_bounce_planner.sessions.identity import NO_SESSION, OperationIdentity, PeerId, draw_session
 from kv_bounce_planner.sessions.ledgers import QuarantineLedger
 from kv_bounce_planner.sessions.messages import (
     PROTOCOL_VERSION,
     Beat,
+    BounceGrant,
+    Doubt,
+    Drained,
     Frame,
     Hello,
+    MemoryChanged,
     Message,
+    ReadOffer,
+    ReadOver,
+    ReceiveRequest,
     Refused,
+    Sealed,
     Stranger,
     VersionMismatch,
     decode_frame,
     encode_message,
 )
-from kv_bounce_planner.sessions.proof import Evidence
+from kv_bounce_planner.sessions.proof import Evidence, TransportClass
 from kv_bounce_planner.sessions.reports import PlannerReports, Reports
 from kv_bounce_planner.sessions.states import IllegalTransition
-from kv_bounce_planner.transports.interface import AgentInfo, LinkedChannel, LinkEvent, MemoryKind
+from kv_bounce_planner.transports.interface import (
+    AgentInfo,
+    ArrivedMark,
+    JobProgress,
+    LinkedChannel,
+    LinkEvent,
+    MemoryKind,
+    TransferJob,
+)
+
+if TYPE_CHECKING:
+    from kv_bounce_planner.planning.plan import WriterTransfer
 
 #: Identities of ended transfers and requests that are remembered, so that a repetition is recognised (count).
 OVER_MAX: Final = 262_144
 #: Frames that were meant for another session are answered once per writer; so many writers are remembered (count).
 STRANGERS_MAX: Final = 4096
+#: Last words about operations that are kept, to be said again (count).
+RECEIPTS_MAX: Final = 262_144
+
+#: Messages that name memory of ours.
+_NAMES_MEMORY = (ReceiveRequest, BounceGrant, ReadOffer)
+#: What is said about an operation's end.
+LastWord = Sealed | Drained | Doubt | ReadOver
 
 ItemT = TypeVar("ItemT")
+
+
+class Open(Protocol):
+    """Shell state of one transfer or request: around its core."""
+
+    @property
+    def core(self) -> shared.Core[Any, Any, Any]: ...
+
+    @property
+    def transfers(self) -> dict[OperationIdentity, WriterTransfer]: ...
+
+
+OpenT = TypeVar("OpenT", bound=Open)
 
 
 def bound(records: OrderedDict[Any, Any], maximum: int) -> None:
@@ -100,13 +145,18 @@ class PeerLife:
     #: The host said that its process is gone: nothing is tried on this life any more.
     dead: bool = False
     silent_s: float = 0.0
+    #: What it reaches us over, given where it runs.
+    transport: TransportClass | None = None
+    #: Its agent's metadata as we loaded it (digest), and the version of our memory that it was told of.
+    loaded: bytes = b""
+    told_memory: int = -1
 
     @property
     def ready(self) -> bool:
         return self.state is PeerState.READY
 
 
-class Shell:
+class Shell(Generic[OpenT]):
     """Base of ``Receiver`` and ``Sender``."""
 
     def __init__(
@@ -137,6 +187,10 @@ class Shell:
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
         self._link_news: deque[LinkEvent] = deque()
         self._lost: deque[PeerId] = deque()
+        self._jobs: deque[JobProgress] = deque()
+        self._marks: deque[ArrivedMark] = deque()
+        self._resolves: deque[tuple[OpenT, OperationIdentity]] = deque()
+        self._receipts: OrderedDict[OperationIdentity, LastWord] = OrderedDict()
         self._strangers: OrderedDict[tuple[PeerId, bytes], None] = OrderedDict()
         self._events: list[SessionEvent] = []
         self._undelivered: deque[SessionEvent] = deque()
@@ -221,14 +275,16 @@ class Shell:
             life = PeerLife(peer)
         else:
             life.state = PeerState.INTRODUCING
-        frame = self._hello_frame(peer, NO_SESSION, is_reply=False)
+        frame = self._hello_frame(life, NO_SESSION, is_reply=False)
         with self._lock:
             self._lives[peer] = life
             life.outbox.append(frame)
         return life
 
-    def _hello_frame(self, peer: PeerId, target: bytes, *, is_reply: bool) -> bytes:
-        info = self._transport.agent_info(peer)
+    def _hello_frame(self, life: PeerLife, target: bytes, *, is_reply: bool) -> bytes:
+        version = self._transport.memory_version
+        info = self._transport.agent_info(life.peer)
+        life.told_memory = version
         ours = self._handshake
         hello = Hello(
             PROTOCOL_VERSION,
@@ -242,8 +298,40 @@ class Shell:
             ours.dtype,
             ours.layer_total,
             ours.layout,
+            self._transport.transport_class.host,
         )
         return encode_message(hello, self.session, target)
+
+    def update_layout(self, layout: bytes) -> None:
+        """This side's memory has another layout from now on: blocks were added, a pool was registered late.
+
+        Peers learn the fingerprint with the first message that names any of it; one that plans with another refuses then.
+        Register the memory with the transport before.
+
+        Raises:
+            ValueError: More than 32 bytes.
+        """
+        with self._lock:
+            self._handshake = dataclasses.replace(self._handshake, layout=layout)
+            for life in self._lives.values():
+                life.told_memory = -1
+
+    def _tell_memory(self, life: PeerLife) -> None:
+        """Announce memory that came since the last time: on the same link, so before what names it."""
+        version = self._transport.memory_version
+        if life.told_memory == version:
+            return
+        info = self._transport.agent_info(life.peer)
+        message = MemoryChanged(info.metadata, self._handshake.layout)
+        life.outbox.append(encode_message(message, self.session, life.session))
+        life.told_memory = version
+
+    def _memory_changed(self, life: PeerLife, message: MemoryChanged) -> None:
+        reason = self._objects_to_layout(life.peer, message.layout) or self._connect(
+            life, AgentInfo(life.agent, message.agent_metadata)
+        )
+        if reason:
+            self._refuse(life, reason)
 
     def _hello(self, peer: PeerId, frame: Frame, hello: Hello) -> None:
         if hello.peer != peer or frame.source == NO_SESSION:
@@ -265,9 +353,9 @@ class Shell:
         again = life.relinked or (known and not hello.is_reply)
         try:
             reason = self._objection(hello, life if known else None)
-            if not reason and not (known and life.agent == hello.agent_name):
-                reason = self._connect(peer, hello)
-            reply = b"" if reason or hello.is_reply else self._hello_frame(peer, frame.source, is_reply=True)
+            if not reason:
+                reason = self._connect(life, AgentInfo(hello.agent_name, hello.agent_metadata))
+            reply = b"" if reason or hello.is_reply else self._hello_frame(life, frame.source, is_reply=True)
         except Exception as error:  # noqa: BLE001 - a host's look-up or a library: refused by name, tried again when it is wanted
             self._contain(error)
             reason, reply = f"it could not be introduced: {type(error).__name__}: {error}", b""
@@ -276,6 +364,7 @@ class Shell:
             self._refuse(life, reason)
             return
         life.agent = hello.agent_name
+        life.transport = self._transport.transport_class.towards(hello.host)
         was, life.state, life.reason = life.state, PeerState.READY, ""
         life.lost_until_s, life.relinked, life.silent_s = None, False, 0.0
         if not hello.is_reply:
@@ -291,12 +380,16 @@ class Shell:
             elif was is not PeerState.READY:
                 self._events.append(PeerIntroduced(peer))
 
-    def _connect(self, peer: PeerId, hello: Hello) -> str:
-        """Learn the peer's agent. Returns why not, or nothing."""
+    def _connect(self, life: PeerLife, info: AgentInfo) -> str:
+        """Learn the peer's agent, or what is new of it. Returns why not, or nothing."""
+        digest = hashlib.blake2b(info.name.encode() + b"\0" + info.metadata, digest_size=16).digest()
+        if digest == life.loaded:
+            return ""
         try:
-            self._transport.connect(peer, AgentInfo(hello.agent_name, hello.agent_metadata))
+            self._transport.connect(life.peer, info)
         except Exception as error:  # noqa: BLE001 - a library's, in any shape: this peer is refused by name
             return f"its agent was refused: {type(error).__name__}: {error}"
+        life.loaded = digest
         return ""
 
     def _objection(self, hello: Hello, known: PeerLife | None) -> str:
@@ -304,17 +397,23 @@ class Shell:
         ours, peer = self._handshake, hello.peer
         if not hello.version_min <= PROTOCOL_VERSION <= hello.version_max:
             return f"versions {hello.version_min}..{hello.version_max} there, {PROTOCOL_VERSION} here"
-        if hello.transport_key != self._transport.transport_class.key:
+        if not self._transport.transport_class.meets(hello.transport_key):
             return f"transport {hello.transport_key!r} there, {self._transport.transport_class.key!r} here"
         for name in ("model", "dtype", "layer_total"):
             theirs, mine = getattr(hello, name), getattr(ours, name)
             if theirs and mine and theirs != mine:
                 return f"{name} is {theirs!r} there and {mine!r} here"
-        expected = ours.layouts(peer) if ours.layouts is not None else b""
-        if expected and hello.layout and expected != hello.layout:
-            return f"its layout is {hello.layout.hex()}, this side plans with {expected.hex()}"
+        different = self._objects_to_layout(peer, hello.layout)
+        if different:
+            return different
         if known is not None and known.agent and known.agent != hello.agent_name:
             return f"it claims the agent {hello.agent_name!r}, it was introduced with {known.agent!r}"
+        return ""
+
+    def _objects_to_layout(self, peer: PeerId, layout: bytes) -> str:
+        expected = self._handshake.layouts(peer) if self._handshake.layouts is not None else b""
+        if expected and layout and expected != layout:
+            return f"its layout is {layout.hex()}, this side plans with {expected.hex()}"
         return ""
 
     def _refuse(self, life: PeerLife, reason: str) -> None:
@@ -355,7 +454,15 @@ class Shell:
         if life is None or life.session == NO_SESSION or life.state in (PeerState.LOST, PeerState.REFUSED):
             self._counters["frames_dropped"] += 1
             return
+        if isinstance(message, _NAMES_MEMORY):
+            self._tell_memory(life)
         life.outbox.append(encode_message(message, self.session, life.session))
+
+    def _reply(self, peer: PeerId, message: LastWord) -> None:
+        """Say how an operation ended, and keep it: it is said again to who asks again."""
+        self._receipts[message.operation] = message
+        bound(self._receipts, RECEIPTS_MAX)
+        self._queue(peer, message)
 
     def _flush(self) -> None:
         """Hand queued frames to the channel; the lock is not held while it sends."""
@@ -430,6 +537,8 @@ class Shell:
                 if asks:
                     with self._lock:
                         self._queue(life.peer, Beat(False))
+            case MemoryChanged() if life.ready:
+                self._memory_changed(life, message)
             case _ if life.ready:
                 self._take(life, message)
             case _:
@@ -458,7 +567,7 @@ class Shell:
             self._link_lost(life, event.reason)
         elif life.state in (PeerState.LOST, PeerState.INTRODUCING):
             try:
-                frame = self._hello_frame(life.peer, life.session, is_reply=False)
+                frame = self._hello_frame(life, life.session, is_reply=False)
             except Exception:
                 # Up, and of no use without our introduction: given up, so that its return is told again.
                 if self._links is not None:
@@ -522,7 +631,7 @@ class Shell:
 
     def _try_again(self, life: PeerLife) -> None:
         """A channel that does not say when a link is back: show ourselves again, and see."""
-        frame = self._hello_frame(life.peer, life.session, is_reply=False)
+        frame = self._hello_frame(life, life.session, is_reply=False)
         with self._lock:
             life.state = PeerState.INTRODUCING
             life.outbox.append(frame)
@@ -567,30 +676,127 @@ class Shell:
                 self._undelivered.popleft()
                 self._events.append(event)
 
+    # -- jobs and planners
+
+    def _step(self, record: OpenT, event: Any) -> None:
+        """One event into a core, and its effects, in order; under the lock."""
+        for effect in record.core.step(event, self._clock()):
+            try:
+                self._perform(record, effect)
+            except LocalProtocolError:
+                raise
+            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
+                self._contain(error)
+
+    def _step_all(self, event: Any) -> None:
+        with self._lock:
+            for record in list(self._open()):
+                self._step(record, event)
+
+    def _progress(self) -> None:
+        """What the transport says once stands in queues before anything else can raise."""
+        progress = self._transport.poll()
+        self._counters["malformed"] += progress.malformed
+        self._jobs.extend(progress.jobs)
+        self._marks.extend(progress.marks)
+        self._lost.extend(progress.lost)
+        self._each(self._jobs, len(self._jobs), self._job_progressed)
+        self._each(self._marks, len(self._marks), self._mark)
+        self._each(self._lost, len(self._lost), lambda peer: self._peer_in_doubt(peer, "transport lost the peer"))
+
+    def _job_progressed(self, progress: JobProgress) -> None:
+        with self._lock:
+            record = self._of(progress.operation)
+            if record is not None:
+                self._step(record, shared.Progressed(progress))
+            if progress.state in ("done", "stopped"):
+                self._transport.forget(progress.operation)  # last: whatever the library says, the operation has ended
+
+    def _begin(
+        self, record: OpenT, operation: OperationIdentity, state: enum.Enum, build: Callable[[], TransferJob]
+    ) -> None:
+        """Hand a job to the transport, outside the lock: what builds it may be the user's."""
+        if record.core.state_of(operation) is not state:
+            self._never_begun(record, operation, "stopped", "stopped before it began")
+            return
+        try:
+            self._transport.start(build())
+        except Exception as error:  # noqa: BLE001 - a codec's or a library's: nothing of this job was handed over
+            self._never_begun(record, operation, "error", f"{type(error).__name__}: {error}")
+
+    def _never_begun(self, record: OpenT, operation: OperationIdentity, state: Any, detail: str) -> None:
+        with self._lock:
+            self._step(record, shared.Progressed(JobProgress(operation, 0, 0, 1, state, detail)))
+
+    def _resolve(self) -> None:
+        """The host's planner, outside the lock."""
+        self._each(self._resolves, len(self._resolves), self._resolve_one)
+
+    def _resolve_one(self, item: tuple[OpenT, OperationIdentity]) -> None:
+        record, operation = item
+        reason, wants = "", False
+        try:
+            wants = self._plan(record, operation)
+        except Exception as error:  # noqa: BLE001 - a planner's failure of any kind ends this operation, nothing begun
+            reason = str(error) if isinstance(error, _AnotherPlan) else f"{type(error).__name__}: {error}"
+            self._counters["resolve_failed"] += not isinstance(error, _AnotherPlan)
+        with self._lock:
+            self._step(record, shared.Resolved(operation, wants, reason))
+
+    def _keep_plan(self, record: OpenT, request: ReceiveRequest, transfer: WriterTransfer) -> None:
+        """Take a plan in, if it is the one that the receiver asked for. After publication a doubt fails, never adapts."""
+        if transfer.total_bytes != request.byte_count:
+            raise _AnotherPlan(
+                f"the plan moves {transfer.total_bytes} bytes, the receiver expects {request.byte_count}"
+            )
+        if request.plan_digest and transfer.writer.digest != request.plan_digest:
+            raise _AnotherPlan("the two sides derived different plans")
+        record.transfers[request.operation] = transfer
+
     # -- to be provided
+
+    def _perform(self, record: OpenT, effect: Any) -> None:
+        raise NotImplementedError
+
+    def _open(self) -> Iterable[OpenT]:
+        """Every transfer or request that has a record."""
+        raise NotImplementedError
+
+    def _of(self, operation: OperationIdentity) -> OpenT | None:
+        raise NotImplementedError
+
+    def _plan(self, record: OpenT, operation: OperationIdentity) -> bool:
+        """Ask the planner and keep its answer. Returns whether a bounce region is wanted."""
+        raise NotImplementedError
+
+    def _mark(self, arrived: ArrivedMark) -> None:
+        """A notification came in: only receivers believe any."""
 
     def _take(self, life: PeerLife, message: Message) -> None:
         raise NotImplementedError
 
     def _ask_again(self, life: PeerLife) -> None:
-        raise NotImplementedError
+        """A link is back: whoever exposed memory asks what became of it."""
+        self._step_all(shared.LinkReturned(life.peer))
 
     def _interested(self) -> set[PeerId]:
         """Peers of which an end is awaited."""
         raise NotImplementedError
 
     def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
-        raise NotImplementedError
+        with self._lock:
+            self._counters["peers_in_doubt"] += 1
+            self._step_all(shared.PeerInDoubt(peer, reason))
 
     def _peer_gone(self, peer: PeerId, reason: str) -> None:
         """Whatever waits to be published to that peer waits in vain."""
 
-    def _lost_peers(self) -> None:
-        """What the transport lost since the last poll is in doubt; a queue, because the transport says it only once."""
-        self._each(self._lost, len(self._lost), lambda peer: self._peer_in_doubt(peer, "transport lost the peer"))
-
     def _evidence(self, peer: PeerId, evidence: Evidence) -> None:
-        raise NotImplementedError
+        try:
+            self._progress()  # an error that the agent's end caused comes before the proof that it is over
+        except Exception as error:  # noqa: BLE001 - a library's; the proof stands all the same
+            self._contain(error)
+        self._step_all(shared.PeerEvidenced(peer, evidence))
 
     def _peers(self) -> set[PeerId]:
         raise NotImplementedError
@@ -669,6 +875,10 @@ class Shell:
             life.peer: f"{life.state.value}: {life.reason}" if life.reason else life.state.value
             for life in self._lives.values()
         }
+
+
+class _AnotherPlan(KVTransferError):
+    """A plan that is not the one that was asked for: told in its own words."""
 
 
 __all__ = ["KVTransferError", "PeerLife", "PeerState", "Shell", "bound"]

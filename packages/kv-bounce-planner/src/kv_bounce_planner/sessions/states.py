@@ -11,6 +11,10 @@ checked. CONFLICTED: the sender contradicted the protocol, so its words prove no
 
 Sender: HELD → … → IN_FLIGHT. Sealing a record that posted nothing ends in SEALED at once; one that posted stops and
 waits (STOPPING) for what it posted. A handle in progress is never released (K3).
+
+Pull turns the roles around: the sender lends its source (LENT: its addresses left) and the receiver reads. At the receiver no
+address ever leaves; from READING on its own reads may land, until they ended or their agent is gone. At the sender a loan ends
+with the reader's word that nothing of it is read any more, or with a proof that no read can be used: never with time.
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ class ReceiveState(enum.StrEnum):
     LANDED = "LANDED"
     IN_DOUBT = "IN_DOUBT"
     CONFLICTED = "CONFLICTED"
+    ASKED = "ASKED"
+    READING = "READING"
+    STOPPING = "STOPPING"
+    READ_IN_DOUBT = "READ_IN_DOUBT"
     PROVEN = "PROVEN"
     QUARANTINED = "QUARANTINED"
 
@@ -54,6 +62,12 @@ class ReceiveTrigger(enum.StrEnum):
     CONFLICT = "conflict"
     CLASS_PROOF = "class proof"
     DEADLINE = "deadline"
+    ASK = "ask for a loan"
+    READ = "read begins"
+    READ_DONE = "everything read"
+    STOP = "stop reading"
+    STOPPED = "all that was begun completed"
+    ERROR = "read error"
 
 
 _RS, _RT = ReceiveState, ReceiveTrigger
@@ -62,6 +76,7 @@ RECEIVE_TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveTrigger, Receive
         _RT.PUBLISH: _RS.EXPOSED,
         _RT.WITHDRAW: _RS.PROVEN,
         _RT.CONFLICT: _RS.CONFLICTED,
+        _RT.ASK: _RS.ASKED,
     },
     _RS.EXPOSED: {
         _RT.GRANT: _RS.GRANTED,
@@ -99,6 +114,20 @@ RECEIVE_TRANSITIONS: Final[Mapping[ReceiveState, Mapping[ReceiveTrigger, Receive
         _RT.CLASS_PROOF: _RS.PROVEN,
         _RT.DEADLINE: _RS.QUARANTINED,
     },
+    _RS.ASKED: {_RT.READ: _RS.READING, _RT.WITHDRAW: _RS.PROVEN},
+    _RS.READING: {
+        _RT.READ_DONE: _RS.PROVEN,
+        _RT.STOP: _RS.STOPPING,
+        _RT.STOPPED: _RS.PROVEN,
+        _RT.ERROR: _RS.READ_IN_DOUBT,
+    },
+    _RS.STOPPING: {
+        _RT.READ_DONE: _RS.PROVEN,
+        _RT.STOPPED: _RS.PROVEN,
+        _RT.ERROR: _RS.READ_IN_DOUBT,
+        _RT.DEADLINE: _RS.QUARANTINED,
+    },
+    _RS.READ_IN_DOUBT: {_RT.CLASS_PROOF: _RS.PROVEN, _RT.DEADLINE: _RS.QUARANTINED},
     _RS.PROVEN: {},
     _RS.QUARANTINED: {},
 }
@@ -117,6 +146,9 @@ class SendState(enum.StrEnum):
     STOPPING = "STOPPING"
     IN_DOUBT = "IN_DOUBT"
     SOURCE_IN_DOUBT = "SOURCE_IN_DOUBT"
+    LENT = "LENT"
+    RECALLED = "RECALLED"
+    LENT_IN_DOUBT = "LENT_IN_DOUBT"
     DONE = "DONE"
     SEALED = "SEALED"
     DRAINED = "DRAINED"
@@ -136,13 +168,18 @@ class SendTrigger(enum.StrEnum):
     GATHER_BROKEN = "gather broken"
     YIELD = "slot given back"
     ERROR = "write error"
+    LEND = "lend"
+    READ = "everything was read"
+    RETURNED = "read no more"
+    RECALL = "recall"
+    DOUBT = "doubt"
     CLASS_PROOF = "class proof"
     DEADLINE = "deadline"
 
 
 _SS, _ST = SendState, SendTrigger
 SEND_TRANSITIONS: Final[Mapping[SendState, Mapping[SendTrigger, SendState]]] = {
-    _SS.HELD: {_ST.WANT: _SS.WANTED, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED},
+    _SS.HELD: {_ST.WANT: _SS.WANTED, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED, _ST.LEND: _SS.LENT},
     _SS.WANTED: {_ST.GRANT: _SS.GRANTED, _ST.GATHER: _SS.AHEAD, _ST.POST: _SS.POSTING, _ST.SEAL: _SS.SEALED},
     _SS.AHEAD: {
         _ST.GRANT: _SS.GATHERING,
@@ -160,6 +197,25 @@ SEND_TRANSITIONS: Final[Mapping[SendState, Mapping[SendTrigger, SendState]]] = {
     _SS.STOPPING: {_ST.COMPLETED: _SS.DRAINED, _ST.ERROR: _SS.IN_DOUBT, _ST.DEADLINE: _SS.QUARANTINED},
     _SS.IN_DOUBT: {_ST.CLASS_PROOF: _SS.RESOLVED, _ST.DEADLINE: _SS.QUARANTINED},
     _SS.SOURCE_IN_DOUBT: {_ST.DEADLINE: _SS.QUARANTINED},
+    _SS.LENT: {
+        _ST.READ: _SS.DONE,
+        _ST.RETURNED: _SS.DRAINED,
+        _ST.RECALL: _SS.RECALLED,
+        _ST.DOUBT: _SS.LENT_IN_DOUBT,
+        _ST.DEADLINE: _SS.QUARANTINED,
+    },
+    _SS.RECALLED: {
+        _ST.READ: _SS.DONE,
+        _ST.RETURNED: _SS.DRAINED,
+        _ST.DOUBT: _SS.LENT_IN_DOUBT,
+        _ST.DEADLINE: _SS.QUARANTINED,
+    },
+    _SS.LENT_IN_DOUBT: {
+        _ST.READ: _SS.DONE,
+        _ST.RETURNED: _SS.DRAINED,
+        _ST.CLASS_PROOF: _SS.RESOLVED,
+        _ST.DEADLINE: _SS.QUARANTINED,
+    },
     _SS.DONE: {},
     _SS.SEALED: {},
     _SS.DRAINED: {},

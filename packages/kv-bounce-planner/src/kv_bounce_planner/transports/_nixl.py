@@ -7,6 +7,9 @@ smallest parts that are posted, are fixed when it begins; each post takes as man
 what posts cost so far (``pacing.py``), and its notification names operation, grains and their number exactly. Nothing is
 done for a whole write in one call: descriptors are built for the part that is posted, regularity is looked for in steps.
 
+A read goes the same way with the sides exchanged, and without a notification: its owner is told by the session when nothing
+is read any more.
+
 Descriptors are built here from integers. What a peer sends is only its agent's metadata in NIXL's own length-prefixed
 format, which carries no pickle; ``deserialize_descs`` (pickle) is never called. UCX is configured through the backend's own
 parameters, never through ``UCX_*`` variables, which MPI libraries read too.
@@ -38,12 +41,12 @@ from kv_bounce_planner.sessions.proof import Evidence, TransportClass, WriteExec
 from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
+    JobProgress,
+    JobState,
     MemoryRegion,
+    TransferJob,
     TransportCounters,
     TransportProgress,
-    WriteJob,
-    WriteProgress,
-    WriteState,
 )
 from kv_bounce_planner.transports.pacing import BYTES_PER_UNIT, PostPace
 
@@ -144,6 +147,14 @@ class NixlConfig:
             raise ValueError(f"tls wants one transport name (the backend's own option takes no list), got {self.tls!r}")
 
 
+def host_identity() -> str:
+    """The kernel that this process runs on, by its boot identifier (Linux); empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:64]
+    except OSError:
+        return ""
+
+
 def host_transports() -> tuple[str, ...]:
     """The UCX transports that this host could use: read from the devices that exist, erring towards more."""
     names = ["tcp", "cma", "posix", "sysv", "self"]
@@ -181,7 +192,7 @@ class _Pieces:
 
     __slots__ = ("_cut_bytes", "_ends", "_job", "count", "cut")
 
-    def __init__(self, job: WriteJob, bytes_max: int, largest: int) -> None:
+    def __init__(self, job: TransferJob, bytes_max: int, largest: int) -> None:
         self._job, self._cut_bytes = job, bytes_max
         self.cut = largest > bytes_max
         self.count = len(job.sizes)
@@ -247,7 +258,7 @@ class _Job:
         "total",
     )
 
-    def __init__(self, job: WriteJob, config: NixlConfig) -> None:
+    def __init__(self, job: TransferJob, config: NixlConfig) -> None:
         self.job = job
         bytes_max, largest = min(config.bytes_per_grain, config.bytes_per_post_max), int(job.sizes.max())
         self.pieces = _Pieces(job, bytes_max, largest)
@@ -270,7 +281,7 @@ class _Job:
         self.reported: tuple[int, int, str] | None = None
 
     @property
-    def state(self) -> WriteState:
+    def state(self) -> JobState:
         if self.error:
             return "error"
         if self.completed == self.total:
@@ -285,7 +296,7 @@ class _Regular:
 
     __slots__ = ("_job", "_rows", "known", "strides")
 
-    def __init__(self, job: WriteJob) -> None:
+    def __init__(self, job: TransferJob) -> None:
         self._job, self._rows = job, 0
         #: Whether the answer stands in ``strides``: (source, target), or None.
         self.known = False
@@ -324,7 +335,7 @@ class _Agent:
     remotes: dict[PeerId, str] = field(default_factory=dict)
     jobs: dict[OperationIdentity, _Job] = field(default_factory=dict)
     queue: deque[OperationIdentity] = field(default_factory=deque)
-    paces: dict[tuple[str, str, bool], PostPace] = field(default_factory=dict)
+    paces: dict[tuple[str, str, bool, bool], PostPace] = field(default_factory=dict)
     in_flight: int = 0
     in_flight_s: float = 0.0  # what these posts were predicted to take: what progressing them may take at once
     progressed_s: float = 0.0  # spent on work of posts in flight, not yet ascribed to one of them
@@ -332,7 +343,7 @@ class _Agent:
 
 
 class NixlTransport:
-    """One-sided writes through NIXL.
+    """One-sided writes and reads through NIXL.
 
     Args:
         self_id: This process; part of the agents' names.
@@ -353,21 +364,26 @@ class NixlTransport:
         if config.transport_class is not None:
             self._class = config.transport_class
         elif config.tls is not None:
-            self._class = TransportClass.of_ucx((config.tls,))
+            self._class = TransportClass.of_ucx((config.tls,), host_identity())
         else:
-            self._class = TransportClass.of_ucx(host_transports())
+            self._class = TransportClass.of_ucx(host_transports(), host_identity())
         self._agents: dict[tuple[str, str], _Agent] = {}
         self._spare: list[_Agent] = []
         self._registrations: list[Registration] = []
+        self._memory_version = 0
         self._counters = TransportCounters()
         self._closed = False
-        self._ended: list[WriteProgress] = []
+        self._ended: list[JobProgress] = []
         self._turn = 0
         self._post_turn = 0
 
     @property
     def transport_class(self) -> TransportClass:
         return self._class
+
+    @property
+    def memory_version(self) -> int:
+        return self._memory_version
 
     # -- agents
 
@@ -414,7 +430,7 @@ class NixlTransport:
                 job.error = True
                 job.detail = job.detail or "its agent was destroyed"
                 self._ended.append(
-                    WriteProgress(job.job.operation, job.posted, job.completed, job.total, "error", job.detail)
+                    JobProgress(job.job.operation, job.posted, job.completed, job.total, "error", job.detail)
                 )
         evidence = {Evidence.AGENT_DESTROYED, Evidence.QUEUE_PAIRS_GONE}
         if WriteExecutor.NIC not in self._class.executors or self._deregister_all(agent):
@@ -486,7 +502,7 @@ class NixlTransport:
     # -- memory
 
     def register(self, regions: Sequence[MemoryRegion]) -> Registration:
-        """Register memory with every agent, present and future.
+        """Register memory with every agent, present and future. Peers that are known already learn of it by the session.
 
         Raises:
             TransportError: An agent refused; what was registered for this call was rolled back.
@@ -502,6 +518,7 @@ class NixlTransport:
                 self._deregister_from(agent, registration)
             raise TransportError(f"registration of {len(registration.regions)} regions failed: {error}") from error
         self._registrations.append(registration)
+        self._memory_version += 1
         return registration
 
     def deregister(self, registration: Registration) -> None:
@@ -520,6 +537,7 @@ class NixlTransport:
             raise TransportError(f"deregistration failed: {failed}")
         if registration in self._registrations:
             self._registrations.remove(registration)
+            self._memory_version += 1
 
     def _register_with(self, agent: _Agent, registration: Registration) -> None:
         lists: list[Any] = []
@@ -540,25 +558,25 @@ class NixlTransport:
             lists.pop()
         agent.registered.pop(registration, None)
 
-    # -- writes
+    # -- jobs
 
-    def start_write(self, job: WriteJob) -> None:
+    def start(self, job: TransferJob) -> None:
         agent = self._agents.get(job.peer.instance)
         if agent is None or job.peer not in agent.remotes:
             raise TransportError(f"{job.peer} is not connected")
         if job.operation in agent.jobs:
-            raise LocalProtocolError(f"{job.operation} is being written already")
+            raise LocalProtocolError(f"{job.operation} has a job already")
         agent.jobs[job.operation] = _Job(job, self.config)
         agent.queue.append(job.operation)
         self._counters.jobs += 1
 
-    def stop_write(self, operation: OperationIdentity) -> None:
+    def stop(self, operation: OperationIdentity) -> None:
         for agent in self._agents.values():
             job = agent.jobs.get(operation)
             if job is not None:
                 job.stopped = True
 
-    def forget_write(self, operation: OperationIdentity) -> None:
+    def forget(self, operation: OperationIdentity) -> None:
         for agent in self._agents.values():
             job = agent.jobs.get(operation)
             if job is None:
@@ -589,7 +607,7 @@ class NixlTransport:
                 if report != job.reported:
                     job.reported = report
                     writes.append(
-                        WriteProgress(job.job.operation, job.posted, job.completed, job.total, job.state, job.detail)
+                        JobProgress(job.job.operation, job.posted, job.completed, job.total, job.state, job.detail)
                     )
             lost.extend(agent.lost)
             agent.lost.clear()
@@ -773,7 +791,7 @@ class NixlTransport:
                 begun = progress = True
 
     def _pace(self, agent: _Agent, job: _Job) -> PostPace:
-        kind = (job.job.source_kind, job.job.target_kind, job.bulk)
+        kind = (job.job.source_kind, job.job.target_kind, job.bulk, job.job.reads)
         pace = agent.paces.get(kind)
         if pace is None:
             pace = agent.paces[kind] = PostPace()
@@ -782,7 +800,7 @@ class NixlTransport:
     def _post_part(self, agent: _Agent, job: _Job, begin: int, end: int, byte_count: int) -> bool:
         """Post pieces ``begin`` to ``end``, the job's next. Returns whether the library took them."""
         first, extent = job.posted, -(-(end - begin) // job.grain)
-        note = encode_mark(Mark(job.job.operation, first, job.total, extent))
+        note = b"" if job.job.reads else encode_mark(Mark(job.job.operation, first, job.total, extent))
         try:
             handle = self._build(agent, job, begin, end, note)
         except Exception as error:  # noqa: BLE001 - see agent_info; nothing of this part was handed over
@@ -809,37 +827,39 @@ class NixlTransport:
 
     def _build(self, agent: _Agent, job: _Job, begin: int, end: int, note: bytes) -> Any:
         """A handle for pieces begin..end: by index into two strided rows where the whole job is regular, else lists."""
-        write = job.job
-        remote = agent.remotes[write.peer]
+        move = job.job
+        remote = agent.remotes[move.peer]
+        verb = "READ" if move.reads else "WRITE"
         if job.regular is not None and job.regular.strides is not None:
             if not job.lists:
-                job.lists = self._strided_lists(agent, write, remote, job.regular.strides)
+                job.lists = self._strided_lists(agent, move, remote, job.regular.strides)
             index = np.arange(begin, end, dtype=np.int32)
-            return agent.nixl.make_prepped_xfer("WRITE", job.lists[0], index, job.lists[1], index, note)
+            return agent.nixl.make_prepped_xfer(verb, job.lists[0], index, job.lists[1], index, note)
         sources, targets, sizes = job.pieces.rows(begin, end)
         rows = np.empty((2, len(sources), 3), np.uint64)
-        rows[0, :, 0], rows[0, :, 2] = sources, write.source_device
-        rows[1, :, 0], rows[1, :, 2] = targets, write.target_device
+        rows[0, :, 0], rows[0, :, 2] = sources, move.source_device
+        rows[1, :, 0], rows[1, :, 2] = targets, move.target_device
         rows[:, :, 1] = sizes
-        return agent.nixl.initialize_xfer(
-            "WRITE",
-            agent.nixl.get_xfer_descs(rows[0], write.source_kind),
-            agent.nixl.get_xfer_descs(rows[1], write.target_kind),
-            remote,
-            note,
+        local, far = _local_first(
+            move,
+            agent.nixl.get_xfer_descs(rows[0], move.source_kind),
+            agent.nixl.get_xfer_descs(rows[1], move.target_kind),
         )
+        return agent.nixl.initialize_xfer(verb, local, far, remote, note)
 
-    def _strided_lists(self, agent: _Agent, write: WriteJob, remote: str, strides: tuple[int, int]) -> tuple[Any, Any]:
-        count, size = len(write.sizes), int(write.sizes[0])
+    def _strided_lists(
+        self, agent: _Agent, move: TransferJob, remote: str, strides: tuple[int, int]
+    ) -> tuple[Any, Any]:
+        count, size = len(move.sizes), int(move.sizes[0])
         rows = [
-            np.array([[int(addresses[0]), size, device, stride, count]], np.uint64)
-            for addresses, device, stride in (
-                (write.source_addresses, write.source_device, strides[0]),
-                (write.target_addresses, write.target_device, strides[1]),
+            (np.array([[int(addresses[0]), size, device, stride, count]], np.uint64), kind)
+            for addresses, device, kind, stride in (
+                (move.source_addresses, move.source_device, move.source_kind, strides[0]),
+                (move.target_addresses, move.target_device, move.target_kind, strides[1]),
             )
         ]
-        local = agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", rows[0], write.source_kind)
-        return local, agent.nixl.prep_xfer_dlist(remote, rows[1], write.target_kind)
+        local, far = _local_first(move, *rows)
+        return agent.nixl.prep_xfer_dlist("NIXL_INIT_AGENT", *local), agent.nixl.prep_xfer_dlist(remote, *far)
 
     # -- end
 
@@ -869,6 +889,11 @@ class NixlTransport:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _local_first(job: TransferJob, source: Any, target: Any) -> tuple[Any, Any]:
+    """The library wants this side's descriptors first, whichever way the bytes go."""
+    return (target, source) if job.reads else (source, target)
 
 
 def _let_go(handle: Any) -> None:

@@ -39,15 +39,16 @@ class AgentInfo:
 
 
 @dataclass(frozen=True)
-class WriteJob:
-    """All writes of one operation.
+class TransferJob:
+    """All bytes that one operation moves, always from source to target.
 
     Args:
-        operation: Names the write; its marks carry it.
-        peer: The receiver.
+        operation: Names the job; a write's marks carry it.
+        peer: The other side: a write's target, or with ``reads`` the source.
         source_addresses: int64, shape (fragments,), bytes.
         target_addresses: int64, shape (fragments,).
         sizes: int64, shape (fragments,), > 0.
+        reads: This side is the target and reads (READ); by default it is the source and writes (WRITE). Reads leave no marks.
     """
 
     operation: OperationIdentity
@@ -59,24 +60,25 @@ class WriteJob:
     source_device: int = 0
     target_kind: MemoryKind = "DRAM"
     target_device: int = 0
+    reads: bool = False
 
     def __post_init__(self) -> None:
         shapes = {self.source_addresses.shape, self.target_addresses.shape, self.sizes.shape}
         if len(shapes) != 1 or self.sizes.ndim != 1 or not self.sizes.size:
-            raise ValueError(f"a write wants three equal one-dimensional arrays, got shapes {shapes}")
+            raise ValueError(f"a job wants three equal one-dimensional arrays, got shapes {shapes}")
         if int(self.sizes.min()) <= 0:
-            raise ValueError("a write wants sizes > 0")
+            raise ValueError("a job wants sizes > 0")
 
 
-WriteState = Literal["posting", "posted", "done", "stopped", "error"]
+JobState = Literal["posting", "posted", "done", "stopped", "error"]
 
 
 @dataclass(frozen=True)
-class WriteProgress:
+class JobProgress:
     """What is physically true of one job after a poll.
 
     ``posted`` grains of ``total`` were handed to the library, ``completed`` of them ended well. ``done``: all of them.
-    ``stopped``: after ``stop_write``, everything that was posted completed. ``error``: at least one handle ended in an
+    ``stopped``: after ``stop``, everything that was posted completed. ``error``: at least one handle ended in an
     error, or died with its agent: parts of the write may still be going on.
     """
 
@@ -84,7 +86,7 @@ class WriteProgress:
     posted: int
     completed: int
     total: int
-    state: WriteState
+    state: JobState
     detail: str = ""
 
 
@@ -100,7 +102,7 @@ class ArrivedMark:
 class TransportProgress:
     """One poll's news."""
 
-    writes: tuple[WriteProgress, ...] = ()
+    jobs: tuple[JobProgress, ...] = ()
     marks: tuple[ArrivedMark, ...] = ()
     #: Notifications that are no mark of ours; counted, never believed.
     malformed: int = 0
@@ -110,20 +112,25 @@ class TransportProgress:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Moves bytes by one-sided writes. One agent per peer instance and generation (K4)."""
+    """Moves bytes by one-sided writes and reads. One agent per peer instance and generation (K4)."""
 
     @property
     def transport_class(self) -> TransportClass: ...
+
+    @property
+    def memory_version(self) -> int:
+        """Rises whenever memory is registered or given back: peers that know an earlier version are told."""
+        ...
 
     def agent_info(self, peer: PeerId) -> AgentInfo:
         """The agent kept for this peer's instance, made now if need be."""
         ...
 
     def connect(self, peer: PeerId, info: AgentInfo) -> None:
-        """Learn the peer's agent.
+        """Learn the peer's agent; again with the same name, what is new of its memory.
 
         Raises:
-            TransportError: The metadata was refused. The peer cannot be written to.
+            TransportError: The metadata was refused. Nothing can be moved to or from the peer.
         """
         ...
 
@@ -131,15 +138,19 @@ class Transport(Protocol):
 
     def deregister(self, registration: Any) -> None: ...
 
-    def start_write(self, job: WriteJob) -> None:
-        """Queue a job; posts happen in ``poll``, bounded."""
+    def start(self, job: TransferJob) -> None:
+        """Queue a job; posts happen in ``poll``, bounded.
+
+        Raises:
+            TransportError: Nothing of it was handed over. A transport that cannot read says so here.
+        """
         ...
 
-    def stop_write(self, operation: OperationIdentity) -> None:
+    def stop(self, operation: OperationIdentity) -> None:
         """Post nothing more of this job; what is posted goes on and is still reported."""
         ...
 
-    def forget_write(self, operation: OperationIdentity) -> None:
+    def forget(self, operation: OperationIdentity) -> None:
         """Release the job's handles. Only for jobs that are done or stopped."""
         ...
 

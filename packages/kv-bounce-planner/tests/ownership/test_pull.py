@@ -1,0 +1,432 @@
+"""Pull: the receiver reads what the sender lends. Who may free what, and when, is the same question from the other side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kv_bounce_planner.planning import WriterPlan, WriterTransfer
+from kv_bounce_planner.sessions import (
+    ExpectedOperation,
+    Loan,
+    PeerEvidence,
+    RequestKey,
+    SessionConfig,
+    free,
+)
+from kv_bounce_planner.sessions.messages import (
+    PAYLOAD_BYTES_MAX,
+    BounceGrant,
+    BounceWanted,
+    Cancel,
+    Doubt,
+    Drained,
+    ReadOffer,
+    ReadOver,
+    Sealed,
+    decode_frame,
+)
+from kv_bounce_planner.sessions.proof import ProofKind, WriteExecutor
+from kv_bounce_planner.transports.interface import TransferJob
+
+KEY = RequestKey(1, 0)
+EXECUTORS = [WriteExecutor.RECEIVER, WriteExecutor.SENDER, WriteExecutor.NIC]
+
+
+def said(lab, kind, source=None):
+    """Messages of a kind that went over the network, oldest first."""
+    frames = [decode_frame(frame).message for sent_by, _, frame in lab.network.log if source in (None, sent_by)]
+    return [message for message in frames if isinstance(message, kind)]
+
+
+class Gate:
+    """What happens to parts that are asked about: as a test says from now on."""
+
+    def __init__(self, verdict="hold"):
+        self.verdict = verdict
+
+    def __call__(self, _job, _part):
+        return self.verdict
+
+
+def reading(lab, turns=6):
+    """Opened, lent, and being read, with every part held."""
+    (operation,) = lab.open(tier="pull")
+    lab.ready()
+    lab.run(turns)
+    assert lab.state(operation) == "READING" and lab.senders[0].state_of(operation) == "LENT"
+    return operation
+
+
+# --- the whole way --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("writers", [1, 2])
+def test_success_comes_once_with_exact_bytes_and_the_source_comes_back(make_lab, writers, executor):
+    lab = make_lab(writers, executor=executor)
+    operations = lab.open(tier="pull")
+    lab.ready()
+    lab.run()
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+    assert [tier for _, tier, _ in lab.events[0].tiers] == ["pull"] * writers
+    assert lab.events[1].unfilled == () and free(lab.events[1].proven) == "blocks of 1"
+    for rank, sender in enumerate(lab.senders):
+        assert lab.sent_names(rank) == ["ReceiveRequested", "OperationDone", "RequestServed"]
+        assert lab.sent[rank][1].tier == "pull"
+        assert sender.state_of(operations[rank]) == "DONE"
+        sender.seal(KEY)
+    lab.run(2)
+    for rank, sender in enumerate(lab.senders):
+        proven = lab.sent[rank][-1].proven
+        assert [proof.kind for proof in proven.proofs] == [ProofKind.READ_OVER] and free(proven) == "source of 1"
+        assert sender.snapshot(KEY).outcome == "COMPLETED"
+    assert lab.receiver.statistics()["operations_pulled"] == writers and not lab.world.writes
+
+
+def test_pushed_and_pulled_operations_share_a_transfer(make_lab):
+    """Written, bounced and read in one transfer: one success, when all three are there."""
+    lab = make_lab(3)
+    lab.open(tier=["direct", "bounce", "pull"])
+    lab.ready()
+    lab.run(30)
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+    assert [tier for _, tier, _ in lab.events[0].tiers] == ["direct", "bounce", "pull"]
+
+
+def test_nothing_is_read_before_the_prefill_is_over_and_no_address_leaves(make_lab):
+    """The receiver exposes nothing: until the loan is there its memory comes back at once."""
+    lab = make_lab(1)
+    (operation,) = lab.open(tier="pull")
+    lab.run()
+    assert lab.state(operation) == "ASKED" and not lab.world.writes
+    assert lab.senders[0].state_of(operation) == "HELD"
+    lab.receiver.cancel(lab.identity())
+    assert lab.run(1) == ["TransferCancelled", "MemoryReleased"]
+    lab.run(2)
+    lab.ready()  # too late: the sender heard that nothing is wanted any more
+    lab.run(4)
+    assert not said(lab, ReadOffer) and lab.senders[0].state_of(operation) == "SEALED"
+    lab.senders[0].seal(KEY)
+    lab.run(2)
+    assert lab.sent_names()[-1] == "SourceReleased"
+
+
+# --- the sender's blocks are lent until the reader says so or is dead -----------------------------------------------
+
+
+def test_a_lent_source_stays_owned_whatever_the_sender_does(make_lab):
+    """Seal, fail and time do not bring it back while the reader may still read; its end is quarantine, not reuse."""
+    lab = make_lab(1, landing=Gate(), config=SessionConfig(drain_deadline_s=10.0, operation_timeout_s=50.0))
+    operation = reading(lab)
+    sender = lab.senders[0]
+    sender.seal(KEY)
+    lab.run(3, receiver=False)
+    sender.fail(KEY, "aborted")
+    lab.run(3, receiver=False)
+    assert sender.state_of(operation) == "RECALLED" and "SourceReleased" not in lab.sent_names()
+    assert len(said(lab, Cancel)) == 1
+    lab.clock.advance(9.0)
+    lab.run(2, receiver=False)
+    assert sender.state_of(operation) == "RECALLED"
+    lab.clock.advance(1.1)
+    lab.run(2, receiver=False)
+    assert lab.sent_names()[-1] == "SourceQuarantined" and sender.snapshot(KEY).quarantined
+
+
+def test_a_loan_that_nobody_takes_up_is_recalled_at_its_time_out_and_answered(make_lab):
+    """The reader's process stands still for longer than the operation may take; back, it answers, and nothing was read."""
+    lab = make_lab(1, config=SessionConfig(drain_deadline_s=100.0, operation_timeout_s=5.0))
+    (operation,) = lab.open(tier="pull", timeout_s=1000.0)
+    lab.run(3)
+    lab.ready()
+    lab.run(2, receiver=False)
+    assert lab.senders[0].state_of(operation) == "LENT"
+    lab.clock.advance(5.1)
+    lab.run(2, receiver=False)
+    assert lab.senders[0].state_of(operation) == "RECALLED"
+    lab.run(4)
+    assert lab.senders[0].state_of(operation) == "DRAINED" and not lab.world.writes
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and "timed out in LENT" in lab.events[0].reason
+    lab.senders[0].seal(KEY)
+    lab.run(2)
+    assert lab.sent_names()[-1] == "SourceReleased" and lab.senders[0].snapshot(KEY).outcome == "FAILED"
+
+
+def test_a_recall_stops_the_reads_and_waits_for_those_that_began(make_lab):
+    gate = Gate()
+    lab = make_lab(1, landing=gate, parts_max=1)
+    operation = reading(lab)
+    lab.senders[0].fail(KEY, "preempted")
+    lab.run(2)
+    assert lab.state(operation) == "STOPPING" and lab.names() == ["TransferFailed"]
+    gate.verdict = "land"
+    lab.run(4)
+    assert lab.names()[-1] == "MemoryReleased" and lab.senders[0].state_of(operation) == "DRAINED"
+    assert said(lab, ReadOver)[-1].complete is False
+    assert lab.sent_names()[-1] == "SourceReleased"
+    assert lab.events[-1].unfilled == ("block 0", "a shared block")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_dead_readers_loan_comes_back_with_its_death_on_any_transport(make_lab, executor):
+    """Nobody uses what a dead reader read; a reader that only cannot be heard may be alive."""
+    lab = make_lab(1, executor=executor, landing=Gate())
+    operation = reading(lab)
+    sender = lab.senders[0]
+    sender.seal(KEY)
+    sender.peer_died(lab.peer, PeerEvidence.CONNECTION_LOST)
+    lab.run(2, receiver=False)
+    assert sender.state_of(operation) == "LENT_IN_DOUBT" and "SourceReleased" not in lab.sent_names()
+    lab.world.kill(lab.peer)
+    sender.peer_died(lab.peer, PeerEvidence.PROCESS_REAPED)
+    lab.run(2, receiver=False)
+    assert sender.state_of(operation) == "RESOLVED" and lab.sent_names()[-1] == "SourceReleased"
+    assert [proof.kind for proof in lab.sent[0][-1].proven.proofs] == [ProofKind.READER_DEAD]
+
+
+@pytest.mark.parametrize(
+    ("executor", "state"),
+    [
+        (WriteExecutor.RECEIVER, "RESOLVED"),
+        (WriteExecutor.NIC, "RESOLVED"),
+        (WriteExecutor.SENDER, "LENT_IN_DOUBT"),
+    ],
+)
+def test_our_agents_end_ends_a_loan_where_our_agent_serves_it(make_lab, executor, state):
+    """Over CMA a living reader needs no agent of ours: then only its death counts."""
+    lab = make_lab(1, executor=executor, landing=Gate())
+    operation = reading(lab)
+    lab.senders[0].retire_peer("gen", "g1")
+    assert lab.senders[0].state_of(operation) == state
+    assert lab.world._can_land(lab.world.writes[0]) is (state != "RESOLVED"), "the fake agrees with the rule"
+
+
+# --- the reader's memory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_read_that_ended_in_an_error_may_still_land_until_our_agent_is_gone(make_lab, executor):
+    """Neither the error nor the source's death is proof; late bytes land in memory that is still owned."""
+    gate = Gate()
+    lab = make_lab(1, executor=executor, parts_max=64, landing=gate)
+    operation = reading(lab)
+    gate.verdict = "error"
+    lab.run(4)
+    assert lab.state(operation) == "READ_IN_DOUBT" and lab.names() == ["TransferFailed"]
+    assert said(lab, Doubt) and lab.senders[0].state_of(operation) == "LENT_IN_DOUBT"
+    lab.kill(0)
+    lab.receiver.peer_died(lab.senders[0].self_id, PeerEvidence.PROCESS_REAPED)
+    assert lab.run(2) == []
+    assert lab.world.land_everything() == 1, "the fake lands what had left the source"
+    lab.receiver.retire_peer("ctx", "c1")
+    assert lab.run(1) == ["MemoryReleased"]
+    lab.target[:] = 0xEE
+    assert lab.world.land_everything() == 0 and bool((lab.target == 0xEE).all())
+    (proof,) = lab.events[-1].proven.proofs
+    assert proof.kind is ProofKind.CLASS and lab.events[-1].unfilled == ("block 0", "a shared block")
+
+
+def test_a_source_that_dies_while_it_is_read_fails_the_transfer_and_its_agents_end_frees_it(make_lab):
+    lab = make_lab(1, landing=Gate())
+    operation = reading(lab)
+    lab.kill(0)
+    lab.receiver.peer_died(lab.senders[0].self_id, PeerEvidence.PROCESS_REAPED)
+    lab.run(1)
+    assert lab.names() == ["TransferFailed"] and lab.state(operation) == "STOPPING"
+    lab.receiver.retire_peer("ctx", "c1")
+    assert lab.run(1) == ["MemoryReleased"]
+
+
+def test_without_a_proof_the_readers_memory_is_quarantined_and_its_sender_told(make_lab):
+    lab = make_lab(1, landing=Gate())
+    operation = reading(lab)
+    lab.receiver.cancel(lab.identity())
+    lab.run(2)
+    lab.clock.advance(10.1)
+    lab.run(4)
+    assert lab.names() == ["TransferCancelled", "MemoryQuarantined"]
+    assert lab.senders[0].state_of(operation) == "LENT_IN_DOUBT"
+
+
+def test_a_cancel_while_reading_waits_for_what_began_and_stays_cancelled(make_lab):
+    gate = Gate()
+    lab = make_lab(1, landing=gate)
+    operation = reading(lab)
+    lab.receiver.cancel(lab.identity())
+    lab.run(1)
+    assert lab.names() == ["TransferCancelled"] and lab.state(operation) == "STOPPING"
+    gate.verdict = "land"
+    lab.run(4)
+    assert lab.names() == ["TransferCancelled", "MemoryReleased"]
+    lab.senders[0].seal(KEY)
+    lab.run(2)
+    assert lab.senders[0].snapshot(KEY).outcome in ("CANCELLED", "COMPLETED")
+    assert lab.sent_names()[-1] == "SourceReleased"
+
+
+# --- planners -------------------------------------------------------------------------------------------------------
+
+
+def test_another_plan_at_the_reader_reads_nothing(make_lab):
+    """Fewer bytes, or other places than those it asked for: the operation fails by name and the loan goes back."""
+    lab = make_lab(1)
+    good = lab.plan(0)
+    other = WriterPlan(0, good.writer.target_addresses + 1, good.sizes, 8, 8)
+    fewer = WriterPlan(0, good.writer.target_addresses[:7], good.sizes[:7], 7, 7)
+    answers = {
+        1: (WriterTransfer(other, good.source_addresses, other.target_addresses, good.sizes, 8), "different plans"),
+        2: (WriterTransfer(fewer, good.source_addresses[:7], fewer.target_addresses, fewer.sizes, 7), "448 bytes"),
+    }
+    for request, (answer, reason) in answers.items():
+        plan = lab.plan(0, request=1).writer
+        asked = ExpectedOperation(
+            lab.senders[0].self_id, plan.total_bytes, b"", plan, "pull", resolve=lambda _p, a=answer: a
+        )
+        lab.receiver.open(lab.identity(request), [asked])
+        lab.ready(request)
+        lab.run(8)
+        assert lab.names()[-2:] == ["TransferFailed", "MemoryReleased"] and reason in lab.events[-2].reason
+        assert lab.sent_names()[-2:] == ["OperationFailed", "RequestServed"] and not lab.world.writes
+
+
+@pytest.mark.parametrize("side", ["reader", "sender", "wrong answer"])
+def test_a_planner_that_fails_ends_its_operation_with_nothing_lent_or_read(make_lab, side):
+    lab = make_lab(1)
+
+    def fails(_anything):
+        raise ZeroDivisionError("no plan")
+
+    plan = lab.plan(0).writer
+    resolve = fails if side == "reader" else lambda _payload: lab.plan(0)
+    asked = ExpectedOperation(lab.senders[0].self_id, plan.total_bytes, b"", plan, "pull", resolve=resolve)
+    (operation,) = lab.receiver.open(lab.identity(), [asked])
+    answer = {"sender": fails, "reader": lambda _a: Loan(b""), "wrong answer": lambda _a: lab.plan(0)}[side]
+    lab.senders[0].ready(KEY, answer)
+    lab.run(8)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and not lab.world.writes
+    assert ("ZeroDivisionError" if side != "wrong answer" else "wants a Loan") in lab.events[0].reason
+    assert lab.senders[0].state_of(operation) == ("DRAINED" if side == "reader" else "SEALED")
+    assert bool(said(lab, ReadOffer)) is (side == "reader")
+
+
+def test_a_loan_is_no_answer_to_a_push(make_lab):
+    lab = make_lab(1)
+    lab.open()
+    lab.senders[0].ready(KEY, lambda _asked: Loan(b""))
+    lab.run(6)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and "wants a WriterTransfer" in lab.events[0].reason
+
+
+def test_a_transport_that_cannot_read_fails_the_operation_by_name(make_lab, monkeypatch):
+    lab = make_lab(1)
+
+    def refuses(job: TransferJob) -> None:
+        raise NotImplementedError("no reads here")
+
+    monkeypatch.setattr(lab.receiver._transport, "start", refuses)
+    lab.open(tier="pull")
+    lab.ready()
+    lab.run(8)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and "no reads here" in lab.events[0].reason
+    assert "OperationFailed" in lab.sent_names()
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+def test_a_last_word_that_was_lost_is_said_again_when_the_sender_asks(make_lab):
+    """The link breaks with the reader's word under way: the offer is repeated on the next one and answered."""
+    lab = make_lab(1, linked=True, executor=WriteExecutor.SENDER)
+    (operation,) = lab.open(tier="pull")
+    lab.ready()
+    lab.run(2)
+    lab.run(10, senders=[])
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"]
+    assert lab.network.sever(lab.peer, lab.senders[0].self_id) > 0
+    lab.run(2)
+    assert lab.senders[0].state_of(operation) == "LENT"
+    lab.network.heal(lab.peer, lab.senders[0].self_id)
+    lab.run(6)
+    assert lab.senders[0].state_of(operation) == "DONE"
+    assert len(said(lab, ReadOffer)) == 2 and len(said(lab, ReadOver)) == 2
+
+
+def test_words_that_do_not_belong_to_a_loan_change_nothing(make_lab):
+    """And a loan's words about a write are a contradiction, as any other is."""
+    lab = make_lab(1, landing=Gate())
+    operation = reading(lab)
+    sender = lab.senders[0].self_id
+    for message in (
+        BounceWanted(operation, 512, b""),
+        Drained(operation, 1, 1, ""),
+        Doubt(operation, ""),
+        ReadOffer(operation, "DRAM", 0, b"other blocks"),
+    ):
+        lab.inject(sender, lab.peer, message)
+    lab.inject(lab.peer, sender, BounceGrant(operation, 4096, 512, "DRAM", 0))
+    lab.run(2)
+    assert lab.state(operation) == "READING" and lab.senders[0].state_of(operation) == "LENT"
+    assert lab.receiver.statistics()["conflicts"] == 3 and lab.senders[0].statistics()["conflicts"] == 1
+    (written,) = lab.open(2)
+    lab.run(3)
+    lab.inject(lab.peer, sender, ReadOver(written, True, ""))
+    lab.run(2)
+    assert lab.senders[0].statistics()["conflicts"] == 2 and lab.senders[0].state_of(written) == "HELD"
+    lab.inject(sender, lab.peer, ReadOffer(written, "DRAM", 0, b""))
+    lab.run(2)
+    assert lab.state(written) == "CONFLICTED"
+
+
+def test_a_sender_that_will_not_lend_says_so(make_lab):
+    lab = make_lab(1)
+    lab.open(tier="pull")
+    lab.run(3)
+    lab.senders[0].fail(KEY, "prefill failed")
+    lab.run(4)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and said(lab, Sealed)[-1].reason == "prefill failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tier": "pull"}, "needs resolve"),
+        ({"tier": "direct", "resolve": lambda payload: payload}, "needs resolve"),
+        ({"tier": "push"}, "tier wants direct, bounce or pull, got 'push'"),
+    ],
+)
+def test_expected_operations_are_validated(make_lab, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExpectedOperation(make_lab(1).senders[0].self_id, 8, **arguments)
+    with pytest.raises(ValueError, match="exceeds"):
+        Loan(bytes(PAYLOAD_BYTES_MAX + 1))
+
+
+# --- blocks that were not filled ------------------------------------------------------------------------------------
+
+
+def test_the_release_names_the_blocks_that_were_not_filled(make_lab):
+    """One of three writers fails: its blocks, and those that it shares, are computed again; the others are used."""
+    lab = make_lab(3)
+    lab.open(tier=["direct", "pull", "direct"])
+    lab.ready(ranks=[0, 2])
+    lab.run(10)
+    lab.senders[1].fail(KEY, "out of memory")
+    lab.run(10)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"]
+    assert lab.events[-1].unfilled == ("block 1", "a shared block")
+    for rank in (0, 2):
+        share = lab.target[lab._share(rank, 1) : lab._share(rank, 1) + lab.SHARE]
+        assert np.count_nonzero(share) == 8 * 64, "what is not named is filled"
+
+
+def test_bounced_bytes_that_were_never_scattered_are_not_filled(make_lab):
+    """Landed in the region, valid report, but the transfer failed before its scatter."""
+    lab = make_lab(2)
+    lab.open(tier="bounce")
+    lab.ready(ranks=[0])
+    lab.run(10)
+    lab.senders[1].fail(KEY, "no")
+    lab.run(10)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"]
+    assert lab.events[-1].unfilled == ("block 0", "a shared block", "block 1")
