@@ -1,10 +1,11 @@
 """KV of one request from a prefilling process to a decoding one: real NIXL, real ZeroMQ, two processes.
 
     pip install "kv-bounce-planner[nixl,zmq]"
-    python examples/two_processes.py [--tls tcp] [--tokens 4000]
+    python examples/two_processes.py [--tls tcp] [--tokens 4000] [--pull]
 
 The prefilling side has blocks of 32 tokens, the decoding side blocks of 16; the plan follows from the two layouts. What an
-engine would send in its own request (layout and block table of the decoding side) travels as the payload.
+engine would send in its own request (layout and block table of the decoding side) travels as the payload. With ``--pull`` the
+decoding side reads: the prefilling side lends its blocks and says which they are.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ def prefill(pipe: Connection, tls: str | None, tokens: int) -> None:
     blocks = np.random.default_rng(1).permutation(256)[: -(-tokens // 32)]
     for number, tensor in enumerate(tensors):  # "prefill": every value says where it belongs
         for index, block in enumerate(blocks):
-            positions = np.arange(index * 32, index * 32 + 32) % 2048
+            positions = np.arange(index * 32, index * 32 + 32) % 2000
             tensor[0, block] = (positions + number)[:, None, None]
             tensor[1, block] = -(positions + number)[:, None, None]
     source = kv.InstanceLayout.single(layout)
 
-    def resolve(asked: kv.ReceiveRequest) -> kv.WriterTransfer:
+    def resolve(asked: kv.ReceiveRequest) -> kv.WriterTransfer | kv.Loan:
+        if asked.pulls:
+            return kv.Loan(kv.encode_blocks(kv.RequestBlocks.single(blocks), kv.TokenRange(0, tokens)))
         size = int.from_bytes(asked.payload[:4], "little")
         target = kv.decode_layout(asked.payload[4 : 4 + size])
         target_blocks, wanted = kv.decode_blocks(asked.payload[4 + size :])
@@ -86,7 +89,7 @@ def prefill(pipe: Connection, tls: str | None, tokens: int) -> None:
                 return
 
 
-def decode(tls: str | None, tokens: int) -> None:
+def decode(tls: str | None, tokens: int, pull: bool) -> None:
     """The generation process: owns blocks, asks for the KV, gets it, gives the blocks back only with a proof."""
     here, there = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(target=prefill, args=(there, tls, tokens))
@@ -104,9 +107,20 @@ def decode(tls: str | None, tokens: int) -> None:
     plan = kv.plan_destination(source, layout, table, wanted)
     mine = kv.encode_layout(layout)
     payload = len(mine).to_bytes(4, "little") + mine + kv.encode_blocks(table, wanted)
-    asked = [
-        kv.ExpectedOperation(CTX, writer.total_bytes, payload, writer, "bounce") for writer in plan.writers.values()
-    ]
+
+    def read_plan(offer: bytes) -> kv.WriterTransfer:
+        """Where the lent blocks are: the same plan as the sender would make, seen from here."""
+        theirs, _ = kv.decode_blocks(offer)
+        transfer = kv.plan_writer(source, 0, theirs, layout, table, wanted)
+        if transfer is None:
+            raise ValueError("nothing to read")
+        return transfer
+
+    writer = plan.writers[0]
+    if pull:
+        asked = [kv.ExpectedOperation(CTX, writer.total_bytes, payload, writer, "pull", resolve=read_plan)]
+    else:
+        asked = [kv.ExpectedOperation(CTX, writer.total_bytes, payload, writer, "bounce")]
     began = time.monotonic()
     receiver.open(kv.TransferIdentity(REQUEST, 0, GEN.generation, 0), asked, claim=blocks)
     released = False
@@ -124,7 +138,7 @@ def decode(tls: str | None, tokens: int) -> None:
                 released = True
     for number, tensor in enumerate(tensors):
         for index, block in enumerate(blocks):
-            positions = np.arange(index * 16, min(index * 16 + 16, tokens)) % 2048
+            positions = np.arange(index * 16, min(index * 16 + 16, tokens)) % 2000
             if not (tensor[0, block, : len(positions), 0, 0] == positions + number).all():
                 raise SystemExit(f"layer {number}, block {block}: wrong bytes")
     here.send("end")
@@ -138,5 +152,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tls", help='"tcp" restricts UCX to tcp; by default it takes what the host has')
     parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--pull", action="store_true", help="the decoding side reads, instead of being written to")
     options = parser.parse_args()
-    decode(options.tls, options.tokens)
+    decode(options.tls, options.tokens, options.pull)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kv_bounce_planner.planning import (
@@ -83,6 +86,14 @@ def check_case(seed: int) -> TransferPlan:
             bytes(16), rank, 64, writer.total_bytes, writer.digest, transfer.target_addresses, transfer.sizes
         )
         validate_report(writer, decode_report(encode_report(report)), bound_base=64)
+        # Pulled: the receiver derives it from what travels, the sender's layout and its table, byte for byte the same.
+        lent, _ = decode_blocks(encode_blocks(case.source_blocks[rank], case.tokens))
+        pulled = plan_writer(
+            case.source, rank, lent, case.target, case.target_blocks, case.tokens, source_adp_rank=case.source_adp_rank
+        )
+        assert pulled is not None and pulled.writer == writer
+        for name in ("source_addresses", "target_addresses", "sizes"):
+            assert np.array_equal(getattr(pulled, name), getattr(transfer, name)), f"seed {seed}: {name}"
     for rank in range(len(case.source.ranks)):
         if rank not in plan.writers and rank in case.source.cohort(case.source_adp_rank or 0):
             silent = plan_writer(
@@ -102,19 +113,38 @@ def check_case(seed: int) -> TransferPlan:
     return plan
 
 
+def traits(case: Any, plan: TransferPlan) -> set[str]:
+    """What this case is an example of, among what planners get wrong."""
+    found = {"fan-in"} if len(plan.writers) > 1 else set()
+    if not plan.total_bytes:
+        return found
+    groups = [group for layout in (case.target, *case.source.ranks) for group in layout.groups]
+    plain = [group for group in groups if not group.opaque]
+    tp, pp = case.source.tp_size, case.source.pp_size
+    found |= {"moving"}
+    found |= {"context parallelism"} if any(group.token_share.size > 1 for group in groups) else set()
+    found |= {"MLA"} if any(not group.value_bases for group in plain) else set()
+    found |= {"heads < TP"} if any(group.head_total < tp for group in plain) else set()
+    found |= (
+        {"TP does not divide"} if any(group.head_total > tp and group.head_total % tp for group in plain) else set()
+    )
+    layers = len({layer for group in groups for layer in group.layer_ids})
+    found |= {"PP does not divide"} if layers % pp else set()
+    found |= {"unlike block sizes"} if len({group.block_tokens for group in plain}) > 1 else set()
+    return found
+
+
 @pytest.mark.parametrize("chunk", range(10))
 def test_random_layout_pairs_equal_the_per_element_oracle(chunk: int) -> None:
     """2,000 random pairs a run; tools/fuzz.py runs the 20,000 and more."""
-    fan_in = moving = shared = 0
+    seen: Counter[str] = Counter()
     for seed in range(chunk * 200, chunk * 200 + 200):
         plan = check_case(seed)
-        fan_in += len(plan.writers) > 1
-        moving += plan.total_bytes > 0
-        case = oracles.random_case(seed)
-        cp_sizes = {group.token_share.size for layout in (case.target, *case.source.ranks) for group in layout.groups}
-        shared += plan.total_bytes > 0 and max(cp_sizes, default=1) > 1
-    # The generator really draws fan-in, context parallelism and non-empty plans: trivial cases would prove nothing.
-    assert fan_in > 50 and moving > 120 and shared > 50
+        seen.update(traits(oracles.random_case(seed), plan))
+    # The generator really draws each of these: trivial cases would prove nothing.
+    assert seen["fan-in"] > 50 and seen["moving"] > 120 and seen["context parallelism"] > 50, seen
+    wanted = ("MLA", "heads < TP", "TP does not divide", "PP does not divide", "unlike block sizes")
+    assert all(seen[name] > 15 for name in wanted), seen
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from kv_bounce_planner.planning import (
 from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
+    Loan,
     OperationIdentity,
     PeerId,
     Receiver,
@@ -138,11 +139,27 @@ class Service:
         adp = case.source_adp_rank
         plan = plan_destination(self.source, self.target, case.target_blocks, case.tokens, source_adp_rank=adp)
         payload = msgspec.msgpack.encode((encode_layout(self.target), encode_blocks(case.target_blocks, case.tokens)))
+
+        def read_plan(offer: bytes, rank: int) -> Any:
+            blocks, _ = decode_blocks(offer)
+            return garble(
+                plan_writer(
+                    self.source, rank, blocks, self.target, case.target_blocks, case.tokens, source_adp_rank=adp
+                )
+            )
+
         identity = TransferIdentity(7, 0, self.peer.generation, self.peer.rank)
         self.receiver.open(
             identity,
             [
-                ExpectedOperation(PeerId("ctx", "c1", rank), writer.total_bytes, payload, writer, tier)  # type: ignore[arg-type]
+                ExpectedOperation(
+                    PeerId("ctx", "c1", rank),
+                    writer.total_bytes,
+                    payload,
+                    writer,
+                    tier,  # type: ignore[arg-type]
+                    resolve=(lambda offer, rank=rank: read_plan(offer, rank)) if tier == "pull" else None,
+                )
                 for rank, writer in plan.writers.items()
             ],
             claim="blocks",
@@ -150,6 +167,8 @@ class Service:
         for rank in plan.writers:
 
             def resolve(request: Any, rank: int = rank) -> Any:
+                if request.pulls:
+                    return Loan(encode_blocks(case.source_blocks[rank], case.tokens))
                 layout, table = msgspec.msgpack.decode(request.payload, type=tuple[bytes, bytes])
                 blocks, tokens = decode_blocks(table)
                 return garble(
@@ -177,8 +196,10 @@ class Service:
         return events
 
 
-@pytest.mark.parametrize("tier", ["direct", "bounce"])
-@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(
+    ("tier", "explicit"),
+    [("direct", False), ("direct", True), ("bounce", False), ("bounce", True), ("pull", False)],
+)
 def test_random_layout_pairs_arrive_byte_for_byte(tier: str, explicit: bool) -> None:
     """120 random pairs per tier and kind of report: all bytes in place, none elsewhere, the tier as offered."""
     oracles = load_oracles()
@@ -219,9 +240,9 @@ class LyingReports(PlannerReports):
         return super().encode(off_by_one(transfer), operation, base_address)
 
 
-@pytest.mark.parametrize("tier", ["direct", "bounce"])
-def test_a_sender_that_derives_another_plan_writes_nothing(tier: str) -> None:
-    """It compares the digest that came with the request before it posts: the request fails, no byte changed."""
+@pytest.mark.parametrize("tier", ["direct", "bounce", "pull"])
+def test_a_side_that_derives_another_plan_moves_nothing(tier: str) -> None:
+    """Whoever plans the transfer compares the digest before it begins: the request fails, no byte changed."""
     oracles, failed = load_oracles(), 0
     for seed in range(5000, 5040):
         case = oracles.random_case(seed)

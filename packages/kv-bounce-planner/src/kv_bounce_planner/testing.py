@@ -410,22 +410,30 @@ class FakeTransport:
             if write.job.operation != operation or write.agent.owner != self.self_id or write.flying
         ]
 
+    def _state(self, write: _FakeWrite) -> JobState:
+        total = self.world._parts(write.job)
+        if write.error or not write.agent.alive:
+            return "error"
+        if write.completed == total:
+            return "done"
+        if write.stopped and write.completed == write.posted:
+            return "stopped"
+        return "posted" if write.posted == total else "posting"
+
+    def active(self) -> frozenset[OperationIdentity]:
+        return frozenset(
+            write.job.operation
+            for write in self.world.writes
+            if write.agent in self._agents.values() and self._state(write) not in ("done", "stopped")
+        )
+
     def poll(self) -> TransportProgress:
         self.world._step(self)
         writes: list[JobProgress] = []
         for write in self.world.writes:
             if write.agent.owner != self.self_id:
                 continue
-            total = self.world._parts(write.job)
-            state: JobState
-            if write.error or not write.agent.alive:
-                state = "error"
-            elif write.completed == total:
-                state = "done"
-            elif write.stopped and write.completed == write.posted:
-                state = "stopped"
-            else:
-                state = "posted" if write.posted == total else "posting"
+            total, state = self.world._parts(write.job), self._state(write)
             report = (write.posted, write.completed, state)
             if report != write.reported:
                 write.reported = report

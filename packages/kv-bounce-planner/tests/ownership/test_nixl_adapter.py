@@ -67,10 +67,13 @@ def test_importing_the_adapter_leaves_torch_and_nixls_own_choice_alone():
 def test_fake_transport_conforms():
     """The fake is a transport too."""
     world = FakeWorld(parts_max=700)
-    check_transport(
-        lambda left, right: (world.transport(left), world.transport(right)),
-        register=lambda transport, array: world.add_buffer(array),
-    )
+
+    def register(transport, array):
+        address = world.add_buffer(array)
+        transport.register([MemoryRegion(address, array.nbytes)])
+        return address
+
+    check_transport(lambda left, right: (world.transport(left), world.transport(right)), register=register)
 
 
 def test_regular_patterns_go_as_strided_rows_and_land_exactly():

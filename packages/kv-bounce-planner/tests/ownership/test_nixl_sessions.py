@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 
@@ -78,3 +82,17 @@ def test_pools_registered_after_the_introduction_are_used(session_pair, together
             room=nbytes,
             source_seed=5,
         )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param((), marks=pytest.mark.slow, id="push"), pytest.param(("--pull", "--tls", "tcp"), id="pull over tcp")],
+)
+def test_the_example_program_runs_as_it_stands(arguments, tmp_path):
+    """Two processes, real NIXL, every byte compared by the program itself."""
+    program = Path(__file__).parents[2] / "examples" / "two_processes.py"
+    command = [sys.executable, str(program), "--tokens", "2600", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "every byte is in its place" in done.stdout
+    assert ("by pull" if arguments else "by bounce") in done.stdout and "SourceReleased" in done.stdout

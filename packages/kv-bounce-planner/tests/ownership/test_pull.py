@@ -8,10 +8,13 @@ import pytest
 from kv_bounce_planner.planning import WriterPlan, WriterTransfer
 from kv_bounce_planner.sessions import (
     ExpectedOperation,
+    ExposureLedger,
     Loan,
     PeerEvidence,
+    Receiver,
     RequestKey,
     SessionConfig,
+    SessionResources,
     free,
 )
 from kv_bounce_planner.sessions.messages import (
@@ -263,6 +266,32 @@ def test_a_cancel_while_reading_waits_for_what_began_and_stays_cancelled(make_la
     lab.run(2)
     assert lab.senders[0].snapshot(KEY).outcome in ("CANCELLED", "COMPLETED")
     assert lab.sent_names()[-1] == "SourceReleased"
+
+
+def test_a_session_made_again_waits_for_its_predecessors_reads(make_lab):
+    """They land in the same process's memory, whatever the new object knows of it: stopped, named, and then it goes on."""
+    gate = Gate()
+    lab = make_lab(1, landing=gate, parts_max=1)
+    reading(lab, 4)
+    lab.receiver = Receiver(
+        lab.peer,
+        SessionResources(lab.receiver._transport, lab.network.channel(lab.peer), arena=lab.arena, clock=lab.clock),
+        lab.config,
+        ledger=ExposureLedger(),  # even what is still exposed is not remembered
+    )
+    lab.introduce()
+    lab.open(2)
+    lab.run(2)
+    assert lab.names()[-2:] == ["TransferFailed", "MemoryReleased"]
+    assert "earlier session" in lab.events[-2].reason
+    gate.verdict = "land"
+    lab.run(4)
+    posted = len(lab.world.landed)
+    assert 0 < posted < 8, "stopped before all was begun"
+    lab.open(3)
+    lab.ready(3)
+    lab.run(20)
+    assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
 
 
 # --- planners -------------------------------------------------------------------------------------------------------

@@ -307,10 +307,14 @@ class Receiver(Shell[_Receive]):
         Nothing leaves before every writer of a transfer is known: what is published is bound to those lives.
         """
         now_s = self._clock()
+        leftover = self._leftover_reads() if self._unpublished else False
         for _ in range(len(self._unpublished)):
             with self._lock:
                 record = self._unpublished.popleft()
                 if record.core.settled or record.core.outcome is not Outcome.PENDING:
+                    continue
+                if leftover:
+                    self._step(record, shared.FailAsked("reads of an earlier session of this receiver are not over"))
                     continue
                 lives = {spec.operation: self._lives.get(spec.peer) for spec in record.core.operations}
                 refused = next(
@@ -340,6 +344,16 @@ class Receiver(Shell[_Receive]):
                     for spec in record.core.operations:
                         if lives[spec.operation] is None:
                             self._introduce(spec.peer)  # its earlier life was replaced while this transfer waited
+
+    def _leftover_reads(self) -> bool:
+        """Whether reads go on that another session object began over this transport, perhaps into the very same memory.
+
+        They are stopped. Nothing is opened until they are over, or their agent is destroyed.
+        """
+        leftover = [operation for operation in self._transport.active() if operation.session != self.session]
+        for operation in leftover:
+            self._transport.stop(operation)
+        return bool(leftover)
 
     def _take(self, life: PeerLife, message: Message) -> None:
         if not isinstance(message, BounceWanted | WriterResult | Sealed | Drained | Doubt | ReadOffer | Cancel):

@@ -586,6 +586,14 @@ class NixlTransport:
             self._release_lists(job)
             del agent.jobs[operation]
 
+    def active(self) -> frozenset[OperationIdentity]:
+        return frozenset(
+            operation
+            for agent in self._agents.values()
+            for operation, job in agent.jobs.items()
+            if job.state not in ("done", "stopped")
+        )
+
     def poll(self) -> TransportProgress:
         started = self._clock()
         marks: list[ArrivedMark] = []

@@ -156,6 +156,10 @@ class Transport(Protocol):
 
     def poll(self) -> TransportProgress: ...
 
+    def active(self) -> frozenset[OperationIdentity]:
+        """Jobs that are neither done nor stopped, whichever session began them: bytes of theirs may still be moving."""
+        ...
+
     def destroy_agent(self, instance: tuple[str, str]) -> frozenset[Evidence]:
         """Destroy the agent kept for one peer instance; its jobs end in error. When this returns, the agent is gone.
 
