@@ -1,14 +1,14 @@
 """Two processes: a bounce transfer end to end through sessions, against the three copies it cannot do without.
 
-``python packages/kv-bounce-planner/benchmarks/bench_bounce.py``
+``nox -s bench -- kv-bounce-planner``
 
 Baseline, measured in turn in the same processes: gather, one NIXL write with its notification, scatter, all by memcpy.
 End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region asked for and granted, gather, write, report
 compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
-bytes are checked.
+bytes are checked. The same fragments written in place, and read by the receiver (pull), are shown beside it.
 
 Posting is measured by every ``poll`` of a sender that writes 32,768 fragments directly: the longest of all polls of all runs
-counts, not a median. A poll that was interrupted is told apart and shown in a row of its own: the kernel switched the thread
+of each run counts. A poll that was interrupted is told apart and shown in a row of its own: the kernel switched the thread
 out against its will (``ru_nivcsw`` of the thread rose), or the host took the core away (the thread neither ran nor waited of
 its own accord for more than 0.1 ms). In an interrupted poll the thread's processor time is what posting took of the caller, so
 that is what counts of it; of all others it is the time on the wall, waits included. First contact (an agent is made, 20 to
@@ -19,7 +19,6 @@ garbage collector's old generation once it is set up.
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing as mp
 import os
 import resource
@@ -33,6 +32,7 @@ from kv_bounce_planner.planning import HostCopier, WriterPlan, WriterTransfer
 from kv_bounce_planner.sessions import (
     BounceArena,
     ExpectedOperation,
+    Loan,
     MemoryRegion,
     NixlConfig,
     NixlTransport,
@@ -47,8 +47,9 @@ from kv_bounce_planner.sessions import (
 )
 from kv_bounce_planner.sessions.identity import OperationIdentity
 from kv_bounce_planner.transports.interface import TransferJob
+from measure import Figure, ratio, run_benchmark, shown
 
-TOTAL, COUNT, RUNS = 4 << 20, 32768, 15
+TOTAL, COUNT, RUNS = 4 << 20, 32768, 21
 SIZE = TOTAL // COUNT
 ROOM = 4 * TOTAL  # fragments lie at random places of a range four times their bytes
 RECEIVER, SENDER = PeerId("gen", "g1", 0), PeerId("ctx", "c1", 0)
@@ -67,6 +68,10 @@ def plan_at(base: int) -> WriterPlan:
     sizes = np.full(COUNT, SIZE, np.int64)
     sizes.setflags(write=False)
     return WriterPlan(0, places(1, base, ascending=True), sizes, COUNT, COUNT)
+
+
+def transfer_from(base: int, plan: WriterPlan) -> WriterTransfer:
+    return WriterTransfer(plan, places(2, base, ascending=False), plan.target_addresses, plan.sizes, COUNT)
 
 
 def memory_of(seed: int) -> np.ndarray[Any, Any]:
@@ -119,8 +124,8 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
             pipe.send((landed, time.monotonic()))
         else:
             identity = TransferIdentity(number, 0, RECEIVER.generation, 0)
-            tier = "bounce" if command == "bounce" else "direct"
-            receiver.open(identity, [ExpectedOperation(SENDER, TOTAL, b"", plan, tier)], claim=number)
+            reads = (lambda offer: transfer_from(int(offer), plan)) if command == "pull" else None
+            receiver.open(identity, [ExpectedOperation(SENDER, TOTAL, b"", plan, command, resolve=reads)], claim=number)
             receiver.poll()
             released = 0.0
             while not released:
@@ -129,8 +134,8 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
                     if type(event).__name__ == "MemoryReleased":
                         released = time.monotonic()
                         free(event.proven)
-                    elif type(event).__name__ != "TransferSucceeded" or event.tiers[0][1] != tier:
-                        raise RuntimeError(f"not a {tier} success: {event}")
+                    elif type(event).__name__ != "TransferSucceeded" or event.tiers[0][1] != command:
+                        raise RuntimeError(f"not a {command} success: {event}")
             pipe.send((released, receiver.statistics().get("operations_bounced", 0)))
         got = memory.reshape(-1, SIZE)[(plan.target_addresses - memory.ctypes.data) // SIZE]
         want = expected.reshape(-1, SIZE)[places(2, 0, ascending=False) // SIZE]
@@ -139,13 +144,13 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
         pipe.send(bool((got == want).all()) and not memory.reshape(-1, SIZE)[others].any())
 
 
-def measure(tls: str | None) -> dict[str, float]:
-    """Seconds: medians of RUNS, and minima; measured in turn, one raw, one session, one raw..."""
+def measure(tls: str | None) -> dict[str, list[float]]:
+    """Seconds, RUNS of each, measured in turn: one raw, one of each tier, and then the other way round."""
     with tempfile.TemporaryDirectory() as folder:
         return _measure(tls, folder)
 
 
-def _measure(tls: str | None, folder: str) -> dict[str, float]:
+def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
     context = mp.get_context("spawn")
     pipe, child = context.Pipe()
     process = context.Process(target=receiver_main, args=(child, tls), daemon=True)
@@ -167,13 +172,13 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
         sender.poll()
     sources = places(2, memory.ctypes.data, ascending=False)
     plan = plan_at(base)
-    transfer = WriterTransfer(plan, sources, plan.target_addresses, plan.sizes, COUNT)
+    transfer = transfer_from(memory.ctypes.data, plan)
+    loan = Loan(str(memory.ctypes.data).encode())
     copier = HostCopier()
     staging = slot.ctypes.data + 2 * TOTAL
     table = copier.prepare(sources, staging + transfer.staging_offsets, transfer.sizes)
-    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "poll", "interrupted", "interrupted_cpu")
+    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "pull", "longest poll", "interrupted")
     times: dict[str, list[float]] = {name: [] for name in names}
-    longest: list[float] = []  # of each run, of what counts
 
     def raw(number: int) -> None:
         pipe.send(("raw", number))
@@ -203,17 +208,21 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
         while not any(type(event).__name__ == "ReceiveRequested" for event in sender.poll()):
             pass
         began = time.monotonic()
-        sender.ready(RequestKey(number, 0), lambda request: transfer, claim=number)
+        served: list[Any] = []
+        sender.expect(RequestKey(number, 0), 1)
+        sender.ready(RequestKey(number, 0), lambda request: loan if request.pulls else transfer, claim=number)
         polls: list[tuple[float, float, int, int]] = []
         while not pipe.poll():
             usage, wall, cpu = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), time.thread_time()
-            sender.poll()
+            served += sender.poll()
             cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
             after = resource.getrusage(resource.RUSAGE_THREAD)
             polls.append((wall, cpu, after.ru_nivcsw - usage.ru_nivcsw, after.ru_nvcsw - usage.ru_nvcsw))
             os.sched_yield()
         released, _ = pipe.recv()
         check(pipe.recv())
+        while not any(type(event).__name__ == "RequestServed" for event in served):
+            served += sender.poll()
         sender.seal(RequestKey(number, 0))
         sender.poll()
         sender.forget(RequestKey(number, 0))
@@ -225,9 +234,7 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
                 counted.append(cpu if interrupted else wall)
                 if interrupted:
                     times["interrupted"].append(wall)
-                    times["interrupted_cpu"].append(cpu)
-            times["poll"] += counted
-            longest.append(max(counted))
+            times["longest poll"].append(max(counted))
 
     def check(good: bool) -> None:
         if not good:
@@ -238,105 +245,52 @@ def _measure(tls: str | None, folder: str) -> dict[str, float]:
     number = 1
     for run in range(RUNS + 2):
         if run == 2:  # two turns of warming: first contact, first touch
-            longest.clear()
             for values in times.values():
                 values.clear()
-        for step in (raw, lambda n: session("bounce", n), lambda n: session("direct", n)):
-            step(number)
+        steps = ("raw", "bounce", "direct", "pull")
+        for step in steps if run % 2 else steps[::-1]:
+            if step == "raw":
+                raw(number)
+            else:
+                session(step, number)
             number += 1
     pipe.send(("stop", 0))
     process.join(10)
     if process.is_alive():
         process.kill()
-    figures: dict[str, float] = {}
-    for name, values in times.items():
-        figures[f"{name}_count"] = len(values)
-        figures[f"{name}_max"] = max(values, default=0.0)
-        if values:
-            figures[f"{name}_median"], figures[f"{name}_min"] = float(np.median(values)), min(values)
-            figures[f"{name}_spread"] = float(np.subtract(*np.percentile(values, [75, 25])))
-    figures["longest_median"] = float(np.median(longest))
+    return times
+
+
+def link(name: str, tls: str | None) -> list[Figure]:
+    times = measure(tls)
+
+    def against(what: str, other: str, goal: str | None, text: str) -> Figure:
+        return ratio(f"{what}, {name}", times[what], times[other], unit="ms", scale=1e3, goal=goal, against=text)
+
+    figures = [
+        against("bounce", "raw", "<= 1.25", "gather, one write, scatter"),
+        against("direct", "bounce", None, "bounce"),
+        against("pull", "direct", None, "direct"),
+    ]
+    figures += [
+        shown(f"{step} alone, {name}", times[step], unit="ms", scale=1e3) for step in ("gather", "write", "scatter")
+    ]
+    figures.append(
+        shown(f"longest poll of a run that posts 32,768 fragments, {name}", times["longest poll"], unit="ms", scale=1e3)
+    )
+    if times["interrupted"]:
+        longest = [max(times["interrupted"])]
+        figures.append(shown(f"longest poll that was interrupted, on the wall, {name}", longest, unit="ms", scale=1e3))
     return figures
 
 
-def main() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for name, tls in (("shared memory", None), ("tcp", "tcp")):
-        figures = measure(tls)
-        baseline = figures["gather_min"] + figures["write_min"] + figures["scatter_min"]
-        baseline_median = figures["raw_median"]  # the three steps of one run, one after the other
-        ratio = figures["bounce_min"] / baseline
-        detail = (
-            f"gather {1e3 * figures['gather_min']:.2f} + write {1e3 * figures['write_min']:.2f} + "
-            f"scatter {1e3 * figures['scatter_min']:.2f} ms"
-        )
-        rows.append(
-            {
-                "name": f"bounce end to end, 4 MiB in 32,768 fragments, {name} (minimum)",
-                "value": 1e3 * figures["bounce_min"],
-                "unit": "ms",
-                "baseline": f"{1e3 * baseline:.2f} ms = {detail}",
-                "ratio": ratio,
-                "goal": "<= 1.25x",
-                "met": ratio <= 1.25,
-            }
-        )
-        ratio = figures["bounce_median"] / baseline_median
-        rows.append(
-            {
-                "name": f"the same, {name} (median)",
-                "value": 1e3 * figures["bounce_median"],
-                "unit": "ms",
-                "baseline": f"{1e3 * baseline_median:.2f} ms; middle halves within {1e3 * figures['bounce_spread']:.2f} and "
-                f"{1e3 * figures['raw_spread']:.2f} ms",
-                "ratio": ratio,
-                "goal": "<= 1.25x",
-                "met": ratio <= 1.25,
-            }
-        )
-        rows.append(
-            {
-                "name": f"direct through a session, {name} (median)",
-                "value": 1e3 * figures["direct_median"],
-                "unit": "ms",
-                "baseline": f"{1e3 * figures['bounce_median']:.2f} ms bounce",
-                "ratio": figures["direct_median"] / figures["bounce_median"],
-                "goal": "",
-                "met": None,
-            }
-        )
-        rows.append(
-            {
-                "name": f"longest poll of a sender posting 32,768 fragments, {name} (worst of all polls)",
-                "value": 1e3 * figures["poll_max"],
-                "unit": "ms",
-                "baseline": f"{figures['poll_count']} polls in {RUNS} runs; median {1e3 * figures['poll_median']:.2f} ms, "
-                f"median of the runs' longest {1e3 * figures['longest_median']:.2f} ms",
-                "ratio": figures["poll_max"] / 2e-3,
-                "goal": "<= 2 ms",
-                "met": figures["poll_max"] <= 2e-3,
-            }
-        )
-        rows.append(
-            {
-                "name": f"of these, polls that were interrupted, {name} (worst on the wall)",
-                "value": 1e3 * figures["interrupted_max"],
-                "unit": "ms",
-                "baseline": f"{figures['interrupted_count']} polls; most processor time of one "
-                f"{1e3 * figures['interrupted_cpu_max']:.2f} ms, counted above",
-                "ratio": None,
-                "goal": "",
-                "met": None,
-            }
-        )
-    return rows
+def shared_memory() -> list[Figure]:
+    return link("shared memory", None)
+
+
+def over_tcp() -> list[Figure]:
+    return link("tcp", "tcp")
 
 
 if __name__ == "__main__":
-    table = main()
-    for row in table:
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-        value = f"{row['value']:9.3f} {row['unit']:3s} {ratio:>7s} {row['goal']:9s} met={row['met']}"
-        print(f"{row['name']:72s} {value}  [{row['baseline']}]")
-    for row in table:
-        print(json.dumps(row))
+    run_benchmark(shared_memory, over_tcp)

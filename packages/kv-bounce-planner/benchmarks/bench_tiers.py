@@ -1,25 +1,31 @@
 """The chosen tier against the best tier, over NIXL between two processes, on shared memory (CMA) and tcp.
 
-``python packages/kv-bounce-planner/benchmarks/bench_tiers.py [--tls tcp]``
+``nox -s bench -- kv-bounce-planner``
 
 The model is calibrated on the link first (a small grid), then every cell of {4, 64 MiB} x {1, 256, 4096, 32768} is measured
-with every tier, in turn, and the tier that the model chooses is compared with the fastest one.
+with both tiers, in turn, and the tier that the model chooses is compared with the one that is faster in the median.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import multiprocessing
 import time
 from typing import Any
 
 import numpy as np
 
-from kv_bounce_planner.planning import CalibrationTarget, LinkCalibration, Tier, WriterPlan, calibrate, choose_tier
+from kv_bounce_planner.planning import (
+    CalibrationTarget,
+    CostModel,
+    LinkCalibration,
+    Tier,
+    WriterPlan,
+    calibrate,
+    choose_tier,
+)
 from kv_bounce_planner.planning.calibration import scratch_bytes, trial_offsets
 from kv_bounce_planner.sessions import MemoryRegion, NixlConfig, NixlTransport, PeerId, ZmqControlChannel
+from measure import Figure, Sample, in_turn, ratio, run_benchmark, shown
 
 KEY = b"a key for one benchmark run"
 SENDER, TARGET = PeerId("bench-source", "g1", 0), PeerId("bench-target", "g2", 0)
@@ -72,21 +78,9 @@ def serve(address: str, tls: str | None, stop: Any, errors: Any) -> None:
     transport.close()
 
 
-def figure(name: str, value: float, unit: str, baseline: float | None, goal: float | None) -> dict[str, object]:
-    return {
-        "name": name,
-        "value": round(value, 4),
-        "unit": unit,
-        "baseline": None if baseline is None else round(baseline, 4),
-        "ratio": None if baseline is None else round(value / baseline, 4),
-        "goal": goal,
-        "met": None if goal is None else value <= goal,
-    }
-
-
-def measure(tls: str | None, repeats: int = 3) -> list[dict[str, object]]:
-    """One link: calibrate, then the grid."""
-    name = tls or "cma"
+def measure(tls: str | None, repeats: int = 11) -> list[Figure]:
+    """One link: calibrate, then the grid. Each cell's tiers are measured in turn and compared round by round."""
+    name = tls or "shared memory"
     context = multiprocessing.get_context("spawn")
     stop, errors = context.Event(), context.Queue()
     memory = source_memory()
@@ -96,43 +90,23 @@ def measure(tls: str | None, repeats: int = 3) -> list[dict[str, object]]:
     channel = ZmqControlChannel(SENDER, KEY, "tcp://127.0.0.1:*")
     child = context.Process(target=serve, args=(channel.address, tls, stop, errors))
     child.start()
-    results: list[dict[str, object]] = []
     try:
         link = LinkCalibration(
             transport, channel, TARGET, region, clock=time.perf_counter, repeats=2, timeout_s=IDLE_EXIT_S
         )
         link.connect()
-        begin = time.perf_counter()
+        began = time.perf_counter()
         model = calibrate(link, name)
-        results.append(figure(f"{name}: calibration", time.perf_counter() - begin, "s", None, None))
-        regrets = []
-        for total in SIZES:
-            for count in COUNTS:
-                best: dict[Tier, float] = {Tier.DIRECT: math.inf, Tier.BOUNCE: math.inf}
-                for _ in range(repeats):
-                    for tier in best:
-                        phases = link.measure(tier, total, count)
-                        best[tier] = min(
-                            best[tier], phases.wire_s + phases.gather_s + phases.scatter_s + phases.overhead_s
-                        )
-                size = total // count
-                addresses = np.arange(count, dtype=np.int64) * 2 * size
-                writer = WriterPlan(0, addresses, np.full(count, size, np.int64), count, count)
-                choice = choose_tier(writer, model)
-                regrets.append(best[choice.tier] / min(best.values()))
-                results.append(
-                    figure(
-                        f"{name}: {total >> 20} MiB x {count}: {choice.tier.value} chosen "
-                        f"(direct {1e3 * best[Tier.DIRECT]:.2f} ms, bounce {1e3 * best[Tier.BOUNCE]:.2f} ms)",
-                        1e3 * best[choice.tier],
-                        "ms",
-                        1e3 * min(best.values()),
-                        None,
-                    )
-                )
-        mean = math.exp(sum(map(math.log, regrets)) / len(regrets))
-        results.append(figure(f"{name}: chosen against best tier, geometric mean", mean, "x", 1.0, 1.05))
-        results.append(figure(f"{name}: chosen against best tier, worst", max(regrets), "x", 1.0, 1.25))
+        figures = [shown(f"calibration, {name}", [time.perf_counter() - began], unit="s")]
+        cells = [_cell(link, model, name, total, count, repeats) for total in SIZES for count in COUNTS]
+        figures += [figure for figure, _, _ in cells]
+        # Round by round: what the chosen tiers took against what the best would have, over all cells.
+        chosen = np.array([chosen for _, chosen, _ in cells])
+        best = np.array([best for _, _, best in cells])
+        means = np.exp(np.log(chosen / best).mean(axis=0))
+        figures.append(_regret(f"chosen against best tier, geometric mean, {name}", means, "<= 1.05"))
+        worst = int(np.argmax(np.median(chosen / best, axis=1)))
+        figures.append(_regret(f"chosen against best tier, worst cell, {name}", chosen[worst] / best[worst], "<= 1.25"))
     finally:
         stop.set()
         child.join(20)
@@ -144,27 +118,50 @@ def measure(tls: str | None, repeats: int = 3) -> list[dict[str, object]]:
     transport.deregister(registration)
     channel.close()
     transport.close()
-    return results
+    return figures
 
 
-def main(links: tuple[str | None, ...] = (None, "tcp")) -> list[dict[str, object]]:
-    return [result for tls in links for result in measure(tls)]
+def _cell(
+    link: LinkCalibration, model: CostModel, name: str, total: int, count: int, repeats: int
+) -> tuple[Figure, list[float], list[float]]:
+    """(the figure, what the chosen tier took each round, what the better tier in the median took in the same rounds)."""
+
+    def trial(tier: Tier) -> Sample:
+        def sample() -> float:
+            phases = link.measure(tier, total, count)
+            return phases.wire_s + phases.gather_s + phases.scatter_s + phases.overhead_s
+
+        return sample
+
+    samples = in_turn({tier.value: trial(tier) for tier in (Tier.DIRECT, Tier.BOUNCE)}, repeats)
+    size = total // count
+    addresses = np.arange(count, dtype=np.int64) * 2 * size
+    choice = choose_tier(WriterPlan(0, addresses, np.full(count, size, np.int64), count, count), model)
+    chosen = samples[choice.tier.value]
+    best = min(samples.values(), key=lambda values: float(np.median(values)))
+    figure = ratio(
+        f"{total >> 20} MiB x {count}: {choice.tier.value} chosen, {name}",
+        chosen,
+        samples[(Tier.BOUNCE if choice.tier is Tier.DIRECT else Tier.DIRECT).value],
+        unit="ms",
+        scale=1e3,
+        goal=None,
+        against="the other tier",
+    )
+    return figure, chosen, best
 
 
-def show(results: list[dict[str, object]]) -> None:
-    """A table, then one JSON line per figure."""
-    width = max(len(str(r["name"])) for r in results)
-    for r in results:
-        verdict = "" if r["met"] is None else ("met" if r["met"] else "MISSED")
-        goal = "" if r["goal"] is None else f"goal {r['goal']}"
-        ratio = "" if r["ratio"] is None else f"{r['ratio']}x"
-        print(f"{r['name']!s:<{width}}  {r['value']!s:>10} {r['unit']!s:<3} {ratio:>9} {goal:>10} {verdict}")
-    for r in results:
-        print(json.dumps(r))
+def _regret(name: str, ratios: np.ndarray, goal: str) -> Figure:
+    return ratio(name, list(ratios), [1.0] * len(ratios), unit="x", goal=goal, against="the better tier of each cell")
+
+
+def shared_memory() -> list[Figure]:
+    return measure(None)
+
+
+def over_tcp() -> list[Figure]:
+    return measure("tcp")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tls", action="append", help="UCX transport; default: the host's own choice, then tcp")
-    chosen = parser.parse_args().tls
-    show(main(tuple(chosen)) if chosen else main())
+    run_benchmark(shared_memory, over_tcp)

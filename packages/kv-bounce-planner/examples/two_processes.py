@@ -5,7 +5,7 @@
 
 The prefilling side has blocks of 32 tokens, the decoding side blocks of 16; the plan follows from the two layouts. What an
 engine would send in its own request (layout and block table of the decoding side) travels as the payload. With ``--pull`` the
-decoding side reads: the prefilling side lends its blocks and says which they are.
+decoding side reads: the prefilling side lends its blocks and says which they are (over tcp it would refuse to).
 """
 
 from __future__ import annotations

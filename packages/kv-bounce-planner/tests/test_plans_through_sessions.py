@@ -99,7 +99,7 @@ class Service:
         )
         self.target = shifted(case.target, self.shift[1])
         self.case = case
-        config = SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2)
+        config = SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2, serves_reads=True)
         self.regions = [np.zeros(ARENA, np.uint8) for _ in range(1 + len(case.source.ranks))]
         arenas = [BounceArena(world.add_buffer(region), ARENA, alignment=64) for region in self.regions]
         self.peer = PeerId("gen", "g1", case.target.rank)

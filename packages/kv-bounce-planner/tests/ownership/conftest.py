@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ class Lab:
         self.clock = FakeClock()
         self.network = FakeNetwork()
         self.world = FakeWorld(executor=executor, parts_max=parts_max, landing=landing)
-        self.config = config or SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2)
+        self.config = replace(config or SessionConfig(drain_deadline_s=10.0, bounce_wait_s=0.2), serves_reads=True)
         self.target = np.zeros(self.SHARE * max(writers, 1) * areas, np.uint8)
         self.target_at = self.world.add_buffer(self.target)
         self.bounce = np.zeros(max(arena, 1), np.uint8)

@@ -85,7 +85,7 @@ class Peer:
         kind = Receiver if role == "receiver" else Sender
         extra: dict[str, Any] = {"ledger": self.ledger} if kind is Receiver else {}
         resources = SessionResources(self.transport, self.channel, arena=arena)
-        self.shell = kind(self.peer, resources, SessionConfig(**config), **extra)
+        self.shell = kind(self.peer, resources, SessionConfig(**({"serves_reads": True} | config)), **extra)
 
     def remake(self, role: str, config: dict[str, Any], forgetful: bool = False) -> None:
         """The session object made again in this process over the same transport and channel, as after an error.

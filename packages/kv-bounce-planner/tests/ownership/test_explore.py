@@ -37,7 +37,6 @@ def tool():
         "bounce, gathered ahead",
         "direct, a link breaks",
         "bounce, a link breaks",
-        "bounce, time-outs",
         "direct, errors and death, NIC-executed",
         "pull, cancel and abort",
         "pull, errors and death, receiver-executed",

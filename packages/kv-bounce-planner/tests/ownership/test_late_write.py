@@ -332,10 +332,20 @@ def test_fact_a_sources_agent_serves_reads_over_tcp_and_is_not_needed_over_cma(r
     assert (read == 0) if transport == "tcp" else (read == NBYTES), read
 
 
-@pytest.mark.parametrize("transport", ["tcp", "cma"])
-def test_a_session_lends_until_the_reader_is_reaped_and_then_takes_back(session_pair, together, transport):
-    """The reader is killed while it may read: owned through seal and loss of the link, released with its death."""
-    reader, source = session_pair(transport, nbytes=NBYTES, nixl={"bytes_per_post_max": 65536})
+def test_fact_tcp_a_source_that_serves_a_reader_which_died_is_ended_by_the_library(raw_readers):
+    """tcp: the process that serves a read aborts when the reader is killed before it answers. So it lends only if told to."""
+    reader, source = raw_readers("tcp")
+    reader("raw_prepare", peer=source.peer, target=source.base, nbytes=NBYTES, verb="READ")
+    assert reader("raw_transfer") == "PROC"
+    reader("raw_progress", peer=source.peer, seconds=0.05)
+    reader.kill()
+    with pytest.raises((RuntimeError, BrokenPipeError), match=r"has ended|Broken pipe"):
+        source("raw_progress", peer=reader.peer, seconds=3.0)
+
+
+def test_a_session_lends_until_the_reader_is_reaped_and_then_takes_back(session_pair, together):
+    """CMA. The reader is killed while it may read: owned through seal and loss of the link, released with its death."""
+    reader, source = session_pair("cma", nbytes=NBYTES, nixl={"bytes_per_post_max": 65536})
     source("fill", value=OLD)
     (operation,) = reader(
         "open", request=1, incarnation=0, writers=[source.peer], count=8, size=NBYTES // 8, tier="pull"

@@ -86,7 +86,7 @@ def test_pools_registered_after_the_introduction_are_used(session_pair, together
 
 @pytest.mark.parametrize(
     "arguments",
-    [pytest.param((), marks=pytest.mark.slow, id="push"), pytest.param(("--pull", "--tls", "tcp"), id="pull over tcp")],
+    [pytest.param((), marks=pytest.mark.slow, id="push"), pytest.param(("--pull",), id="pull")],
 )
 def test_the_example_program_runs_as_it_stands(arguments, tmp_path):
     """Two processes, real NIXL, every byte compared by the program itself."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -337,6 +339,21 @@ def test_a_planner_that_fails_ends_its_operation_with_nothing_lent_or_read(make_
     assert ("ZeroDivisionError" if side != "wrong answer" else "wants a Loan") in lab.events[0].reason
     assert lab.senders[0].state_of(operation) == ("DRAINED" if side == "reader" else "SEALED")
     assert bool(said(lab, ReadOffer)) is (side == "reader")
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_source_that_would_have_to_serve_reads_lends_only_if_it_is_told_to(make_lab, executor):
+    """The library ends a process that serves a reader which dies; where the reader or a NIC reads, nothing is served."""
+    lab = make_lab(1, executor=executor)
+    lab.senders[0].config = replace(lab.config, serves_reads=False)
+    lab.open(tier="pull")
+    lab.ready()
+    lab.run()
+    if executor is WriteExecutor.RECEIVER:
+        assert lab.names() == ["TransferFailed", "MemoryReleased"] and "set serves_reads" in lab.events[0].reason
+        assert not said(lab, ReadOffer)
+    else:
+        assert lab.names() == ["TransferSucceeded", "MemoryReleased"]
 
 
 def test_a_loan_is_no_answer_to_a_push(make_lab):

@@ -22,6 +22,7 @@ from kv_bounce_planner.sessions import (
     TransferIdentity,
     TransfersOutstanding,
     free,
+    ledgers,
 )
 from kv_bounce_planner.sessions.messages import (
     BounceGrant,
@@ -777,6 +778,16 @@ def test_a_block_is_not_advertised_while_an_earlier_publication_exposes_it(make_
     lab.ready(1)
     lab.run()
     lab.open(2, blocks=[5])
+
+
+def test_places_too_many_to_compare_are_counted_and_names_of_blocks_still_decide(make_lab, monkeypatch):
+    monkeypatch.setattr(ledgers, "RANGES_MAX", 8)
+    lab = make_lab(1)
+    lab.open(1, blocks=["a"])
+    lab.open(2, blocks=["b"])
+    assert lab.receiver.statistics()["addresses_unchecked"] == 1
+    with pytest.raises(AddressStillExposed):
+        lab.open(3, blocks=["a"])
 
 
 def test_a_quarantined_block_is_never_advertised_again(make_lab):

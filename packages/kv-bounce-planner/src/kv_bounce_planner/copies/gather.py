@@ -306,8 +306,8 @@ class _Finished:
 FINISHED: CopyHandle = _Finished()
 
 
-class HostCopier:
-    """Copies host memory in the calling thread: a submitted copy is finished when ``submit`` returns."""
+class HostLists:
+    """Prepared lists of copies between places in host memory."""
 
     def prepare(self, source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array) -> CopyTable:
         """Check and classify a list. Raises LayoutError."""
@@ -318,6 +318,10 @@ class HostCopier:
     ) -> PackedCopy | CopyTable:
         """Check a gather into one region. Raises LayoutError."""
         return PackedCopy.of(source_addresses, sizes, staging_address)
+
+
+class HostCopier(HostLists):
+    """Copies host memory in the calling thread: a submitted copy is finished when ``submit`` returns."""
 
     def submit(self, prepared: PreparedCopy) -> CopyHandle:
         """Copy now."""

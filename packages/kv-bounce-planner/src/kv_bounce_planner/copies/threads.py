@@ -11,8 +11,7 @@ import queue
 import threading
 
 from kv_bounce_planner._errors import LayoutError, LocalProtocolError, TransportError
-from kv_bounce_planner.copies.gather import FINISHED, CopyHandle, CopyTable, PackedCopy, PreparedCopy
-from kv_bounce_planner.layout.model import Int64Array
+from kv_bounce_planner.copies.gather import FINISHED, CopyHandle, CopyTable, HostLists, PackedCopy, PreparedCopy
 
 
 class _ThreadHandle:
@@ -40,7 +39,7 @@ class _ThreadHandle:
         self.done()
 
 
-class ThreadCopier:
+class ThreadCopier(HostLists):
     """Copies host memory on one worker thread, first in, first out.
 
     Args:
@@ -59,16 +58,6 @@ class ThreadCopier:
         self._waiting = 0
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    def prepare(self, source_addresses: Int64Array, target_addresses: Int64Array, sizes: Int64Array) -> CopyTable:
-        """Check and classify a list. Raises LayoutError."""
-        return CopyTable.of(source_addresses, target_addresses, sizes)
-
-    def prepare_gather(
-        self, source_addresses: Int64Array, sizes: Int64Array, staging_address: int
-    ) -> PackedCopy | CopyTable:
-        """Check a gather into one region. Raises LayoutError."""
-        return PackedCopy.of(source_addresses, sizes, staging_address)
 
     def submit(self, prepared: PreparedCopy) -> CopyHandle:
         """Start a copy.

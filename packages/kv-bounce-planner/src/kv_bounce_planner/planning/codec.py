@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kv_bounce_planner._errors import CodecError, LayoutError, PlanRefused
 from kv_bounce_planner._reasons import Reason
@@ -60,7 +59,6 @@ PLAN_BYTES_MAX = 256 << 20
 BLOCKS_BYTES_MAX = _BLOCKS.size + GROUPS_MAX * (_TABLE.size + _COLUMN.size) + 8 * BLOCKS_MAX + _CRC.size
 
 Buffer = bytes | bytearray | memoryview
-UInt64Array = npt.NDArray[np.uint64]
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------

@@ -39,6 +39,9 @@ class SessionConfig:
         heartbeat_s: Between two signs of life asked of a peer whose answer is awaited, > 0.
         lease_s: How long such a peer may be silent before its link counts as lost, > heartbeat_s; None: for ever. A peer in a
             long step does not answer: more than the longest step of either side.
+        serves_reads: Whether this side lends its source where its own process would have to serve the reads (a transport whose
+            transfers only the agent at the memory executes: tcp). UCX ends the process that serves a read when the reader
+            dies in the middle of it, so by default such a pull is refused by name; push there.
         gathers_ahead_max: Slots that may be used at once to gather while a region is still asked for, count, >= 0. Each
             is given back when a granted operation waits for one.
     """
@@ -57,6 +60,7 @@ class SessionConfig:
     link_timeout_s: float = 30.0
     heartbeat_s: float = 1.0
     lease_s: float | None = None
+    serves_reads: bool = False
 
     def __post_init__(self) -> None:
         for name in (

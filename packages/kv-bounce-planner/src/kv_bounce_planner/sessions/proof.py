@@ -85,8 +85,6 @@ UCX_CLASSES: Final[Mapping[str, frozenset[WriteExecutor]]] = {
 }
 #: Transports that cannot leave a host (another kernel, by its boot identifier). cuda_ipc can, over multi-node NVLink.
 HOST_ONLY: Final = frozenset({"cma", "xpmem", "knem", "posix", "sysv", "self"})
-#: Classes whose rule was measured with a reproducer of this package.
-MEASURED_TRANSPORTS: Final = frozenset({"tcp", "cma"})
 
 
 @dataclass(frozen=True)
@@ -371,7 +369,3 @@ def step_retired(step: str) -> Proof:
         LocalProtocolError: ``step`` is not text.
     """
     return _prove(ProofKind.STEP_RETIRED, step)
-
-
-def is_proof(value: Any) -> bool:
-    return type(value) is Proof

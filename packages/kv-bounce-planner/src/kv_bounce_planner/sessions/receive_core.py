@@ -380,10 +380,6 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         record = self._records[operation]
         return record.succeeded and (not record.report_valid or (self._scatter is ScatterState.DONE and not self._torn))
 
-    def exposed_to(self, peer: PeerId) -> bool:
-        """Whether a write of that peer may still land."""
-        return any(record.spec.peer == peer and record.state not in _SETTLED for record in self._records.values())
-
     # -- stepping
 
     def step(self, event: ReceiveEvent, now_s: float) -> tuple[ReceiveEffect, ...]:

@@ -18,7 +18,6 @@ from kv_bounce_planner._errors import (
     DuplicateTransfer,
     LocalProtocolError,
     StaleIdentity,
-    TransfersOutstanding,
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
@@ -30,7 +29,6 @@ from kv_bounce_planner.sessions.events import (
     DrainReport,
     MemoryQuarantined,
     MemoryReleased,
-    SessionEvent,
     TransferCancelled,
     TransferFailed,
     TransferSucceeded,
@@ -249,10 +247,6 @@ class Receiver(Shell[_Receive]):
             self._step(record, rc.CancelAsked(reason))
             return True
 
-    def poll(self) -> tuple[SessionEvent, ...]:
-        """Progress everything, within bounds. Call it in every turn of the loop."""
-        return self._run(self._phases)
-
     @property
     def _phases(self) -> tuple[Callable[[], None], ...]:
         return (
@@ -270,6 +264,10 @@ class Receiver(Shell[_Receive]):
             self._prepare,
         )
 
+    def statistics(self) -> dict[str, int]:
+        """As of the base; ``addresses_unchecked``: transfers of this ledger whose places were too many to compare."""
+        return super().statistics() | {"addresses_unchecked": self._ledger.unchecked}
+
     def drain(self) -> DrainReport:
         """What is still owned. Quiescent when nothing is open and every physical end was delivered."""
         with self._lock:
@@ -281,18 +279,6 @@ class Receiver(Shell[_Receive]):
             )
             still = (*self._transfers, *(getattr(event, "identity", None) for event in self._undelivered))
             return DrainReport(still, doubtful, self._quarantine.byte_count)
-
-    def close(self) -> None:
-        """Admit nothing more and leave the channel.
-
-        Raises:
-            TransfersOutstanding: Memory is still owned; admission stays closed, everything else goes on; retry.
-        """
-        self._closed = True
-        report = self.drain()
-        if report.open:
-            raise TransfersOutstanding(f"{len(report.open)} transfers own memory", report.open)
-        self._channel.close()
 
     def state_of(self, operation: OperationIdentity) -> str:
         """The physical state of an open operation, for health pages and tests; ENDED when no longer kept."""

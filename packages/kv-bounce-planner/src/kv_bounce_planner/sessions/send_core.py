@@ -384,11 +384,6 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
         """Whether the expected number of operations has ended."""
         return self.expected is not None and len(self._records) >= self.expected and not self.outstanding
 
-    def reads_source(self) -> bool:
-        """Whether anything may still read the source."""
-        idle = (_S.HELD, _S.WANTED, _S.STAGED, _S.GRANTED, _S.DONE, _S.SEALED, _S.DRAINED, _S.RESOLVED)
-        return any(record.state not in idle for record in self._records.values())
-
     def snapshot(self) -> TerminalSnapshot | None:
         """The terminal snapshot, or None while unsealed or outstanding: then nothing was frozen by asking."""
         if self._snapshot is None and self.sealed and not self.outstanding:

@@ -13,7 +13,6 @@ import numpy as np
 from kv_bounce_planner._errors import (
     CapacityExceeded,
     LocalProtocolError,
-    TransfersOutstanding,
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PacksFragments, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
@@ -28,7 +27,6 @@ from kv_bounce_planner.sessions.events import (
     OperationFailed,
     ReceiveRequested,
     RequestServed,
-    SessionEvent,
     SourceQuarantined,
     SourceReleased,
 )
@@ -48,7 +46,7 @@ from kv_bounce_planner.sessions.messages import (
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import OwnedMemory
+from kv_bounce_planner.sessions.proof import OwnedMemory, WriteExecutor
 from kv_bounce_planner.sessions.send_core import TerminalSnapshot
 from kv_bounce_planner.sessions.shell import OVER_MAX, RECEIPTS_MAX, PeerLife, Shell, bound
 from kv_bounce_planner.sessions.states import SendState
@@ -230,10 +228,6 @@ class Sender(Shell[_Send]):
         self._over[request] = None
         bound(self._over, OVER_MAX)
 
-    def poll(self) -> tuple[SessionEvent, ...]:
-        """Progress everything, within bounds. Call it in every turn of the loop."""
-        return self._run(self._phases)
-
     @property
     def _phases(self) -> tuple[Callable[[], None], ...]:
         return (
@@ -268,18 +262,6 @@ class Sender(Shell[_Send]):
                 *(getattr(event, "request", None) for event in self._undelivered),
             )
             return DrainReport(still, doubtful, self._quarantine.byte_count)
-
-    def close(self) -> None:
-        """Refuse new requests and leave the channel.
-
-        Raises:
-            TransfersOutstanding: Sources are still owned; retry.
-        """
-        self._closed = True
-        report = self.drain()
-        if report.open:
-            raise TransfersOutstanding(f"{len(report.open)} requests own memory", report.open)
-        self._channel.close()
 
     def state_of(self, operation: OperationIdentity) -> str:
         record = self._requests.get(operation.request)
@@ -367,6 +349,8 @@ class Sender(Shell[_Send]):
         if any(flying.session != life.session for flying in self._flying.get(life.peer, ())):
             # Into the same process's memory, perhaps to the very addresses: it must be over before anything new lands there.
             return "a write for an earlier session of this receiver is not known to be over"
+        if request.pulls and not self.config.serves_reads and _serves(life):
+            return "this process would have to serve the reads, and ends with a reader that dies: push, or set serves_reads"
         if operation.request in self._over:
             return "the request is over"
         if transfer.incarnation < self._newest.get(transfer.request_id, 0):
@@ -767,6 +751,11 @@ class Sender(Shell[_Send]):
 
 def _one(value: int) -> Int64Array:
     return np.array([value], np.int64)
+
+
+def _serves(life: PeerLife) -> bool:
+    """Whether a read of that peer is executed by this process alone."""
+    return life.transport is not None and life.transport.executors == {WriteExecutor.RECEIVER}
 
 
 def _is_of(operation: OperationIdentity, life: PeerLife) -> bool:

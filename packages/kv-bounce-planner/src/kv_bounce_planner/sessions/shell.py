@@ -33,12 +33,14 @@ from kv_bounce_planner._errors import (
     KVTransferError,
     LocalProtocolError,
     RemoteProtocolError,
+    TransfersOutstanding,
     WouldBlock,
 )
 from kv_bounce_planner.copies.gather import Copier, HostCopier
 from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions.config import SessionConfig, SessionResources
 from kv_bounce_planner.sessions.events import (
+    DrainReport,
     FatalDiagnosis,
     LinkLost,
     LinkRestored,
@@ -203,7 +205,23 @@ class Shell(Generic[OpenT]):
         #: The last error of something foreign that a poll contained, for logs and health pages.
         self.last_error: BaseException | None = None
 
-    # -- one poll
+    # -- one poll, and the end
+
+    def poll(self) -> tuple[SessionEvent, ...]:
+        """Progress everything, within bounds. Call it in every turn of the loop."""
+        return self._run(self._phases)
+
+    def close(self) -> None:
+        """Admit nothing more and leave the channel.
+
+        Raises:
+            TransfersOutstanding: Memory is still owned; admission stays closed, everything else goes on; retry.
+        """
+        self._closed = True
+        report = self.drain()
+        if report.open:
+            raise TransfersOutstanding(f"{len(report.open)} still own memory: {report.open[:3]}", report.open)
+        self._channel.close()
 
     def _run(self, phases: Sequence[Callable[[], None]]) -> tuple[SessionEvent, ...]:
         if self._polling:
@@ -754,6 +772,15 @@ class Shell(Generic[OpenT]):
         record.transfers[request.operation] = transfer
 
     # -- to be provided
+
+    @property
+    def _phases(self) -> tuple[Callable[[], None], ...]:
+        """What one poll does, in order."""
+        raise NotImplementedError
+
+    def drain(self) -> DrainReport:
+        """What is still owned."""
+        raise NotImplementedError
 
     def _perform(self, record: OpenT, effect: Any) -> None:
         raise NotImplementedError
