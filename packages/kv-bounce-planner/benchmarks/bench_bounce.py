@@ -40,6 +40,7 @@ from kv_bounce_planner.sessions import (
     Receiver,
     RequestKey,
     Sender,
+    SessionConfig,
     SessionResources,
     TransferIdentity,
     ZmqControlChannel,
@@ -161,7 +162,8 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
     transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, slot)])
     channel = ZmqControlChannel(SENDER, KEY, f"ipc://{folder}/c")
     # The first two thirds are the arena; the last is the raw baseline's staging.
-    sender = Sender(SENDER, SessionResources(transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL)))
+    resources = SessionResources(transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
+    sender = Sender(SENDER, resources, SessionConfig(serves_reads=True))
     pipe.send(channel.address)
     base, region, agent = pipe.recv()
     plain = raw_transport(SENDER, tls, slot)
