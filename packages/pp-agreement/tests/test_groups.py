@@ -141,7 +141,9 @@ def test_a_drain_and_close_of_every_rank():
     assert verify(records[:-1]) != ()
     assert agreements[0].statistics().bytes_sent > 0
     clean = {}
-    threads = [threading.Thread(target=lambda a=a: clean.__setitem__(a.rank, a.close(20))) for a in agreements]
+    threads = [
+        threading.Thread(target=lambda a=a: clean.__setitem__(a.rank, a.close(20)), daemon=True) for a in agreements
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
