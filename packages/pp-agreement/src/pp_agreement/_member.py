@@ -249,8 +249,8 @@ class Member:
             answer = PUBLISH_ANSWERS[own.ready]
             if self._can(round_, ReadyInput.PUBLISH):
                 self._vote_ready(round_)
-                if round_.blocked:
-                    answer = PublishResult.DEFERRED
+            if round_.blocked and answer is PublishResult.PUBLISHED:  # also when it is asked again
+                answer = PublishResult.DEFERRED
         return answer
 
     def _vote_ready(self, round_: Round) -> None:
