@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import random
 import signal
 import sys
@@ -105,6 +106,11 @@ class Worker:
         """Count, and three items."""
         self.run(number)
         yield from (number, number + 1, number + 2)
+
+    @rpc_method(streaming=True)
+    def count(self, stop: int) -> Iterator[int]:
+        """Many items."""
+        yield from range(stop)
 
     @rpc_method
     def wait(self, number: int) -> int:
@@ -260,6 +266,31 @@ def test_an_interrupt_in_close() -> None:
             assert made.client.statistics().oneway_done == 1
         if not injector.has_raised:
             return
+
+
+@pytest.mark.parametrize("bounds", [{"stream_credit": 4}, {"stream_bytes": 600}])
+def test_interrupts_of_a_reader_cost_no_credit(bounds: dict[str, int]) -> None:
+    """An item may be lost with each; the stream goes on to its end all the same."""
+    with bench() as made:
+        key = made.client._core._key
+        with RpcClient(made.server.address, key, config=RpcConfig(**bounds)) as client:
+            stream = client.count(300).remote_streaming(timeout_s=60, item_timeout_s=PATIENCE_S)
+            got: list[int] = []
+            over = False
+            for at in itertools.cycle(range(1, 600, 11)):
+
+                def read() -> None:
+                    nonlocal over
+                    try:
+                        got.append(next(stream))
+                    except StopIteration:
+                        over = True
+
+                Injector(at).call(read)
+                if over:
+                    break
+            assert got == sorted(set(got))
+            assert 0 < len(got) < 300
 
 
 @pytest.mark.slow

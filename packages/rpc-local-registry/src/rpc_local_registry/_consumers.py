@@ -64,26 +64,34 @@ class RemoteStream(RpcStream[Any]):
     def __init__(self, engine: Engine, pending: StreamPending, item_timeout_s: float | None, handle: Handle) -> None:
         self._engine = engine
         self._pending = pending
-        self._inbox: Inbox[tuple[Any, int]] = pending.inbox
+        self._inbox: Inbox[tuple[Any, int, int]] = pending.inbox
         self._item_timeout_s = item_timeout_s
-        self._taken = 0
-        self._taken_bytes = 0
+        #: Of items and bytes so far, what the server knows to be taken.
+        self._granted = 0
+        self._granted_bytes = 0
         self._grant = max(1, engine.config.stream_credit // 2)
         self._grant_bytes = max(1, engine.config.stream_bytes // 2)
         self._handle = handle
         self.text = pending.text
 
-    def _took(self, item: tuple[Any, int]) -> Any:
-        value, size_bytes = item
-        self._taken += 1
-        self._taken_bytes += size_bytes
-        if self._taken >= self._grant or self._taken_bytes >= self._grant_bytes:
-            if not self._inbox.closed:
-                credit = wire.pack_credit(self._taken, self._taken_bytes)
-                self._engine.control(wire.CREDIT, self._pending.call_id, credit)
-            self._taken = 0
-            self._taken_bytes = 0
+    def _took(self, item: tuple[Any, int, int]) -> Any:
+        value, items, size_bytes = item
+        self._make_room(items, size_bytes)
         return value
+
+    def _make_room(self, items: int, size_bytes: int) -> None:
+        """So many items and bytes are taken by now; the server hears of it once it is half of what it may send."""
+        if items - self._granted >= self._grant or size_bytes - self._granted_bytes >= self._grant_bytes:
+            if not self._inbox.closed:
+                credit = wire.pack_credit(items - self._granted, size_bytes - self._granted_bytes)
+                self._engine.control(wire.CREDIT, self._pending.call_id, credit)
+            self._granted = items
+            self._granted_bytes = size_bytes
+
+    def _before_waiting(self) -> None:
+        """With nothing unread everything that came is taken, what was lost in an interrupt too."""
+        if not len(self._inbox):
+            self._make_room(self._pending.next_index, self._pending.received_bytes)
 
     def _ended(self, stop: type[Exception]) -> Exception:
         error = self._inbox.error
@@ -94,6 +102,7 @@ class RemoteStream(RpcStream[Any]):
         return error if isinstance(error, Exception) else RpcError(str(error))
 
     def __next__(self) -> Any:
+        self._before_waiting()
         try:
             item = self._inbox.get(self._item_timeout_s)
         except RpcTimeout:
@@ -104,6 +113,7 @@ class RemoteStream(RpcStream[Any]):
         return self._took(item)
 
     async def __anext__(self) -> Any:
+        self._before_waiting()
         try:
             item = await self._inbox.get_async(self._item_timeout_s)
         except (RpcTimeout, aio.CancelledError):

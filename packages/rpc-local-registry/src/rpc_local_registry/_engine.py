@@ -166,14 +166,19 @@ class FuturePending(Pending):
 
 
 class StreamPending(Pending):
-    """A stream's consumer waits. Its inbox holds (item, bytes that it took on the wire)."""
+    """A stream's consumer waits.
 
-    __slots__ = ("inbox", "next_index", "opened")
+    Its inbox holds (item, items and bytes on the wire so far, this one included): whatever the consumer loses in an
+    interrupt, the next item tells how much room there is again.
+    """
+
+    __slots__ = ("inbox", "next_index", "opened", "received_bytes")
 
     def __init__(self, decoder: TypedDecoder, text: str) -> None:
         super().__init__(decoder, text)
-        self.inbox: Inbox[tuple[Any, int]] = Inbox()
+        self.inbox: Inbox[tuple[Any, int, int]] = Inbox()
         self.next_index = 0
+        self.received_bytes = 0
         #: The worker's method has been called: what the client does now can no longer overtake it.
         self.opened = False
 
@@ -721,6 +726,7 @@ class Engine:
             if message.argument != stream.next_index:
                 raise RpcProtocolError(f"{stream.text}: item {message.argument} where {stream.next_index} was due")
             stream.next_index += 1
+            stream.received_bytes += message.size_bytes
             try:
                 item = stream.decoder.decode(message.body, message.buffers)
             except BaseException as error:  # noqa: BLE001 - likewise
@@ -728,7 +734,7 @@ class Engine:
                     text = f"{stream.text}: item does not fit its type: {told(error)}"
                     stream.finish(self, None, RpcProtocolError(text))
                 return
-            stream.inbox.put((item, message.size_bytes))
+            stream.inbox.put((item, stream.next_index, stream.received_bytes))
         elif kind == wire.END:
             pending = self.remove(message.call_id)
             if pending is None:

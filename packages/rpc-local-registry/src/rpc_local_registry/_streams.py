@@ -80,10 +80,11 @@ class Inbox(Generic[_T]):
             self._waiter = waiter
             return True
 
-    def unwatch(self) -> None:
-        """Forget the waiter."""
+    def unwatch(self, waiter: Callable[[], None]) -> None:
+        """Forget this waiter, if it is the one that waits."""
         with self._lock:
-            self._waiter = None
+            if self._waiter is waiter:
+                self._waiter = None
 
     def get(self, timeout_s: float | None) -> Any:
         """The next item, blocking; ``_EMPTY`` at the end.
@@ -98,19 +99,21 @@ class Inbox(Generic[_T]):
                 return item
             gate = threading.Lock()
             gate.acquire()
-            if not self.watch(gate.release):
-                if self._items:
-                    continue
-                return _EMPTY
-            left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            waiter = gate.release
             try:
+                if not self.watch(waiter):
+                    if self._items:
+                        continue
+                    return _EMPTY
+                left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
                 woken = gate.acquire(timeout=left_s)
+                if not woken:
+                    self.unwatch(waiter)
             except BaseException:
                 # An interrupt, usually: the next reader must not find this one still waiting.
-                self.unwatch()
+                self.unwatch(waiter)
                 raise
             if not woken:
-                self.unwatch()
                 item = self.take_nowait()
                 if item is not _EMPTY:
                     return item
@@ -126,26 +129,28 @@ class Inbox(Generic[_T]):
                 return item
             loop = aio.get_running_loop()
             gate: aio.Future[None] = loop.create_future()
-            if not self.watch(functools.partial(aio.release, loop, gate)):
-                if self._items:
-                    continue
-                return _EMPTY
+            waiter = functools.partial(aio.release, loop, gate)
             try:
+                if not self.watch(waiter):
+                    if self._items:
+                        continue
+                    return _EMPTY
                 if timeout_s is None:
                     await gate
                 else:
                     async with aio.timeout(timeout_s):
                         await gate
             except TimeoutError:
-                self.unwatch()
+                self.unwatch(waiter)
                 item = self.take_nowait()
                 if item is not _EMPTY:
                     return item
                 if self.closed:
                     return _EMPTY
                 raise RpcTimeout(f"no item within {timeout_s} s") from None
-            except aio.CancelledError:
-                self.unwatch()
+            except BaseException:
+                # A cancellation or an interrupt.
+                self.unwatch(waiter)
                 raise
 
 
