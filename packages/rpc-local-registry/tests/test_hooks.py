@@ -258,7 +258,9 @@ class TestNobodyElseSuffers:
     def test_callbacks_of_futures(self, open_client: RpcClient, raised: BaseException) -> None:
         """They run on the I/O thread; those after one that raises run too."""
         future, told = open_client.ok_async().remote_future(timeout_s=20), threading.Event()
-        future.add_done_callback(burst)
+        # It may be done by now: then it runs here, on the main thread, where an interrupt comes out.
+        with contextlib.suppress(type(raised)):
+            future.add_done_callback(burst)
         future.add_done_callback(lambda _: told.set())
         assert future.result(20) == 7
         assert told.wait(20)
