@@ -20,6 +20,7 @@ import pytest
 
 import rpc_local_registry
 from rpc_local_registry import RpcClient, RpcConfig, RpcError, RpcServer, RpcTimeout, new_key, rpc_method
+from rpc_local_registry import _wire as wire
 from rpc_local_registry.testing import eventually
 
 SOURCES = str(Path(rpc_local_registry.__file__).parent)
@@ -128,6 +129,23 @@ class Bench:
         self.server = RpcServer(self.worker, "ipc://", key).start()
         self.client = RpcClient(self.server.address, key, config=RpcConfig()).start()
         self.number = 0
+        #: Numbers that carried two different messages.
+        self.twice = 0
+
+    def watch_numbers(self) -> None:
+        """From here on no number may carry two different messages: a code's nonce would be used twice."""
+        engine = self.client._core.engine
+        assert engine is not None
+        link, send = engine._link, engine._link.send
+        sent: dict[bytes, bytes] = {}
+
+        def watched(frames: Any, routing_id: bytes = b"") -> bool:
+            first = bytes(frames[0])
+            number = first[wire.MAC_BYTES + 32 : wire.MAC_BYTES + 40]
+            self.twice += sent.setdefault(number, first) != first
+            return send(frames, routing_id)
+
+        link.send = watched  # type: ignore[method-assign]
 
     def next_number(self) -> int:
         self.number += 1
@@ -163,6 +181,7 @@ class Bench:
         assert self.client.statistics().sessions == 1, story
         assert set(self.client.statistics().refused) == set(), story
         assert max(self.worker.ran.values()) == 1, story
+        assert self.twice == 0, story
 
     def close(self) -> None:
         self.client.close()
@@ -213,6 +232,7 @@ def sweep(verb: Callable[[Bench], Any], *, borrowed: bool, first: int, stride: i
     with bench() as made:
         if verb in (cancelled_future, timed_out):
             made.worker.gate.clear()
+        made.watch_numbers()
         interrupted = 0
         for at in range(first, 100_000, stride):
             if borrowed:
