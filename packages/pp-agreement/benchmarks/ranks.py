@@ -2,8 +2,8 @@
 
 Work is emulated by sleeping until each iteration's time, ``stagger`` apart per stage, so the figures are the cost of agreeing
 and of waiting for each other, not of computing. Sleeping lets caches and clock go cold, which multiplies whatever runs next;
-the same iterations without sleeping are the hot rows. The sides of a figure take turns of a hundred iterations, in one run and
-over the same processes.
+the same iterations with a barrier before each instead of the sleep are the hot rows. The sides of a figure take turns of a
+hundred iterations, in one run and over the same processes.
 
 The bare exchange packs, checks and unpacks as many frames as the agreement sends, over persistent requests of the same kind,
 looking as often as a frame needs to arrive within an iteration; see ``bare.py``.
@@ -56,6 +56,9 @@ class Side(Protocol):
     def turn(self) -> None:
         """This rank's calls of one iteration."""
 
+    def note(self) -> None:
+        """Bookkeeping of the benchmark, not measured."""
+
     def settle(self) -> None:
         """Come to rest after a block, together with the other ranks."""
 
@@ -76,16 +79,19 @@ class Agreeing:
         self.admitted = 0
         self.voted: dict[int, float] = {}
         self.latencies: list[float] = []
+        self.events: tuple[Any, ...] = ()
 
     def turn(self) -> None:
         agreement = self.agreement
         self.admitted = number = self.admitted + 1
         key = agreement.admit(number, number, ready=False)
         agreement.vote_terminal(key, Outcome.COMPLETED)
-        events = agreement.poll()
-        now_s = time.monotonic()  # from here on it is the benchmark's own bookkeeping, a microsecond or two
-        self.voted[number] = now_s
-        for event in events:
+        self.events = agreement.poll()
+
+    def note(self) -> None:
+        now_s = time.monotonic()
+        self.voted[self.admitted] = now_s
+        for event in self.events:
             if type(event) is Committed:
                 self.latencies.append(now_s - self.voted.pop(event.key.incarnation))
 
@@ -126,6 +132,9 @@ class Exchanging:
         self.take()
         for peer in self.peers:
             self.send(peer)
+
+    def note(self) -> None:
+        pass
 
     def take(self) -> None:
         quiet = 0
@@ -199,7 +208,7 @@ def block(comm: MPI.Intracomm, side: Side, iterations: int, pause: Callable[[int
     """Wall time and thread CPU in the calls of each iteration, in seconds.
 
     Args:
-        pause: Gives the time of an iteration from the block's start, in seconds; None: back to back.
+        pause: Gives the time of an iteration from the block's start, in seconds; None: as soon as all ranks are there.
     """
     start_s = comm.bcast(time.monotonic() + 0.02, 0)
     walls, cpus = [], []
@@ -208,10 +217,13 @@ def block(comm: MPI.Intracomm, side: Side, iterations: int, pause: Callable[[int
             remaining_s = start_s + pause(number) - time.monotonic()
             if remaining_s > 0:
                 time.sleep(remaining_s)
+        else:
+            comm.Barrier()
         began_s, began_cpu = time.monotonic(), time.thread_time()
         side.turn()
         cpus.append(time.thread_time() - began_cpu)
         walls.append(time.monotonic() - began_s)
+        side.note()
     side.settle()
     cold = min(WARM_UP, iterations // 4)
     return {"wall": sum(walls[cold:]), "cpu": cpus[cold:]}

@@ -75,7 +75,7 @@ class BaseAgreement:
         self.poll_max_s = 0.0
         self.poll_gap_max_s = 0.0
         self._poll_buckets = [0] * BUCKETS
-        self._last_poll_s: float | None = None
+        self._last_poll_s = math.inf  # the first poll follows none
         self._opened_at_s = 0.0
         self.busy_reason = ""
 
@@ -120,8 +120,9 @@ class BaseAgreement:
         if self._failing is not None:
             self._fail_now()
         now_s = self._clock()
-        if self._last_poll_s is not None and now_s - self._last_poll_s > self.poll_gap_max_s:
-            self.poll_gap_max_s = now_s - self._last_poll_s
+        gap_s = now_s - self._last_poll_s
+        if gap_s > self.poll_gap_max_s:
+            self.poll_gap_max_s = gap_s
         self._last_poll_s = now_s
         self.polls += 1
         return now_s
@@ -704,7 +705,8 @@ class Agreement(BaseAgreement):
 
     def _left(self, said: bool) -> bool:
         """Whether the last words have been received by the peers."""
-        if not said or self._core.streams.intents or any(self._core.streams.queues.values()):
+        core = self._core
+        if not said or core.context.frames or core.streams.intents or any(core.streams.queues.values()):
             return False
         try:
             return all(self._transport.outstanding(peer) == 0 for peer in self._core.peers)

@@ -173,13 +173,7 @@ class AgreementCore:
             The answer; ``NOTHING`` where the step stopped the domain or was without effect.
         """
         context = self.context
-        if self._stepping:
-            raise ConcurrentCallError(
-                f"rank {self.rank}: {getattr(work, '__name__', 'a call')} while another call runs"
-            )
-        if context.fault is not None and who != SLOT:
-            if who == HOST:
-                raise DomainStopped(context.fault)
+        if (self._stepping or context.fault is not None) and not self._may_step(work, who):
             return NOTHING
         answer: Any = NOTHING
         self._stepping = True
@@ -193,8 +187,8 @@ class AgreementCore:
             answer = work(*given)
             if self.streams.local:
                 self._deliver_local()
-            if self.book.last is not None and not self.ending.reported and context.fault is None:
-                self.ending.report()
+            if self.book.last is not None:
+                self._report_drain()
         except Violation as violation:
             self._stop(violation)
         except (LocalProtocolError, WouldBlock):
@@ -205,6 +199,20 @@ class AgreementCore:
         finally:
             self._stepping = False
         return answer
+
+    def _may_step(self, work: Callable[..., Any], who: int) -> bool:
+        """Never in the middle of another step; after a fault only to say so."""
+        if self._stepping:
+            name = getattr(work, "__name__", "a call")
+            raise ConcurrentCallError(f"rank {self.rank}: {name} while another call runs")
+        fault = self.context.fault
+        if who == HOST and fault is not None:
+            raise DomainStopped(fault)
+        return who == SLOT
+
+    def _report_drain(self) -> None:
+        if not self.ending.reported and self.context.fault is None:
+            self.ending.report()
 
     @property
     def stepping(self) -> bool:

@@ -60,9 +60,8 @@ _CLOSED_MARK = 0xC0  # stands where a COMMIT has its outcome
 # Names of the hot path: looking a member up on its Enum class, and its name on it, takes as long as ten lines.
 _PREPARE, _RELEASE, _ABORT, _FINALIZE = int(Kind.PREPARE), int(Kind.RELEASE), int(Kind.ABORT), int(Kind.FINALIZE)
 _COMMIT, _REASONS, _TERMINAL = int(Kind.COMMIT), int(Kind.REASONS), Kind.TERMINAL
-_NOT_USED, _VOTED, _BY_VOTE, _BY_COMMIT = (
-    ReadyState.NOT_USED, TerminalState.VOTED, TerminalInput.VOTE, TerminalInput.COMMIT,
-)  # fmt: skip
+_VOTED = TerminalState.VOTED
+_AFTER_VOTE, _AFTER_COMMIT = TERMINAL_AFTER[TerminalInput.VOTE], TERMINAL_AFTER[TerminalInput.COMMIT]
 _BY_NOT_USED = ReadyInput.NOT_USED
 _DECIDED = {
     _PREPARE: (ReadyInput.PREPARE, "PREPARE"),
@@ -434,17 +433,15 @@ class Member:
         if round_ is None:
             context.refuse("terminal vote for a decided request", key)
         own = round_.own
-        after = TERMINAL_AFTER[_BY_VOTE][own.terminal][own.ready]
+        after = _AFTER_VOTE[own.terminal][own.ready]
         if after is None:
             self._check_same_vote(key, round_, outcome, disposition, why)
             return False
-        if disposition:
-            if not outcome:
-                context.refuse("COMPLETED with QUARANTINE", key, round_)
-            if not own.doubt_expired and not self._doubt_is_due(round_):
-                context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
+        if outcome or disposition or why:
+            if disposition:
+                self._check_quarantine(key, round_, outcome)
+            own.outcome, own.disposition, own.reason = outcome + 0, disposition + 0, why + 0
         own.terminal = after
-        own.outcome, own.disposition, own.reason = outcome + 0, disposition + 0, why + 0
         own.next_intent = NEXT_NOTHING
         own.voted_at_s = context.elapsed_s
         if own.doubt_at_s is not None:
@@ -453,6 +450,12 @@ class Member:
             self.rounds.note(round_, "terminal vote", self.context.me)
         self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, own.outcome, own.disposition, own.reason)
         return True
+
+    def _check_quarantine(self, key: Key, round_: Round, outcome: Outcome) -> None:
+        if not outcome:
+            self.context.refuse("COMPLETED with QUARANTINE", key, round_)
+        if not round_.own.doubt_expired and not self._doubt_is_due(round_):
+            self.context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
 
     def _check_same_vote(
         self, key: Key, round_: Round, outcome: Outcome, disposition: Disposition, why: Reason
@@ -561,7 +564,8 @@ class Member:
         elif kind == _RELEASE:
             context.emit(ev.Released(round_.key))
         else:
-            self._measure(own.leased_at_s)
+            if own.leased_at_s is not None:
+                self._measure(own.leased_at_s)
             context.emit(ev.Completed(round_.key))
 
     def _finalized(self, round_: Round, mode: FinalizeMode, reason: int) -> None:
@@ -604,11 +608,12 @@ class Member:
         own, context = round_.own, self.context
         if outcome < own.outcome or disposition < own.disposition or (disposition and not outcome):
             self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {own.outcome}")
-        after = TERMINAL_AFTER[_BY_COMMIT][own.terminal][own.ready]
+        after = _AFTER_COMMIT[own.terminal][own.ready]
         if after is None:
             self._impossible(round_, _COMMIT, f"in {own.terminal.name}, {own.ready.name}")
         own.terminal = after
-        self._measure(own.voted_at_s)
+        if own.voted_at_s is not None:
+            self._measure(own.voted_at_s)
         self.committed += 1
         self.outcome_counts[outcome] += 1
         self._finals.update(_FINAL_PACK(*round_.key, outcome, disposition))
@@ -624,9 +629,7 @@ class Member:
     def _reasons(self, packed: int) -> tuple[Reason, ...]:
         return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.voices)])
 
-    def _measure(self, since_s: float | None) -> None:
-        if since_s is None:
-            return
+    def _measure(self, since_s: float) -> None:
         latency_s = self.context.elapsed_s - since_s
         self.latency_sum_s += latency_s
         if latency_s > self.latency_max_s:

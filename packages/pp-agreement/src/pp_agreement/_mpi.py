@@ -77,8 +77,9 @@ class MpiTransport:
         self._all = 0  # their mask
         self._nothing = Sweep([], 0)  # a sweep that found every ring empty
         self._sending = False  # whether a send may be outstanding
-        self._left_over = False  # frames that the last sweep had no room for
+        self._waiting = 0  # frames that have arrived and were not handed over yet
         self._start = 0
+        self._turns: list[tuple[_Stream, ...]] = []  # the streams, beginning with each in turn
         self._requests: list[Any] = []  # all posted receives, by peer and slot
         self._owners: list[tuple[_Stream, int]] = []  # whose they are
         self._statuses: list[Any] = []
@@ -108,6 +109,8 @@ class MpiTransport:
             self.close(False)
             raise TransportError(f"no persistent requests: {error}") from error
         self._statuses = [MPI.Status() for _ in self._requests]
+        streams = tuple(self._streams.values())
+        self._turns = [(*streams[place:], *streams[:place]) for place in range(len(streams))]
 
     def _make_communicator(self) -> Any:
         """Making it waits for every member, and MPI offers no bound: a thread waits, this one only so long."""
@@ -172,16 +175,17 @@ class MpiTransport:
             return Sweep(frames, 0)
         look, requests, statuses = MPI.Request.Testsome, self._requests, self._statuses
         quiet = 0
-        if self._left_over and self._move(frames, frames_max):
+        if self._waiting and self._move(frames, frames_max):
             return Sweep(frames, self._empty())
         try:
             while True:
                 found = look(requests, statuses)
                 if found:
-                    for place, index in enumerate(found):
+                    for index, status in zip(found, statuses):
                         stream, slot = self._owners[index]
-                        stream.arrived[slot] = statuses[place].Get_count(MPI.BYTE)
+                        stream.arrived[slot] = status.Get_count(MPI.BYTE)
                         stream.waiting += 1
+                    self._waiting += len(found)
                     quiet = 0
                     if self._move(frames, frames_max):
                         return Sweep(frames, self._empty())
@@ -196,21 +200,20 @@ class MpiTransport:
             return Sweep(frames, 0)
 
     def _move(self, frames: list[tuple[int, bytes]], frames_max: int) -> bool:
-        """Move what has arrived into ``frames``; True: their limit is reached."""
-        order = self._order
-        self._start = start = (self._start + 1) % len(order)
-        live = [self._streams[peer] for peer in (*order[start:], *order[:start])]
-        while live:
-            for stream in tuple(live):
-                if len(frames) >= frames_max:
-                    self._left_over = True
-                    return True
-                data = stream.take()
-                if data is None:
-                    live.remove(stream)
-                else:
-                    frames.append((stream.peer, data))
-        self._left_over = False
+        """Move what has arrived into ``frames``; True: their limit is reached. Fair: one frame of each peer in turn."""
+        self._start = start = (self._start + 1) % len(self._turns)
+        live = True
+        while live and self._waiting > 0:
+            live = False
+            for stream in self._turns[start]:
+                if stream.waiting:
+                    if len(frames) >= frames_max:
+                        return True
+                    data = stream.take()
+                    if data is not None:
+                        live = True
+                        self._waiting -= 1
+                        frames.append((stream.peer, data))
         return len(frames) >= frames_max
 
     def _empty(self) -> int:
@@ -218,8 +221,11 @@ class MpiTransport:
         return sum(1 << peer for peer in self._order if not self._streams[peer].waiting)
 
     def _is_sending(self) -> bool:
-        self._sending = any(stream.count and stream.outstanding() for stream in self._streams.values())
-        return self._sending
+        for stream in self._streams.values():
+            if stream.count and stream.outstanding():
+                return True
+        self._sending = False
+        return False
 
     def deaths(self) -> tuple[tuple[int, str], ...]:
         """See :class:`Transport`."""
@@ -273,6 +279,7 @@ class _Stream:
         self._first = 0  # oldest outstanding send
         self.count = 0
         self._buffers = [bytearray(frame_bytes_max) for _ in range(window)]
+        self._views = [memoryview(buffer) for buffer in self._buffers]
         self.receives = [comm.Recv_init([b, len(b), MPI.BYTE], source=peer, tag=TAG) for b in self._buffers]
         self.arrived: list[int] = [-1] * window  # bytes in each slot; -1: nothing yet
         self.waiting = 0  # slots with something
@@ -291,9 +298,8 @@ class _Stream:
         slot = (self._first + self.count) % self._window
         length = len(frame)
         self._send_buffers[slot][:length] = frame
-        for index, size in enumerate(self._sizes):
+        for size, request in zip(self._sizes, self._sends[slot]):
             if length <= size:
-                request = self._sends[slot][index]
                 request.Start()
                 self._active[slot] = request
                 self.count += 1
@@ -306,8 +312,8 @@ class _Stream:
         size = self.arrived[head]
         if size < 0:
             return None
-        arrived = memoryview(self._buffers[head])[:size]
-        data = bytes(arrived[: frame_length(arrived)])
+        arrived = self._views[head][:size]
+        data = arrived[: frame_length(arrived)].tobytes()
         self.arrived[head] = -1
         self.waiting -= 1
         self.receives[head].Start()

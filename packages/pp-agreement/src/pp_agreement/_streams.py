@@ -153,7 +153,14 @@ class Streams:
     def fill(self, peer: int, outstanding: int) -> None:
         """A slot towards ``peer`` is free: one frame of what waits, or a heartbeat when nothing else is under way."""
         context = self.context
-        records = self._take_from_queue(peer) if self.counts_own else self._take_intents()
+        intents = self.intents
+        if self.counts_own:
+            records = self._take_from_queue(peer)
+        elif len(intents) <= self.limit:
+            records = tuple(intents.values())
+            intents.clear()
+        else:
+            records = tuple([intents.pop(place) for place in list(intents)[: self.limit]])
         busy_ms = self.busy_pending.pop(peer, 0) if self.busy_pending else 0
         if records:
             kinds = self.sent_kinds
@@ -178,15 +185,6 @@ class Streams:
         records = tuple(queue[:limit])
         del queue[:limit]
         return records
-
-    def _take_intents(self) -> tuple[Record, ...]:
-        intents, limit = self.intents, self.limit
-        if len(intents) <= limit:
-            records = tuple(intents.values())
-            intents.clear()
-            return records
-        places = list(intents)[:limit]
-        return tuple([intents.pop(place) for place in places])
 
     # -- what comes -------------------------------------------------------------------------------------------------
 
