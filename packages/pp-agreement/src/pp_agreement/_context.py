@@ -130,7 +130,11 @@ class Context:
 
     def tell(self, round_: Round) -> tuple[str, ...]:
         """A round's story, a line per entry."""
-        return tuple(f"{at_s:.6f} {what} (rank {self.name(source)})" for at_s, what, source in round_.story)
+        story = round_.story
+        return tuple(
+            f"{at_s:.6f} {what} (rank {self.name(source)})"
+            for at_s, what, source in zip(story[::3], story[1::3], story[2::3])
+        )
 
     def copy(self) -> Context:
         """An independent copy, for explorers."""

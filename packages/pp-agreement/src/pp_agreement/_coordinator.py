@@ -143,7 +143,7 @@ class Coordinator:
             if took_part & bit:
                 context.blame(source, "voted terminal while its readiness attempt is open", round_)
         if outcome or disposition or reason:
-            tally.terminal_votes[source] = (outcome, disposition, reason)
+            tally.terminal_votes = {**tally.terminal_votes, source: (outcome, disposition, reason)}
         tally.terminal_mask = voted = tally.terminal_mask | bit
         self.rounds.note(round_, "terminal vote", source)
         if phase is _GATHERING and tally.votes:

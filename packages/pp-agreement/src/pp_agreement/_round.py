@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from pp_agreement._events import Key, Record, key_of
 from pp_agreement._state import Phase, ReadyState, TerminalState
 
 PLAIN_VOTE = (0, 0, 0)
 """COMPLETED, RELEASE, without a reason: what nearly all votes are."""
+NO_VOTES: Mapping[int, tuple[int, int, int]] = MappingProxyType({})
 NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
 _IDLE, _OPEN, _GATHERING = ReadyState.IDLE, TerminalState.OPEN, Phase.GATHERING
 
@@ -95,7 +100,7 @@ class Tally:
         self.recalled = 0  # members whose advice was passed on: of each once
         self.doubted = 0
         self.terminal_mask = 0
-        self.terminal_votes: dict[int, tuple[int, int, int]] = {}  # those that are not ``PLAIN_VOTE``
+        self.terminal_votes: Mapping[int, tuple[int, int, int]] = NO_VOTES  # those that are not ``PLAIN_VOTE``
 
     def next_attempt(self) -> None:
         """Everything that speaks of one attempt only."""
@@ -107,7 +112,6 @@ class Tally:
         twin = Tally.__new__(Tally)
         for name in Tally.__slots__:
             setattr(twin, name, getattr(self, name))
-        twin.terminal_votes = dict(self.terminal_votes)
         return twin
 
     def fingerprint(self) -> tuple[object, ...]:
@@ -136,7 +140,7 @@ class Round:
         self.own = Own()
         self.tally: Tally | None = Tally() if counts else None
         self.touched_s = 0.0  # last progress
-        self.story: list[tuple[float, str, int]] = []
+        self.story: list[Any] = []  # time, what and whose, three by three: no object per entry; told when it is read
 
     def next_attempt(self) -> None:
         """This rank's next attempt begins."""

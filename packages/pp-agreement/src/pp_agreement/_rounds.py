@@ -17,7 +17,7 @@ class Rounds:
         self.streams = streams
         self.timers = Timers(context.config)
         self.credits = context.config.credits
-        self.story_max = context.config.story_entries_max
+        self.story_max = 3 * context.config.story_entries_max
         self.open: dict[int, Round] = {}
         self.by_request: dict[int, tuple[int, ...]] = {}  # an index: open incarnations of a request id, oldest first
         self.blocked: list[int] = []
@@ -104,10 +104,11 @@ class Rounds:
         context, story = self.context, round_.story
         round_.touched_s = context.elapsed_s
         if len(story) < self.story_max:
-            story.append((context.now_s, what, source))
+            story += (context.now_s, what, source)
         elif story:
-            del story[min(4, self.story_max - 1)]
-            story.append((context.now_s, what, source))
+            oldest = min(12, self.story_max - 3)  # of those after the first four
+            del story[oldest : oldest + 3]
+            story += (context.now_s, what, source)
 
     def copy(self, context: Context, streams: Streams) -> Rounds:
         """An independent copy, for explorers."""
