@@ -621,7 +621,8 @@ class Agreement(BaseAgreement):
                 self._outstanding_max = outstanding
             if free:
                 core.call(core.streams.fill, (peer, outstanding), now_s, SLOT)
-                self._send()
+                if core.context.frames:
+                    self._send()
             else:
                 self._refused_slots += 1
 

@@ -89,7 +89,7 @@ class Member:
         self.activated_count = 0
         self._finals = blake2b(digest_size=16)
         self._activations = blake2b(digest_size=16)
-        self._no_reasons = (REASONS[0],) * context.voices
+        self.no_reasons = (REASONS[0],) * context.voices
         self.outcome_counts = [0, 0, 0]
         self.ignored = 0
         self.latency_sum_s = 0.0
@@ -198,9 +198,11 @@ class Member:
         if type(key) is not Key:
             refuse(f"{key!r} is not a Key")
         request_id, incarnation, attempt = key
+        round_ = self.rounds.open.get(incarnation) if type(incarnation) is int else None
+        if round_ is not None and round_.key is key and round_.heard:  # the very key that this rank gave
+            return round_
         if type(incarnation) is not int or type(attempt) is not int or attempt < 0:
             refuse(f"{key!r} holds something else than counts")
-        round_ = self.rounds.open.get(incarnation)
         if round_ is None:
             if incarnation > self.rounds.heard or incarnation < 1:
                 refuse("unknown incarnation: not admitted here", key)
@@ -617,7 +619,7 @@ class Member:
         self.committed += 1
         self.outcome_counts[outcome] += 1
         self._finals.update(_FINAL_PACK(*round_.key, outcome, disposition))
-        reasons = self._reasons(own.reasons) if own.reasons else self._no_reasons
+        reasons = self._reasons(own.reasons) if own.reasons else self.no_reasons
         context.emit(ev.committed(round_.key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons))
         self.rounds.retire(round_)
         if disposition:
