@@ -4,8 +4,8 @@ One process: the hot exchange of four ranks, 256 requests at once at the coordin
 (``ranks.py``): iterations of 20 ms with a stagger of 4 ms per stage. What everything is compared with stands in ``bare.py``.
 Both sides of a figure are measured in turn, in one run.
 
-    python benchmarks/bench_agreement.py             # about three minutes
-    python benchmarks/bench_agreement.py --one       # without the MPI ranks
+    python benchmarks/bench_agreement.py                  # all parts, three to four minutes
+    python benchmarks/bench_agreement.py hot over_mpi     # some of hot, at_once, long_life, over_mpi
 """
 
 from __future__ import annotations
@@ -319,5 +319,5 @@ def over_mpi() -> list[Figure]:
 
 
 if __name__ == "__main__":
-    parts = [hot, at_once, long_life]
-    run_benchmark(*parts if "--one" in sys.argv else [*parts, over_mpi])
+    parts = {part.__name__: part for part in (hot, at_once, long_life, over_mpi)}
+    run_benchmark(*[parts[name] for name in sys.argv[1:] or parts])
