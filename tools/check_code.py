@@ -23,9 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Circles that stand for now. One that is gone must be removed here.
-CIRCLES: frozenset[frozenset[str]] = frozenset(
-    {frozenset(f"meta_executor.engine.{name}" for name in ("base", "llama", "sampling", "synthetic", "weights"))}
-)
+CIRCLES: frozenset[frozenset[str]] = frozenset()
 #: Files whose expressions are still to be mended. One that is clean must be removed here.
 SLOW_FILES: frozenset[str] = frozenset()
 #: Names that somebody calls by their form.

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from meta_executor.config import apply_environment, service_config
-from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, model_info
+from meta_executor.engine.base import SamplingParams, StageSpec
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.evidence.verify import verify_folder

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from meta_executor.config import apply_environment, load_service_config
-from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, model_info
+from meta_executor.engine.base import SamplingParams, StageSpec
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.evidence.verify import verify_folder

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from meta_executor.config import EngineConfig
-from meta_executor.engine.base import SamplingParams, StageSpec, create_engine, model_info
+from meta_executor.engine.base import SamplingParams, StageSpec
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 
@@ -204,16 +205,16 @@ def test_stop_strings_end_the_answer(client, model, reference):
     assert answer.choices[0].text == wanted[: wanted.index(stop)]
 
 
-def test_what_was_opened_was_decided_and_came_by_the_stream(service, client, model):
-    """After all of the above: agreement equal on every context rank, all requests by the front's RPC, both ranks routed to."""
+def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, model):
+    """After all of the above: agreement equal on every context rank, both submit paths used, both ranks routed to."""
     complete(client, model, PROMPTS[1])
     statistics = service.statistics()
     context = next(s for s in statistics.values() if s.role == "context")
     generation = next(s for s in statistics.values() if s.role == "generation")
     assert context.rpc_submits > 0
     assert context.local_submits == 0
-    assert generation.local_submits == 0
-    assert generation.rpc_submits > 0
+    assert generation.local_submits > 0
+    assert generation.rpc_submits == 0
     assert len({r.agreement_opened for r in context.ranks}) == 1
     assert context.ranks[0].agreement_opened > 0
     assert all(count > 0 for count in generation.routed_per_rank)

@@ -1,18 +1,21 @@
 """What the host costs: a whole service on the synthetic engine, against an earlier commit run in turn with it.
 
+    python bench_service.py [--against COMMIT | FOLDER] [--requests N] [--rounds N] [--idle S]
+
 PP4 to two attention-DP ranks of 256, a step of 20 ms of device time, 1,024 + 64 tokens, 400 clients. Processor time of every
-process of the service per token, of the generation loops per token, tokens per second, failures; idle, its share of a core.
-``BASELINE`` names the commit (``none``: only this tree); ``REQUESTS`` and ``ROUNDS`` make it shorter.
+process of the service per token, of the generation loops per token, tokens per second, failures, iterations of the loops that
+took long, and who had no time left; while idle its share of a core, and the first token of a request that comes alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import statistics
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +23,25 @@ from trial import ROOT, Trial, load, running
 
 from meta_executor.bench.load import LoadConfig
 
-BASELINE = os.environ.get("BASELINE", "7c5a122")
-REQUESTS = int(os.environ.get("REQUESTS", "1200"))
-ROUNDS = int(os.environ.get("ROUNDS", "3"))
 CLIENTS = 400
-IDLE_S = 60.0
+STEP_MS = 20
+#: Requests one after the other, for the first token of a request that comes alone (count).
+ALONE = 15
 VOCABULARY = 32_000
 
 
-def configuration(*, new: bool) -> dict[str, Any]:
-    """The service; the earlier engine has no setting that keeps its own hashing out of the figures."""
+def configuration(tree: Path) -> dict[str, Any]:
+    """The service; an earlier engine has no setting that keeps its own hashing out of the figures."""
     synthetic: dict[str, Any] = {
         "layer_count": 8,
         "kv_head_count": 2,
         "head_dim": 8,
         "vocab_size": VOCABULARY,
-        "step_ms": 20,
+        "step_ms": STEP_MS,
     }
-    if new:
+    if "kv_check" in (tree / "packages/meta-executor/src/meta_executor/config.py").read_text("utf-8"):
         synthetic["kv_check"] = "off"
+    rpc = {"local_fastpath": True}
     return {
         "port": 0,
         "engine": {"kind": "synthetic", "synthetic": synthetic},
@@ -51,6 +54,7 @@ def configuration(*, new: bool) -> dict[str, Any]:
                 "enable_async_terminal_agreement": True,
                 "enable_async_readiness_agreement": True,
             },
+            "rpc": rpc,
         },
         "generation_servers": {
             "tensor_parallel_size": 2,
@@ -58,35 +62,47 @@ def configuration(*, new: bool) -> dict[str, Any]:
             "max_batch_size": 256,
             "max_num_tokens": 512,
             "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 300_000},
+            "rpc": rpc,
         },
     }
 
 
-def measure(tree: Path, *, new: bool, idle: bool = False) -> tuple[Trial, float]:
-    """One service, warmed, loaded once; and its share of a core while idle before that (0 where not asked)."""
-    with running(tree, configuration(new=new)) as service:
-        load(
-            service,
-            LoadConfig(requests=32, concurrency=32, prompt_tokens=1024, answer_tokens=16),
-            vocab_size=VOCABULARY,
-        )
-        share = 0.0
-        if idle:
+@dataclass(frozen=True)
+class Measured:
+    """One service, loaded once."""
+
+    trial: Trial
+    #: Share of a core while idle, and first token of a request that comes alone (s); None where not asked.
+    idle: float | None
+    alone_s: float | None
+
+
+def measure(tree: Path, *, requests: int, idle_s: float) -> Measured:
+    """Start, warm, be idle for so long (0: not at all), load, drain."""
+    with running(tree, configuration(tree)) as service:
+
+        def send(count: int, clients: int, answer_tokens: int) -> Trial:
+            config = LoadConfig(requests=count, concurrency=clients, prompt_tokens=1024, answer_tokens=answer_tokens)
+            return load(service, config, vocab_size=VOCABULARY)
+
+        send(32, 32, 16)
+        idle = alone_s = None
+        if idle_s:
             time.sleep(3.0)
             before = service.usage()
-            time.sleep(IDLE_S)
-            share = service.usage().since(before).total() / IDLE_S
-        config = LoadConfig(requests=REQUESTS, concurrency=CLIENTS, prompt_tokens=1024, answer_tokens=64)
-        return load(service, config, vocab_size=VOCABULARY), share
+            time.sleep(idle_s)
+            idle = service.usage().since(before).total() / idle_s
+            alone_s = send(ALONE, 1, 8).first_s()
+        return Measured(send(requests, CLIENTS, 64), idle, alone_s)
 
 
-def earlier(folder: Path) -> Path | None:
-    """The sources of the baseline commit, unpacked; None where git does not have it."""
-    if BASELINE == "none":
-        return None
-    archive = subprocess.run(["git", "archive", BASELINE, "packages"], cwd=ROOT, capture_output=True)
+def unpacked(commit: str, folder: Path) -> Path:
+    """The sources of a commit, or of a folder that holds a tree's ``packages``."""
+    if (Path(commit) / "packages").is_dir():
+        return Path(commit).resolve()
+    archive = subprocess.run(["git", "archive", commit, "packages"], cwd=ROOT, capture_output=True)
     if archive.returncode != 0:
-        return None
+        raise SystemExit(f"--against {commit}: {archive.stderr.decode().strip()}")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder
 
@@ -103,75 +119,113 @@ def plain_loop_s() -> float:
     return (time.thread_time() - began_s) / (300 * 200)
 
 
-def figure(
-    name: str, value: float, unit: str, baseline: float | None, ratio: float | None, goal: str, met: object
-) -> str:
-    """One line."""
-    return json.dumps(
-        {"name": name, "value": value, "unit": unit, "baseline": baseline, "ratio": ratio, "goal": goal, "met": met}
+def tell(name: str, trial: Trial) -> None:
+    """A row of the table."""
+    per_token = trial.per_token_s
+    print(
+        f"{name:9} {trial.tokens / trial.result.seconds:7.0f} tokens/s  first p50 {trial.first_s():6.2f} s  processor time "
+        f"per token {1e6 * per_token():6.0f} us: front {1e6 * per_token('front'):5.0f}, context {1e6 * per_token('ctx'):5.0f}, "
+        f"generation {1e6 * per_token('gen'):5.0f} (loops {1e6 * trial.loop_per_token_s():5.1f}); load generator "
+        f"{1e6 * trial.result.cpu_s / max(trial.tokens, 1):4.0f}; {len(trial.failures)} failures {trial.failures[:1]}\n"
+        f"          {trial.limit()}; turns of the loops: context "
+        f"{trial.turns_of('ctx').get('all', 'not counted')}, generation {trial.turns_of('gen') or 'not counted'}",
+        flush=True,
     )
 
 
-def tell(name: str, trials: list[Trial]) -> None:
-    """A table's rows of one tree."""
-    for trial in trials:
-        result = trial.result
-        firsts = sorted(outcome.first_s for outcome in result.outcomes)
-        print(
-            f"{name:9} {trial.tokens / result.seconds:9.0f} tokens/s  first p50 {firsts[len(firsts) // 2]:6.2f} s  per token "
-            f"{1e6 * trial.per_token_s():7.0f} us: front {1e6 * trial.per_token_s('front'):6.0f}, context "
-            f"{1e6 * trial.per_token_s('ctx'):6.0f}, generation {1e6 * trial.per_token_s('gen'):6.0f} (loops "
-            f"{1e6 * trial.loop_per_token_s():6.1f}), load generator {100 * result.share:3.0f} % of a core, "
-            f"{len(trial.failures)} failures {trial.failures[:1]}",
-            flush=True,
+def figure(
+    name: str, value: float, unit: str, baseline: float | None, ratio: float | None, goal: str, met: object
+) -> None:
+    """Print one."""
+    print(
+        json.dumps(
+            {"name": name, "value": value, "unit": unit, "baseline": baseline, "ratio": ratio, "goal": goal, "met": met}
         )
+    )
+
+
+def middle(values: list[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def longest_turn_ms(trials: list[Trial]) -> float | None:
+    """The smallest edge that no iteration of a generation loop exceeded (ms); None where turns are not counted."""
+    longer: dict[int, int] = {}
+    for trial in trials:
+        for edge, count in trial.turns_of("gen").items():
+            if edge != "all":
+                longer[int(edge.removesuffix("ms"))] = longer.get(int(edge.removesuffix("ms")), 0) + count
+    return next((float(edge) for edge in sorted(longer) if not longer[edge]), float("inf")) if longer else None
+
+
+def tell_own(new: list[Measured]) -> None:
+    """Figures of this tree alone."""
+    trials = [one.trial for one in new]
+    failures = sum(len(trial.failures) for trial in trials)
+    figure("failures", failures, "requests", None, None, "0", failures == 0)
+    idle = [one.idle for one in new if one.idle is not None]
+    if idle:
+        figure("idle share of a core", round(middle(idle), 4), "core", None, None, "<= 0.02", middle(idle) <= 0.02)
+    loop, plain = middle([trial.loop_per_token_s() for trial in trials]), middle([plain_loop_s() for _ in range(5)])
+    ratio = loop / plain
+    figure("generation loop over a plain Python loop", 1e6 * loop, "us/token", 1e6 * plain, ratio, "<= 4", ratio <= 4)
+    longest = longest_turn_ms(trials)
+    if longest is not None:
+        goal = STEP_MS / 10
+        figure("longest turn of a generation loop", longest, "ms, at most", None, None, f"<= {goal:g}", longest <= goal)
+
+
+def tell_against(new: list[Measured], old: list[Measured]) -> None:
+    """Figures of both trees."""
+
+    def compare(name: str, unit: str, of: Any, scale: float, goal: str, met: Any) -> None:
+        values = [[of(one) for one in side if of(one) is not None] for side in (new, old)]
+        if not all(values):
+            return
+        value, before = (middle(side) for side in values)
+        ratio = value / before
+        figure(name, round(scale * value, 2), unit, round(scale * before, 2), round(ratio, 4), goal, met(ratio))
+
+    compare("service processor time per token", "us", lambda one: one.trial.per_token_s(), 1e6, "<= 0.125",
+            lambda ratio: ratio <= 0.125)  # fmt: skip
+    compare("generation loop processor time per token", "us", lambda one: one.trial.loop_per_token_s(), 1e6, "<= 0.05",
+            lambda ratio: ratio <= 0.05)  # fmt: skip
+    compare("tokens per second", "1/s", lambda one: one.trial.tokens / one.trial.result.seconds, 1, ">= 5",
+            lambda ratio: ratio >= 5)  # fmt: skip
+    compare("first token of a request that comes alone", "ms", lambda one: one.alone_s, 1e3, "<= 1",
+            lambda ratio: ratio <= 1)  # fmt: skip
 
 
 def main() -> None:
     """Measure in turn, print, one line per figure."""
-    new: list[Trial] = []
-    old: list[Trial] = []
-    idle = 0.0
-    with tempfile.TemporaryDirectory(prefix="base-") as scratch:
-        tree = earlier(Path(scratch))
-        for turn in range(ROUNDS):
-            trial, share = measure(ROOT, new=True, idle=turn == 0)
-            idle = idle or share
-            new.append(trial)
-            tell("this tree", new[-1:])
-            if tree is not None:
-                old.append(measure(tree, new=False)[0])
-                tell(BASELINE, old[-1:])
-    failures = sum(len(trial.failures) for trial in new)
-    middle = statistics.median
-    per_token = middle(trial.per_token_s() for trial in new)
-    loop = middle(trial.loop_per_token_s() for trial in new)
-    rate = middle(trial.tokens / trial.result.seconds for trial in new)
-    print(figure("failures", failures, "requests", None, None, "0", failures == 0))
-    print(figure("idle share of a core", round(idle, 4), "core", None, None, "<= 0.02", idle <= 0.02))
-    plain = middle(plain_loop_s() for _ in range(5))
-    print(
-        figure(
-            "loop over a plain Python loop",
-            1e6 * loop,
-            "us/token",
-            1e6 * plain,
-            loop / plain,
-            "<= 4",
-            loop / plain <= 4,
-        )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--against",
+        default="7c5a122",
+        metavar="COMMIT",
+        help="run in turn with it, or with a folder's packages; 'none': alone",
     )
-    if not old:
-        return
-    for name, value, unit, before, goal, met in (
-        ("service processor time per token", 1e6 * per_token, "us", 1e6 * middle(t.per_token_s() for t in old), "<= 0.125",
-         lambda ratio: ratio <= 0.125),
-        ("generation loop processor time per token", 1e6 * loop, "us", 1e6 * middle(t.loop_per_token_s() for t in old),
-         "<= 0.05", lambda ratio: ratio <= 0.05),
-        ("tokens per second", rate, "1/s", middle(t.tokens / t.result.seconds for t in old), ">= 5", lambda ratio: ratio >= 5),
-    ):  # fmt: skip
-        ratio = value / before
-        print(figure(name, round(value, 2), unit, round(before, 2), round(ratio, 4), goal, met(ratio)))
+    parser.add_argument("--requests", type=int, default=1200, help="of each load (count)")
+    parser.add_argument("--rounds", type=int, default=3, help="loads of each tree (count)")
+    parser.add_argument(
+        "--idle", type=float, default=60.0, metavar="S", help="idle before the first load; 0: not at all"
+    )
+    options = parser.parse_args()
+    new: list[Measured] = []
+    old: list[Measured] = []
+    with tempfile.TemporaryDirectory(prefix="base-") as scratch:
+        tree = None if options.against == "none" else unpacked(options.against, Path(scratch))
+        for turn in range(options.rounds):
+            idle_s = 0.0 if turn else options.idle
+            new.append(measure(ROOT, requests=options.requests, idle_s=idle_s))
+            tell("this tree", new[-1].trial)
+            if tree is not None:
+                old.append(measure(tree, requests=options.requests, idle_s=min(idle_s, 1.0)))
+                tell(options.against, old[-1].trial)
+    tell_own(new)
+    if old:
+        tell_against(new, old)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +26,9 @@ from meta_executor.bench.load import LoadConfig, LoadResult, run_load
 ROOT = Path(__file__).resolve().parents[3]
 _TICKS_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _READY = re.compile(r"http://[0-9.]+:[0-9]+")
+_TURNS = re.compile(r'^meta_executor_rank_(turns\w*)\{rank="(\d+)"\} ([0-9.e+]+)$', re.MULTILINE)
+#: Asks this machine's services, never a proxy.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 START_S, STOP_S = 180.0, 90.0
 
 
@@ -33,7 +38,7 @@ class Usage:
 
     Attributes:
         processes: By "kind pid".
-        loops: Main threads of ranks, by the same names: the threads that iterate.
+        loops: Main threads of ranks and of the front, by the same names: the threads that iterate.
         threads: Threads of each process now (count).
     """
 
@@ -63,7 +68,7 @@ def usage_of(root_pid: int) -> Usage:
             name = f"{_kind(words)} {pid}"
             usage.processes[name] = _cpu_s(Path(f"/proc/{pid}/stat"))
             usage.threads[name] = len(os.listdir(f"/proc/{pid}/task"))
-            if name.startswith(("ctx", "gen")):
+            if name.startswith(("ctx", "gen", "front")):
                 usage.loops[name] = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
     return usage
 
@@ -107,6 +112,20 @@ class Service:
     def usage(self) -> Usage:
         """Processor time so far."""
         return usage_of(self.process.pid)
+
+    def turns(self) -> Counter[tuple[str, str]]:
+        """Iterations of an instance's loops, and those that took longer than each edge, by (owner, name); empty where the tree
+        does not count them."""
+        found: Counter[tuple[str, str]] = Counter()
+        for server in json.loads(_fetched(f"{self.url}/server_info"))["servers"]:
+            for name, _, count in _TURNS.findall(_fetched(f"{server['url']}/metrics")):
+                found[server["owner_id"], name] += int(float(count))
+        return found
+
+
+def _fetched(url: str) -> str:
+    with _DIRECT.open(url, timeout=30) as answer:
+        return str(answer.read().decode())
 
 
 @contextlib.contextmanager
@@ -164,6 +183,7 @@ class Trial:
 
     result: LoadResult
     used: Usage
+    turns: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def tokens(self) -> int:
@@ -184,9 +204,39 @@ class Trial:
         loops = sum(used for name, used in self.used.loops.items() if name.startswith("gen"))
         return loops / max(self.tokens, 1)
 
+    def first_s(self) -> float:
+        """Time to the first piece, in the middle of all requests (s)."""
+        firsts = sorted(outcome.first_s for outcome in self.result.outcomes)
+        return firsts[len(firsts) // 2]
+
+    def turns_of(self, kind: str) -> dict[str, int]:
+        """Iterations of a kind's loops that took longer, by edge ("2ms"), and all of them ("all")."""
+        names: Counter[str] = Counter()
+        for (owner, name), count in self.turns.items():
+            if owner.startswith(kind):
+                names[name.removeprefix("turns").removeprefix("_over_") or "all"] += count
+        return dict(names)
+
+    def limit(self) -> str:
+        """What had no time left, with numbers: the machine's cores, or a thread that can use only one of them."""
+        seconds, cores = self.result.seconds, len(os.sched_getaffinity(0))
+        whole = (self.used.total() + self.result.cpu_s) / seconds
+        threads = {name.split()[0] + " main thread": used / seconds for name, used in sorted(self.used.loops.items())}
+        threads["load generator"] = self.result.share
+        busiest = max(threads, key=lambda name: threads[name])
+        said = f"{whole:.2f} of {cores} cores used, busiest thread: {busiest} {100 * threads[busiest]:.0f} % of a core"
+        if threads[busiest] >= 0.85:
+            return f"limit: {busiest} ({said})"
+        if whole >= 0.85 * cores:
+            return f"limit: the machine's cores ({said})"
+        return f"limit: not the host's processor time ({said})"
+
 
 def load(service: Service, config: LoadConfig, *, vocab_size: int, model: str = "synthetic") -> Trial:
     """Send one load."""
-    before = service.usage()
+    turns, before = service.turns(), service.usage()
     result = run_load(service.url, model, vocab_size, config)
-    return Trial(result, service.usage().since(before))
+    used = service.usage().since(before)
+    # Ranks tell rank 0 their counters twice a second.
+    time.sleep(1.0)
+    return Trial(result, used, service.turns() - turns)

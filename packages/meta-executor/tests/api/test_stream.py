@@ -1,4 +1,5 @@
-"""The one stream of an instance: a real service behind a real RPC server, with a desk that only remembers."""
+"""The one stream of an instance, from the front's end to a desk that only remembers: two real RPC servers, the worker's and the
+door's, with the worker called directly and by RPC."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import pytest
 import pytest_asyncio
 
 from meta_executor import wire
+from meta_executor.api.door import Door, DoorServer
 from meta_executor.api.endpoint import Refused
 from meta_executor.api.proxy import Proxy, ProxyError
 from meta_executor.api.service import ExecutorService, Submit
+from meta_executor.api.worker_client import SubmitCounts, WorkerClient
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.desk import DeskError
 from meta_executor.executor.request import Notice, Request, make_answers
@@ -59,7 +62,7 @@ class Endpoint:
 
 
 class Instance:
-    def __init__(self) -> None:
+    def __init__(self, *, direct: bool = True) -> None:
         self.desk = Desk()
         self.service = ExecutorService(
             self.desk,
@@ -69,20 +72,33 @@ class Instance:
             routing=lambda count: b"",  # type: ignore[arg-type]
         )
         self.server = RpcServer(self.service, "ipc://", KEY).start()
+        self.worker = WorkerClient(str(self.server.address), KEY, fast_path=direct)
+        self.door = DoorServer(Door(self.worker), "ipc://", KEY, "door")
+        self.clients: list[WorkerClient] = []
 
-    def proxy(self) -> Proxy:
-        return Proxy(str(self.server.address), KEY, fast_path=False, batching=BatchSubmitConfig())
+    def client(self) -> WorkerClient:
+        self.clients.append(WorkerClient(self.door.address, KEY, fast_path=False))
+        return self.clients[-1]
+
+    def proxy(self, batch_max: int = 1) -> Proxy:
+        return Proxy(self.client(), BatchSubmitConfig(batch_max=batch_max))
+
+    def close(self) -> None:
+        self.service.close()
+        self.door.close()
+        for client in (*self.clients, self.worker):
+            client.close()
+        self.server.shutdown()
 
 
-@pytest_asyncio.fixture
-async def instance() -> AsyncIterator[Instance]:
-    made = Instance()
+@pytest_asyncio.fixture(params=["direct", "rpc"])
+async def instance(request: pytest.FixtureRequest) -> AsyncIterator[Instance]:
+    made = Instance(direct=request.param == "direct")
     yield made
-    made.service.close()
-    await asyncio.to_thread(made.server.shutdown)
+    await asyncio.to_thread(made.close)
 
 
-def request(request_id: int, tokens: int = 4, **sampling: Any) -> Request:
+def ask(request_id: int, tokens: int = 4, **sampling: Any) -> Request:
     return Request(
         request_id=request_id,
         token_ids=np.arange(tokens, dtype=np.int32),
@@ -101,7 +117,7 @@ async def until(condition: Any) -> None:
 async def test_a_step_of_all_requests_is_one_frame_and_each_reader_gets_its_own(instance: Instance) -> None:
     """Prompts arrive as int32; tokens gather for a reader that is slow, and one that wants the whole wakes at its end."""
     proxy = instance.proxy()
-    tracked = [await proxy.submit(Submit(request(r), "g1")) for r in (1, 2)]
+    tracked = [await proxy.submit(Submit(ask(r), "g1")) for r in (1, 2)]
     assert [r.token_ids.dtype for r in instance.desk.requests] == [np.int32] * 2
     whole = asyncio.create_task(tracked[1].next(whole=True))
     for step in range(5):
@@ -117,27 +133,27 @@ async def test_a_step_of_all_requests_is_one_frame_and_each_reader_gets_its_own(
 async def test_refusals_are_typed_and_touch_nothing(instance: Instance) -> None:
     """The desk's code, a stale lifetime, a prompt that does not fit, an id twice: each as itself, nothing tracked."""
     proxy = instance.proxy()
-    await proxy.submit(Submit(request(1), "g1"))
+    await proxy.submit(Submit(ask(1), "g1"))
     instance.desk.refuse = DeskError(wire.DRAINING, "draining")
     for submit, code in (
-        (Submit(request(2), "g1"), wire.DRAINING),
-        (Submit(request(2), "g0"), wire.STALE_GENERATION),
-        (Submit(request(2, tokens=99), "g1"), wire.INVALID_REQUEST),
-        (Submit(request(2, max_tokens=70), "g1"), wire.INVALID_REQUEST),
-        (Submit(request(1), "g1"), wire.DUPLICATE_REQUEST),
+        (Submit(ask(2), "g1"), wire.DRAINING),
+        (Submit(ask(2), "g0"), wire.STALE_GENERATION),
+        (Submit(ask(2, tokens=99), "g1"), wire.INVALID_REQUEST),
+        (Submit(ask(2, max_tokens=70), "g1"), wire.INVALID_REQUEST),
+        (Submit(ask(1), "g1"), wire.DUPLICATE_REQUEST),
     ):
         with pytest.raises(ProxyError) as caught:
             await proxy.submit(submit)
         assert caught.value.code == code and not caught.value.received
-    assert proxy.statistics().tracked == 1
+    assert proxy.tracked_count == 1
     await proxy.close()
 
 
 async def test_subscribers_get_their_own_answers_and_one_that_leaves_is_cleaned_up(instance: Instance) -> None:
     """Two clients of one instance; the requests of the one that goes are stopped, the other's go on."""
     one, two = instance.proxy(), instance.proxy()
-    mine = await one.submit(Submit(request(1), "g1"))
-    other = await two.submit(Submit(request(2), "g1"))
+    mine = await one.submit(Submit(ask(1), "g1"))
+    other = await two.submit(Submit(ask(2), "g1"))
     instance.service.deliver(make_answers([(1, 5), (2, 6)]))
     assert await asyncio.wait_for(mine.next(), 20) == ([5], [])
     assert await asyncio.wait_for(other.next(), 20) == ([6], [])
@@ -145,27 +161,55 @@ async def test_subscribers_get_their_own_answers_and_one_that_leaves_is_cleaned_
     await until(lambda: instance.desk.aborts == [2])
     instance.service.deliver(make_answers([(1, 7), (2, 8)]))
     assert await asyncio.wait_for(mine.next(), 20) == ([7], [])
-    assert one.statistics().unknown_answers == 0
     await one.close()
+
+
+async def test_a_batch_stays_one_and_is_counted_by_the_way_it_took(instance: Instance, request: Any) -> None:
+    """Requests sent together reach the worker in one call, in order, one of them refused alone; each step comes back whole."""
+    proxy = instance.proxy(batch_max=3)
+    sent = [asyncio.create_task(proxy.submit(Submit(ask(r, tokens=99 if r == 2 else 4), "g1"))) for r in (1, 2, 3)]
+    one, two, three = await asyncio.gather(*sent, return_exceptions=True)
+    assert isinstance(two, ProxyError) and two.code == wire.INVALID_REQUEST
+    assert [r.request_id for r in instance.desk.requests] == [1, 3]
+    direct = "direct" in request.node.name
+    assert instance.worker.counts() == SubmitCounts(local=3 * direct, rpc=3 * (not direct), calls=1)
+    instance.service.deliver(make_answers([(1, 5), (3, 6)], [Notice(3, "stop")]))
+    assert await asyncio.wait_for(three.next(whole=True), 20) == ([6], [Notice(3, "stop")])
+    assert await asyncio.wait_for(one.next(), 20) == ([5], [])
+    proxy.abort(1, "enough")
+    await until(lambda: instance.desk.aborts == [1])
+    await proxy.close()
+
+
+async def test_what_the_worker_said_last_gets_out_before_the_door_closes(instance: Instance) -> None:
+    """A hundred steps, then the instance leaves at once: the reader has every token."""
+    proxy = instance.proxy()
+    tracked = await proxy.submit(Submit(ask(1), "g1"))
+    for step in range(100):
+        instance.service.deliver(make_answers([(1, step)]))
+    instance.service.deliver(make_answers([], [Notice(1, "length")]))
+    await asyncio.to_thread(instance.close)
+    assert await asyncio.wait_for(tracked.next(whole=True), 20) == (list(range(100)), [Notice(1, "length")])
 
 
 async def test_an_instance_that_ends_fails_what_runs_and_one_that_is_not_there_was_never_reached(tmp_path: Any) -> None:
     """CUT with ``received``: it may have begun. UNREACHABLE without: it certainly has not. Nobody hangs."""
     made = Instance()
     known = Known("http://x", b"", wire.ServerInfo(
-        ready=True, state="PUBLISHED", role="context", owner_id="o", instance_id="i", service_address=made.server.address
+        ready=True, state="PUBLISHED", role="context", owner_id="o", instance_id="i", service_address=made.door.address
     ))  # fmt: skip
     legs = StreamLegs(known, KEY)
-    running = asyncio.create_task(legs.context(request(1), "g1"))
+    running = asyncio.create_task(legs.context(ask(1), "g1"))
     await until(lambda: made.desk.requests)
-    await asyncio.to_thread(made.server.shutdown)
+    await asyncio.to_thread(made.server.shutdown)  # the worker ends, its door stays
     with pytest.raises(LegError) as caught:
         await asyncio.wait_for(running, 30)
     assert (caught.value.code, caught.value.received) == (CUT, True)
     assert legs.lost
     await legs.close()
+    await asyncio.to_thread(made.close)
     legs = StreamLegs(known, KEY)
     with pytest.raises(LegError) as caught:
-        await asyncio.wait_for(legs.context(request(2), "g1"), 30)
+        await asyncio.wait_for(legs.context(ask(2), "g1"), 30)
     assert (caught.value.code, caught.value.received) == (UNREACHABLE, False)
     await legs.close()

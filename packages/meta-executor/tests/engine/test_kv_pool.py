@@ -213,3 +213,19 @@ def test_random_use_against_the_oracle(seed: int) -> None:
         for block in range(24):
             assert pool.holders(block) == frozenset(oracle.holders[block]) or block in oracle.quarantined
     assert pool.statistics().prefix_hit_tokens > 0
+
+
+def test_blocks_go_back_all_or_none() -> None:
+    """One that is not PROVEN, or is named twice: an error, and none of the others has moved."""
+    pool = BlockPool(8, 4)
+    first, second, third = pool.allocate("a", 3)
+    pool.prove("a")
+    (held,) = pool.allocate("b", 1)
+    for wrong in ((first, held), (first, second, first)):
+        with pytest.raises(OwnershipError):
+            pool.reclaim(wrong)
+        assert pool.statistics().proven == 3
+        pool.validate()
+    pool.reclaim((first, second, third))
+    assert pool.statistics().free == 7
+    pool.validate()

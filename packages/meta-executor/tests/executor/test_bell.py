@@ -5,11 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from meta_executor.executor.bell import RankBell
-from meta_executor.executor.drive import AGAIN_S, FIRST_WAIT_S, drive
-from meta_executor.executor.transceiver import MOVING_CAP_S, ROUND_CAP_S
+from meta_executor.executor.drive import AGAIN_S, FIRST_WAIT_S, Turns, drive
+from meta_executor.executor.loop import RankLoop
+from meta_executor.executor.ownership import Registry
+from meta_executor.executor.request import AnswerBook
+from meta_executor.executor.transceiver import EXPOSED_CAP_S, MOVING_CAP_S, ROUND_CAP_S, STEPPING_CAP_S
+from meta_executor.executor.work import BroadcastWork
 
 
 def test_a_notification_and_a_ring_end_a_wait_even_if_they_came_before(tmp_path: Path) -> None:
@@ -79,3 +84,42 @@ def test_what_is_told_is_waited_for_and_what_is_not_is_polled() -> None:
 def test_a_ring_that_brought_nothing_is_looked_at_again_soon() -> None:
     """A long broadcast rings when it begins; the second look is not a whole idle wait later."""
     assert run([(False, None)] * 3, rings=(1,)) == [5.0, AGAIN_S, 5.0]
+
+
+def test_turns_are_counted_by_how_long_they_took() -> None:
+    """Each edge counts what took longer; the waits between turns count nowhere."""
+    times = iter([0.0, 0.0005, 1.0, 1.003, 2.0, 2.06])
+    turns = Turns()
+    drive(Loop([(True, None), (False, None), (True, None)]), Bell(set()), clock=lambda: next(times), turns=turns)  # type: ignore[arg-type]
+    assert turns.count == 3
+    assert turns.longer == [2, 2, 1, 1, 1, 1]
+
+
+def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> None:
+    """Nothing that comes could be used before the step's end, which rings; frames of MPI are polled as before."""
+    compute, transceiver = SimpleNamespace(stepping=False), SimpleNamespace(poll_cap_s=MOVING_CAP_S)
+    link: Any = SimpleNamespace(busy=False)
+    loop = RankLoop(
+        rank=0,
+        registry=Registry("generation"),
+        compute=compute,  # type: ignore[arg-type]
+        answers=AnswerBook(),
+        link=link,
+        work=BroadcastWork(None, 0),
+        sending=None,
+        receiving=transceiver,  # type: ignore[arg-type]
+        desk=None,
+        on_fault=lambda diagnosis: None,
+    )
+    assert loop.poll_cap_s == MOVING_CAP_S
+    compute.stepping = True
+    for cap_s, polled_s in (
+        (MOVING_CAP_S, STEPPING_CAP_S),
+        (EXPOSED_CAP_S, STEPPING_CAP_S),
+        (ROUND_CAP_S, ROUND_CAP_S),
+        (None, None),
+    ):
+        transceiver.poll_cap_s = cap_s
+        assert loop.poll_cap_s == polled_s
+    link.busy = True
+    assert loop.poll_cap_s == MOVING_CAP_S

@@ -479,5 +479,32 @@ async def test_shapes_are_read_by_the_official_types() -> None:
     shape = Shape(chat=True, answer_id="1", created=1, model="m")
     whole = openai.types.chat.ChatCompletion.model_validate(shape.whole("hi", "stop", usage(1, 2, 0)), strict=True)
     assert whole.choices[0].message.content == "hi"
-    chunk = openai.types.chat.ChatCompletionChunk.model_validate(shape.piece("hi", None, with_usage=True), strict=True)
+    chunk = openai.types.chat.ChatCompletionChunk.model_validate_json(
+        shape.piece("hi", None, with_usage=True), strict=True
+    )
     assert chunk.choices[0].delta.content == "hi"
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_chunks_are_whole_json_with_what_was_asked_for(chat: bool) -> None:
+    """With and without counts, ids, the prompt's ids and a finish reason; what stands beside the choice stays there."""
+    from meta_executor.front.openai import AnswerIds, Shape, usage
+
+    shape = Shape(chat=chat, answer_id="1", created=1, model='m"')
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    head = {"id": "chatcmpl-1" if chat else "cmpl-1", "created": 1, "model": 'm"', "object": kind}
+    for with_usage in (True, False):
+        for ids in (None, AnswerIds([5], None), AnswerIds([5], [1, 2])):
+            for reason in (None, "stop"):
+                got = json.loads(shape.piece("a\n", reason, with_usage=with_usage, ids=ids))
+                choice = {"index": 0, "logprobs": None, "finish_reason": reason}
+                choice |= {"delta": {"content": "a\n"}} if chat else {"text": "a\n"}
+                beside = {"usage": None} if with_usage else {}
+                if ids is not None:
+                    choice["token_ids"] = [5]
+                    if ids.prompt:
+                        (beside if chat else choice)["prompt_token_ids"] = [1, 2]
+                assert got == head | {"choices": [choice]} | beside
+    assert json.loads(shape.last(usage(1, 2, 0))) == head | {"choices": [], "usage": usage(1, 2, 0)}
+    first = shape.first(with_usage=False)
+    assert (first is None) is not chat

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +13,7 @@ from rpc_local_registry import _wire as wire
 from rpc_local_registry._core import Core, Handle
 from rpc_local_registry._engine import Engine, StreamPending
 from rpc_local_registry._errors import RpcError, RpcStreamingError, RpcTimeout, again, describe, rebuild
+from rpc_local_registry._hooks import call_hook
 from rpc_local_registry._streams import _EMPTY, Inbox, StreamSource, close_generator
 
 _T = TypeVar("_T")
@@ -37,6 +40,22 @@ class RpcStream(Generic[_T]):
     async def __anext__(self) -> _T:
         raise NotImplementedError
 
+    def deliver_to(self, on_item: Callable[[_T], object], on_end: Callable[[RpcError | None], object]) -> None:
+        """Have each item handed over where it arrives, instead of iterating; no thread or task waits for them.
+
+        Both are called one after the other, in order, first here for what has come already, then on the thread that brings
+        the item: the client's I/O thread, or on the local path the worker's own that pushes. They must not block. What
+        ``on_item`` raises cancels the stream and is logged. ``item_timeout_s`` bounds nothing here, because nobody waits.
+
+        Args:
+            on_item: Gets each item.
+            on_end: Told once, after the last item: None, or what ended the stream.
+
+        Raises:
+            RpcStreamingError: The stream is a generator of this process, which only its consumer advances.
+        """
+        raise RpcStreamingError(f"{self.text}: a generator of this process is advanced by its consumer: iterate")
+
     def cancel(self) -> None:
         """Leave: the producer stops, unread items are dropped. Idempotent; harmless after the end."""
         raise NotImplementedError
@@ -56,6 +75,24 @@ class RpcStream(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
+
+
+def _pass_on(
+    stream: RemoteStream | PushStream, on_item: Callable[[Any], object], on_end: Callable[[RpcError | None], object]
+) -> None:
+    """Hand over what has come, and come again with the next item or the end."""
+    inbox = stream._inbox
+    while True:
+        item = inbox.take_nowait()
+        if item is not _EMPTY:
+            if not call_hook("on_item", on_item, stream._took(item)):
+                stream.cancel()
+        elif inbox.watch(functools.partial(_pass_on, stream, on_item, on_end)):
+            return
+        elif not len(inbox):
+            ended = stream._ended(StopIteration)
+            call_hook("on_end", on_end, ended if isinstance(ended, RpcError) else None)
+            return
 
 
 class RemoteStream(RpcStream[Any]):
@@ -122,6 +159,9 @@ class RemoteStream(RpcStream[Any]):
         if item is _EMPTY:
             raise self._ended(StopAsyncIteration)
         return self._took(item)
+
+    def deliver_to(self, on_item: Callable[[Any], object], on_end: Callable[[RpcError | None], object]) -> None:
+        _pass_on(self, on_item, on_end)
 
     def cancel(self) -> None:
         self._engine.abandon(self._pending.call_id)
@@ -193,6 +233,10 @@ class FailedStream(LocalStream):
         self._check(StopAsyncIteration)
         raise StopAsyncIteration
 
+    def deliver_to(self, on_item: Callable[[Any], object], on_end: Callable[[RpcError | None], object]) -> None:
+        ended_by, self._ended_by, self._over = self._ended_by, None, True
+        call_hook("on_end", on_end, None if ended_by is None else again(ended_by))
+
     def cancel(self) -> None:
         self._over = True
 
@@ -213,6 +257,10 @@ class PushStream(LocalStream):
         self._source = source
         self._inbox = inbox
         super().__init__(handle, text, deadline_s, item_timeout_s)
+
+    @staticmethod
+    def _took(item: Any) -> Any:
+        return item
 
     def _ended(self, stop: type[Exception]) -> Exception:
         error, self._inbox.error = self._inbox.error, None
@@ -249,6 +297,9 @@ class PushStream(LocalStream):
         if item is _EMPTY:
             raise self._ended(StopAsyncIteration)
         return item
+
+    def deliver_to(self, on_item: Callable[[Any], object], on_end: Callable[[RpcError | None], object]) -> None:
+        _pass_on(self, on_item, on_end)
 
     def cancel(self) -> None:
         self._over = True

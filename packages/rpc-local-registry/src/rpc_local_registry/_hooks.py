@@ -10,20 +10,22 @@ from typing import Any
 _logger = logging.getLogger("rpc_local_registry")
 
 
-def call_hook(name: str, function: Callable[..., object], *args: Any) -> None:
-    """Call a hook; what it raises is logged.
+def call_hook(name: str, function: Callable[..., object], *args: Any) -> bool:
+    """Call a hook; what it raises is logged. Whether it ended well.
 
     An interrupt of the main thread is raised after that: the program's user wants out, and it need not be the hook's own.
     Callers have done their own work before.
     """
     try:
         function(*args)
+        return True
     except Exception:
         _logger.exception("%s failed", name)
     except BaseException:
         _logger.exception("%s failed", name)
         if threading.current_thread() is threading.main_thread():
             raise
+    return False
 
 
 def told(error: BaseException) -> str:

@@ -408,6 +408,13 @@ class RpcServer:
 
     def _say_goodbye(self, link: Link) -> None:
         """Answer everything, tell everybody, wait until they have heard it, at most ``drain_s``."""
+        until_s = time.monotonic() + self._config.drain_s
+        # What was handed over before the shutdown leaves before its end does, as it does on the local path: at once as far as
+        # its consumer has room, and to the end where its producer has ended it.
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+        while self._ends_unsent() and time.monotonic() < until_s:
+            self._turn(link, until_s)
         for peer in list(self._peers.values()):
             for call in list(peer.calls.values()):
                 self._settle(call, wire.ERROR, _own_error(RpcServerStopped(f"{self._address} stopped")))
@@ -418,6 +425,14 @@ class RpcServer:
         while self._peers and now_s < until_s:
             self._turn(link, min(until_s, self._next_due_s() or until_s))
             now_s = time.monotonic()
+
+    def _ends_unsent(self) -> bool:
+        """Whether a push stream that its worker has closed waits for its consumer to take the rest."""
+        return any(
+            call.source is not None and call.source._inbox.closed
+            for peer in self._peers.values()
+            for call in peer.calls.values()
+        )
 
     # ---- the I/O thread: messages
 
@@ -927,6 +942,8 @@ class RpcServer:
                 return
             with call.lock:
                 call.credit_bytes -= payload.size_bytes
+            if self._stopping:
+                continue  # what it says after the shutdown is nobody's any more, as on the local path
             if call.spec.non_blocking:
                 # On the I/O thread: sent before the generator is asked again.
                 self._send_item(call, payload)
@@ -934,7 +951,7 @@ class RpcServer:
                 self._post(functools.partial(self._send_item, call, payload))
 
     def _send_item(self, call: _Call, payload: wire.Payload) -> None:
-        if not call.over and not self._stopping:
+        if not call.over:
             self._send(call.peer, wire.ITEM, call.message.call_id, call.items_sent, payload)
             call.items_sent += 1
 
@@ -968,7 +985,8 @@ class RpcServer:
                         await call.lock.wait()
                     call.credit_items -= 1
                     call.credit_bytes -= payload.size_bytes
-                    self._post(functools.partial(self._send_item, call, payload))
+                    if not self._stopping:
+                        self._post(functools.partial(self._send_item, call, payload))
                     kind, payload = wire.END, wire.NOTHING
             except BaseException as error:  # noqa: BLE001 - see _outcome
                 kind, payload = wire.ERROR, _handler_error(error)

@@ -18,10 +18,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -316,8 +318,32 @@ class _Share:
     first_head: int
     head_count: int
 
+    @cached_property
+    def bases(self) -> tuple[Int64Array, Int64Array]:
+        """(target, source) addresses of the first head, one per (factor, layer), ascending target."""
+        return _target_bases(self)
+
+
+#: Shares of pairs of layouts, by the objects' ids: layouts are immutable, and a request's plan begins with the same ones again.
+_KNOWN_SHARES: OrderedDict[tuple[int, int, int | None], tuple[InstanceLayout, KVLayout, list[_Share]]] = OrderedDict()
+_KNOWN_SHARES_MAX: Final = 256
+
 
 def _shares(source: InstanceLayout, target: KVLayout, source_adp_rank: int | None) -> list[_Share]:
+    """Who provides what of the target, from the two shapes alone."""
+    key = (id(source), id(target), source_adp_rank)
+    known = _KNOWN_SHARES.get(key)
+    # An id is used again only after its object has gone, and what is kept here has not.
+    if known is not None:
+        return known[2]
+    shares = _derived_shares(source, target, source_adp_rank)
+    while len(_KNOWN_SHARES) >= _KNOWN_SHARES_MAX:
+        _KNOWN_SHARES.popitem(last=False)
+    _KNOWN_SHARES[key] = (source, target, shares)
+    return shares
+
+
+def _derived_shares(source: InstanceLayout, target: KVLayout, source_adp_rank: int | None) -> list[_Share]:
     if source.adp_size > 1 and source_adp_rank is None:
         raise PlanRefused(Reason.WRITER_COHORT_UNKNOWN, f"one of {source.adp_size} attention-DP ranks will write")
     cohort = source.cohort(source_adp_rank or 0)
@@ -615,7 +641,7 @@ def _check_count(share: _Share, count: int) -> None:
 
 def _target_ranges(share: _Share, pieces: _Pieces) -> tuple[Int64Array, Int64Array]:
     """Target ranges of a share, seen from the target alone (ascending within a token count, not joined)."""
-    bases, _ = _target_bases(share)
+    bases, _ = share.bases
     outer = _pieces_outer(bases, share.target)
     found: list[tuple[Int64Array, Int64Array]] = []
     for tokens, index in _uniform_runs(pieces):
@@ -646,9 +672,8 @@ def _pair_count(share: _Share, pieces: _Pieces) -> int:
     factor = len(share.layers) * share.target.kv_factor
     if len(pieces.counts) == 0:
         return 0
-    counts, repeats = np.unique(pieces.counts, return_counts=True)
     return factor * sum(
-        int(repeat) * _product(_axes(share, int(tokens))[1]) for tokens, repeat in zip(counts, repeats, strict=True)
+        len(pieces.counts[index]) * _product(_axes(share, tokens)[1]) for tokens, index in _uniform_runs(pieces)
     )
 
 
@@ -659,7 +684,7 @@ def _pair_ranges(
     if not share.target.opaque:
         pieces = _cut(pieces, share.source.block_tokens)
     theirs = _source_pieces(share.source, source_blocks, pieces)
-    target_bases, source_bases = _target_bases(share)
+    target_bases, source_bases = share.bases
     outer = _pieces_outer(target_bases, share.target)
     found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
     for tokens, index in _uniform_runs(pieces):

@@ -26,6 +26,9 @@ class Refused(Exception):
 class Endpoint(Protocol):
     """What the API server needs."""
 
+    #: Where the front's stream ends, once it does.
+    service_address: str
+
     def info(self) -> wire.ServerInfo:
         """The record now."""
         ...
@@ -58,7 +61,6 @@ class OwnedEndpoint:
     def __init__(self, owner: EndpointOwner, info: wire.ServerInfo) -> None:
         self._owner = owner
         self._info = info
-        #: Where rank 0 offers its service, once it does.
         self.service_address = ""
 
     def admit(self, expected_generation: str) -> AbstractContextManager[object]:
@@ -110,12 +112,12 @@ class CopiedEndpoint:
     def __init__(self, info: wire.ServerInfo) -> None:
         self._info = info
         self._draining = False
+        self.service_address = ""
 
     def info(self) -> wire.ServerInfo:
         """See :class:`Endpoint`."""
-        if self._draining:
-            return msgspec.structs.replace(self._info, ready=False, state="DRAINING")
-        return self._info
+        info = msgspec.structs.replace(self._info, service_address=self.service_address)
+        return msgspec.structs.replace(info, ready=False, state="DRAINING") if self._draining else info
 
     def start_draining(self) -> None:
         """See :class:`Endpoint`."""

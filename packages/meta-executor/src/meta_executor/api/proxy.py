@@ -1,9 +1,9 @@
 """The calling side of an instance's service: submits requests in batches, spreads the one answer stream over them.
 
-The front has one per instance, an instance's API server one for its own. One asyncio loop owns a proxy. A request is tracked
-before it is sent, so no answer meets an unknown request; if its send fails, or the worker refuses it, the tracking is rolled
-back and the caller learns. The worker is reached through one ``RpcClient``: directly when it lives in this process and the
-fast path is on, else by RPC. Same code, same errors.
+The front has one per instance, an instance's API server one for foreign clients. One asyncio loop owns a proxy. A request is
+tracked before it is sent, so no answer meets an unknown request; if its send fails, or the worker refuses it, the tracking is
+rolled back and the caller learns. How the worker is reached is its :class:`~meta_executor.api.worker_client.WorkerClient`'s
+business: same code, same errors.
 
 A reader that is slow costs only itself: its tokens gather in its own record, and what it takes it takes at once.
 """
@@ -13,27 +13,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from dataclasses import dataclass
 
 import numpy as np
 
 from meta_executor import wire
-from meta_executor.api.service import ExecutorService, Submit
+from meta_executor.api.service import Submit
+from meta_executor.api.worker_client import WorkerClient
 from meta_executor.executor.request import Answers, Notice
 from rpc_batch_submit import AsyncioBatchSubmitter, BatchSubmitConfig, BatchSubmitError
 from rpc_local_registry import (
     RpcAuthenticationError,
     RpcBackpressure,
-    RpcClient,
-    RpcConfig,
     RpcError,
     RpcProtocolMismatch,
+    RpcStream,
     RpcUnreachable,
 )
-
-#: A worker that is silent at the transport for so long is gone (s). A process that the system has stopped for a while is not.
-PEER_TIMEOUT_S = 60.0
-_CALL_S = 10.0
 
 
 class ProxyError(Exception):
@@ -123,36 +118,16 @@ class Tracked:
             self._waiter.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyStatistics:
-    """Counts since start."""
-
-    batches: int
-    local_submits: int
-    rpc_submits: int
-    tracked: int
-    unknown_answers: int
-
-
 class Proxy:
     """See the module.
 
     Args:
-        address: The worker's RPC address.
-        key: The run's key.
-        fast_path: Call the worker directly when it lives in this process.
+        worker: Reaches the worker; the caller closes it, after this proxy.
         batching: When a batch is sent.
     """
 
-    def __init__(self, address: str, key: bytes, *, fast_path: bool, batching: BatchSubmitConfig) -> None:
-        self._client = RpcClient(
-            address,
-            key,
-            config=RpcConfig(peer_timeout_s=PEER_TIMEOUT_S),
-            fast_path=fast_path,
-            interface=ExecutorService,
-            name="proxy",
-        )
+    def __init__(self, worker: WorkerClient, batching: BatchSubmitConfig) -> None:
+        self._worker = worker
         #: Under which the worker knows this proxy.
         self._name = secrets.token_hex(8)
         self._tracked: dict[int, Tracked] = {}
@@ -166,10 +141,6 @@ class Proxy:
         )
         self._reader: asyncio.Task[None] | None = None
         self._lost: ProxyError | None = None
-        self._local_count = 0
-        self._rpc_count = 0
-        self._batch_count = 0
-        self._unknown_count = 0
 
     async def close(self) -> None:
         """Send what is buffered, end the stream, fail what is still tracked."""
@@ -180,7 +151,6 @@ class Proxy:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
         self._fail_all(_lost("the instance is closing"))
-        await asyncio.to_thread(self._client.close)
 
     @property
     def lost(self) -> bool:
@@ -197,14 +167,13 @@ class Proxy:
         """
         request_id = submit.request.request_id
         if self._lost is not None:
-            raise _lost(str(self._lost))
+            raise _lost(str(self._lost), reached=False)
         if request_id in self._tracked:
             words = f"request {request_id} is here already"
             raise ProxyError(wire.ErrorBody(error=wire.DUPLICATE_REQUEST, message=words, request_id=request_id))
         if self._reader is None:
             # The stream is opened with the first request: who brings none is no subscriber.
-            self._reader = asyncio.create_task(self._read(), name="proxy-answers")
-            await asyncio.sleep(0)
+            self._open()
         try:
             ticket = self._submitter.submit(submit)
         except BatchSubmitError as error:
@@ -236,53 +205,17 @@ class Proxy:
 
     def abort(self, request_id: int, reason: str) -> None:
         """Stop a request: one that is still buffered here is removed, one that was sent is stopped by the worker."""
-        if self._submitter.abort(request_id) or self._lost is not None:
-            return
-        with contextlib.suppress(RpcError):
-            self._client.abort(request_id, reason).remote_future().add_done_callback(_retrieve)
+        if not self._submitter.abort(request_id) and self._lost is None:
+            self._worker.stop(request_id, reason)
 
     async def abort_known(self, request_id: int, reason: str) -> bool:
         """Stop a request that perhaps another client brought. Whether it had an answer to come."""
-        if self._submitter.abort(request_id):
-            return True
-        return bool(await self._client.abort(request_id, reason).remote_async(timeout_s=_CALL_S))
+        return self._submitter.abort(request_id) or await self._worker.abort(request_id, reason)
 
-    async def introduce(self, url: str, server_info: bytes) -> None:
-        """Tell the ranks of a context instance, before the first request that names it.
-
-        Raises:
-            ProxyError: KV cannot move between the two.
-            RpcError: The worker is gone.
-        """
-        refused = await self._client.introduce(url, server_info).remote_async(timeout_s=_CALL_S)
-        if refused is not None:
-            raise ProxyError(refused)
-
-    async def drain(self, deadline_s: float) -> int:
-        """Begin to drain."""
-        return int(await self._client.drain(deadline_s).remote_async(timeout_s=_CALL_S))
-
-    async def worker_counters(self) -> bytes:
-        """The worker's part of the instance's statistics (JSON)."""
-        return bytes(await self._client.counters().remote_async(timeout_s=5.0))
-
-    async def worker_routing(self, count_max: int) -> bytes:
-        """Why the last requests went where they did (JSON of :class:`meta_executor.wire.InstanceRouting`)."""
-        return bytes(await self._client.routing(count_max).remote_async(timeout_s=5.0))
-
-    async def worker_record(self) -> bytes:
-        """The endpoint record (JSON)."""
-        return bytes(await self._client.record().remote_async(timeout_s=30.0))
-
-    def statistics(self) -> ProxyStatistics:
-        """Counters."""
-        return ProxyStatistics(
-            batches=self._batch_count,
-            local_submits=self._local_count,
-            rpc_submits=self._rpc_count,
-            tracked=len(self._tracked),
-            unknown_answers=self._unknown_count,
-        )
+    @property
+    def tracked_count(self) -> int:
+        """Requests whose answer somebody waits for (count)."""
+        return len(self._tracked)
 
     # -- within -------------------------------------------------------------------------------------------------------
 
@@ -295,17 +228,18 @@ class Proxy:
             tracked.fail(_refusal(error))
 
     async def _send(self, batch: list[Submit]) -> list[ProxyError | None]:
-        self._batch_count += 1
-        if self._client.path_of("submit_batch") == "local":
-            self._local_count += len(batch)
-        else:
-            self._rpc_count += len(batch)
-        outcomes = await self._client.submit_batch(self._name, batch).remote_async(timeout_s=30.0)
+        outcomes = await self._worker.submit(self._name, batch)
         return [None if body is None else ProxyError(body) for body in outcomes]
 
-    async def _read(self) -> None:
+    def _open(self) -> None:
         try:
-            stream = self._client.answers(self._name).remote_streaming()
+            stream = self._worker.answers(self._name)
+        except RpcError as error:
+            raise _lost(f"{type(error).__name__}: {error}", reached=False) from error
+        self._reader = asyncio.create_task(self._read(stream), name="proxy-answers")
+
+    async def _read(self, stream: RpcStream[Answers]) -> None:
+        try:
             async for answers in stream:
                 self._spread(answers)
             self._lose("the worker has ended its answer stream")
@@ -317,10 +251,8 @@ class Proxy:
         tracked = self._tracked
         for request_id, token in answers.pairs():
             one = tracked.get(request_id)
-            if one is None:
-                # Its reader has left meanwhile.
-                self._unknown_count += 1
-            else:
+            # Without a record its reader has left meanwhile.
+            if one is not None:
                 one.put_token(token)
         for notice in answers.notices:
             one = tracked.get(notice.request_id)

@@ -1,4 +1,4 @@
-"""The API of an instance, on rank 0: the paths of :mod:`meta_executor.wire`, over the proxy.
+"""The HTTP API of an instance: the paths of :mod:`meta_executor.wire`. Requests of foreign clients go through a proxy.
 
 Every request is checked before anything is touched: key, body (400 names the field), generation (409), limits. The generation
 stream hands over one line per step; a reader that goes away aborts its request.
@@ -27,6 +27,7 @@ from meta_executor import wire
 from meta_executor.api.endpoint import Endpoint, Refused
 from meta_executor.api.proxy import Proxy, ProxyError, Tracked, int32
 from meta_executor.api.service import Submit
+from meta_executor.api.worker_client import WorkerClient
 from meta_executor.config import InstanceConfig
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.request import Notice
@@ -35,6 +36,7 @@ from meta_executor.listener.access import CALLER, Access, Guard, KeyFile, Need, 
 from meta_executor.listener.bounds import Ledger
 from meta_executor.listener.reading import body_decoded
 from meta_executor.listener.serving import listen, server_of, url_of
+from rpc_batch_submit import BatchSubmitConfig
 from rpc_local_registry import RpcError
 
 _Body = TypeVar("_Body")
@@ -61,7 +63,8 @@ class ApiServer:
     """See the module.
 
     Args:
-        proxy: Reaches the worker; started and closed here.
+        worker: Reaches the worker.
+        batching: When foreign clients' requests are sent to it.
         endpoint: Whether requests may come in.
         key: The run's key, hex.
         config: Bounds of the listener; None: the defaults.
@@ -72,7 +75,8 @@ class ApiServer:
 
     def __init__(
         self,
-        proxy: Proxy,
+        worker: WorkerClient,
+        batching: BatchSubmitConfig,
         endpoint: Endpoint,
         key: str,
         *,
@@ -81,7 +85,8 @@ class ApiServer:
         fault: Callable[[], str] = lambda: "",
         drain_timeout_s: float = 60.0,
     ) -> None:
-        self._proxy = proxy
+        self._worker = worker
+        self._proxy = Proxy(worker, batching)
         self._endpoint = endpoint
         self._key = key
         self._config = config = InstanceConfig() if config is None else config
@@ -120,7 +125,7 @@ class ApiServer:
         )
 
     async def start(self) -> None:
-        """Connect to the worker."""
+        """Be ready to ask peers."""
         # No connection is kept for later: a peer may close an idle one at the moment it is used.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._http = httpx.AsyncClient(
@@ -253,10 +258,9 @@ class ApiServer:
                     endpoint_generation=info.generation,
                 )
             )
-        try:
-            await self._proxy.introduce(context.url, response.content)
-        except ProxyError as error:
-            raise Refused(error.body) from error
+        refused = await self._worker.introduce(context.url, response.content)
+        if refused is not None:
+            raise Refused(refused)
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
@@ -268,21 +272,22 @@ class ApiServer:
     async def _drain(self, request: Request) -> Response:
         body = await _decoded(request, _DRAIN, empty=wire.DrainRequest())
         self._endpoint.start_draining()
-        active = await self._proxy.drain(body.deadline_s or self._drain_timeout_s)
+        active = await self._worker.drain(body.deadline_s or self._drain_timeout_s)
         return _json(wire.DrainResponse(draining=True, active=active))
 
     async def _statistics(self, request: Request) -> Response:
         return _json(await self.statistics())
 
     async def statistics(self) -> wire.InstanceStatistics:
-        """The worker's counters with the proxy's."""
-        counters = _STATISTICS.decode(await self._proxy.worker_counters())
-        proxy = self._proxy.statistics()
+        """The worker's counters, with the way that its requests came."""
+        counters = _STATISTICS.decode(await self._worker.counters())
+        counts = self._worker.counts()
         return msgspec.structs.replace(
             counters,
             uptime_s=time.monotonic() - self._started_s,
-            local_submits=proxy.local_submits,
-            rpc_submits=counters.rpc_submits - proxy.local_submits,
+            local_submits=counts.local,
+            rpc_submits=counts.rpc,
+            submit_calls=counts.calls,
         )
 
     async def _server_info(self, request: Request) -> Response:
@@ -318,7 +323,7 @@ class ApiServer:
 
     async def _debug_routing(self, request: Request) -> Response:
         """The worker's decisions, whichever process it lives in."""
-        data = await self._proxy.worker_routing(_count_asked(request))
+        data = await self._worker.routing(_count_asked(request))
         return Response(data, media_type="application/json")
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

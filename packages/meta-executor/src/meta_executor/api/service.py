@@ -1,5 +1,5 @@
-"""What rank 0's worker offers to whoever brings requests: the front, and the instance's own API server. By RPC, or by a
-direct call in the same process.
+"""What rank 0's worker offers to the instance's API server, which brings the front's requests and those of foreign clients. By
+RPC, or by a direct call in the same process.
 
 One stream per subscriber carries its requests' answers: one frame per step, with the tokens of all of them. Every other
 method returns at once: it appends to the desk's inbox and wakes the loop. A batch is taken in item by item, so the loop can
@@ -30,7 +30,6 @@ from rpc_local_registry import RpcBackpressure, StreamSource, rpc_method
 HAND_OVERS_MAX = 65_536
 #: Instances that are remembered by their address, so that a new lifetime replaces the earlier one (count).
 _PEERS_MAX = 4096
-_STATISTICS = msgspec.json.Decoder(wire.InstanceStatistics)
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True):
@@ -86,9 +85,6 @@ class ExecutorService:
         self._orphans: set[int] = set()
         #: The lifetime that was last introduced behind each address.
         self._peer_at: dict[str, str] = {}
-        #: Requests that arrived, whatever became of them, and the calls that carried them (count).
-        self._submit_count = 0
-        self._call_count = 0
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -96,7 +92,6 @@ class ExecutorService:
     def submit_batch(self, subscriber: str, submits: Iterator[Submit]) -> list[wire.ErrorBody | None]:
         """Take a batch in, item by item. Per item None, or why it was refused."""
         outcomes: list[wire.ErrorBody | None] = []
-        self._call_count += 1
 
         def take(submit: Submit) -> None:
             outcomes.append(self._take(subscriber, submit))
@@ -104,7 +99,6 @@ class ExecutorService:
         for index, unreadable in enumerate(take_in(submits, take)):
             if unreadable is not None:
                 outcomes.insert(index, wire.ErrorBody(error=wire.INVALID_REQUEST, message=unreadable))
-        self._submit_count += len(outcomes)
         return outcomes
 
     def _take(self, subscriber: str, submit: Submit) -> wire.ErrorBody | None:
@@ -277,14 +271,8 @@ class ExecutorService:
 
     @rpc_method(non_blocking=True)
     def counters(self) -> bytes:
-        """Counters, as JSON of :class:`meta_executor.wire.InstanceStatistics`.
-
-        Every submit that arrived here counts as one by RPC: only a proxy in this process knows which of them were its own.
-        """
-        counters = _STATISTICS.decode(self._statistics())
-        return wire.encode_json(
-            msgspec.structs.replace(counters, rpc_submits=self._submit_count, submit_calls=self._call_count)
-        )
+        """Counters, as JSON of :class:`meta_executor.wire.InstanceStatistics`; those of submits are its caller's."""
+        return self._statistics()
 
     @rpc_method(non_blocking=True)
     def record(self) -> bytes:

@@ -1,7 +1,7 @@
-"""The API server as a process of its own: the same server and proxy, which then reach the worker by RPC.
+"""An instance's API as a process of its own: the same parts, which then reach the worker by RPC.
 
-Nobody tells the proxy where it runs: the fast path looks the worker's address up in its own process, finds none there, and
-calls over the socket. This process knows no MPI and dies with the rank that started it.
+Nobody tells them where they run: the fast path looks the worker's address up in its own process, finds none there, and calls
+over the socket. This process knows no MPI and dies with the rank that started it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import msgspec
 
 from meta_executor import wire
-from meta_executor.api.batching import batching_of
 from meta_executor.api.endpoint import CopiedEndpoint
-from meta_executor.api.proxy import Proxy
-from meta_executor.api.server import ApiServer, ServerThread
+from meta_executor.api.instance import InstanceApi, client_of
+from meta_executor.api.worker_client import WorkerClient
 from meta_executor.config import InstanceSpec, RunSpec
-from meta_executor.listener.credentials import api_keys
 from meta_executor.supervise.procfs import die_with_parent
 
 #: The server says its address within this time (s).
@@ -52,7 +49,7 @@ class SpawnedServer:
             raise RuntimeError(f"the API server's process ended with {self._process.wait(5.0)}")
         return url
 
-    def stop(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """End it. Idempotent."""
         self._process.terminate()
         try:
@@ -64,12 +61,11 @@ class SpawnedServer:
             self._process.stdout.close()
 
 
-async def _record(make: Callable[[], Proxy]) -> wire.ServerInfo:
-    proxy = make()
+async def _record(worker: WorkerClient) -> wire.ServerInfo:
     try:
-        return msgspec.json.decode(await proxy.worker_record(), type=wire.ServerInfo)
+        return msgspec.json.decode(await worker.record(), type=wire.ServerInfo)
     finally:
-        await proxy.close()
+        await asyncio.to_thread(worker.close)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,25 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
     spec = RunSpec.load(options.run_dir)
     instance = spec.instance(options.owner)
 
-    def proxy() -> Proxy:
-        return Proxy(
-            options.worker,
-            spec.key(),
-            fast_path=bool(instance.config.rpc.local_fastpath),
-            batching=batching_of(instance),
-        )
-
-    info = asyncio.run(_record(proxy))
-    api = ApiServer(proxy(), CopiedEndpoint(info), spec.key().hex(), config=instance.config,
-                    keys=api_keys(spec.service.front), drain_timeout_s=spec.service.drain_timeout_s)  # fmt: skip
-    server = ServerThread(api, instance.config.hostname, instance.port)
-    server.start()
+    info = asyncio.run(_record(client_of(spec, instance, options.worker)))
+    api = InstanceApi(spec, instance, options.worker, CopiedEndpoint(info))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdout.write(server.url + "\n")
+    sys.stdout.write(api.url + "\n")
     sys.stdout.flush()
     # Terminated by the rank that started it, after the worker's last answer.
     signal.sigwait({signal.SIGTERM})
-    server.stop()
+    api.close()
     return 0
 
 

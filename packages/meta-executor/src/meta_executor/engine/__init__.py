@@ -3,14 +3,16 @@
 Layout (each imports only what stands above it)::
 
     errors      one error tree
-    base        the interface: ModelInfo, StageSpec, StepInput, StepOutput, Engine, KVMemory, create_engine
+    base        the interface: ModelInfo, StageSpec, StepInput, StepOutput, Engine, KVMemory
     sampling    a logits row and a position -> a token; why an answer ends
     kv_pool     paged KV bookkeeping: owners, proofs, prefix cache (no memory of its own)
     gguf_file   the GGUF container: metadata and tensor directory
     weights     where a model is, what shape it has, a stage's tensors
     tokenizer   text <-> token ids, chat template, stop strings
+    step_worker the thread that runs an engine's steps
     synthetic   the engine without a model
     llama       the engine for Llama-family models (torch)
+    factory     a configuration -> its engine
     generate    one prompt in one process: the reference for equality
 
 An engine knows no request of ours and no rank but its own stage. Importing this package needs numpy and msgspec only.
@@ -26,8 +28,6 @@ from meta_executor.engine.base import (
     StepHandle,
     StepInput,
     StepOutput,
-    create_engine,
-    model_info,
 )
 from meta_executor.engine.errors import (
     EngineError,
@@ -37,6 +37,7 @@ from meta_executor.engine.errors import (
     OwnershipError,
     StepError,
 )
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.kv_pool import BlockPool, BlockState, PoolStatistics
 from meta_executor.engine.sampling import finish_reason
 

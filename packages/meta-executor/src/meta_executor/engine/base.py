@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meta_executor.config import EngineConfig
 from meta_executor.engine.errors import StepError
 
 Int32Array = npt.NDArray[np.int32]
@@ -350,39 +349,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """End the engine's threads after the steps that were launched. Idempotent."""
         ...
-
-
-def model_info(config: EngineConfig) -> ModelInfo:
-    """A model's shape, without loading it.
-
-    Raises:
-        ModelNotFoundError: No such model.
-        ModelFormatError: Its file cannot be used.
-    """
-    if config.kind == "synthetic":
-        from meta_executor.engine.synthetic import synthetic_model_info
-
-        return synthetic_model_info(config.synthetic)
-    from meta_executor.engine.weights import resolve_model
-
-    return resolve_model(config.model).info(config.dtype)
-
-
-def create_engine(config: EngineConfig, stage: StageSpec) -> Engine:
-    """Load the stage's share of the configured model.
-
-    Raises:
-        ModelNotFoundError: No such model.
-        ModelFormatError: Its file cannot be used.
-        ValueError: The stage does not fit the model.
-    """
-    if config.kind == "synthetic":
-        from meta_executor.engine.synthetic import SyntheticEngine
-
-        return SyntheticEngine(config.synthetic, stage)
-    from meta_executor.engine.llama import LlamaEngine
-
-    return LlamaEngine.load(config, stage)
 
 
 def check_step(step: StepInput, stage: StageSpec, model: ModelInfo, block_count: int, block_tokens: int) -> None:

@@ -19,10 +19,9 @@ from meta_executor.engine.base import (
     StageSpec,
     StepInput,
     StepOutput,
-    create_engine,
-    model_info,
 )
 from meta_executor.engine.errors import StepError
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.kv_pool import BlockPool
 from meta_executor.engine.sampling import FinishReason, finish_reason
 from meta_executor.engine.tokenizer import StopStrings, Tokenizer

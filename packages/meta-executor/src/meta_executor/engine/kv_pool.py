@@ -45,6 +45,9 @@ class BlockState(enum.Enum):
     PROVEN = "proven"
     QUARANTINED = "quarantined"
 
+    #: Members are singletons; the default hashes their names, in Python, several times per block.
+    __hash__ = object.__hash__
+
 
 #: Every edge there is. FREE -> OWNED is the allocation, by a fresh owner or by a prefix hit.
 TRANSITIONS: dict[BlockState, frozenset[BlockState]] = {
@@ -216,7 +219,8 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(block_count)]
         for block in taken:
             self._forget_hash(block)
-            self._move(block, BlockState.OWNED, "allocated by", holder)
+        self._move(taken, BlockState.OWNED, "allocated by", holder)
+        for block in taken:
             self._holders[block].add(holder)
         self._tables.setdefault(holder, []).extend(taken)
         self._allocated_total += block_count
@@ -329,21 +333,22 @@ class BlockPool:
                 continue
             self._stories[block].append(("left by", holder))
             if not self._holders[block]:
-                self._move(block, BlockState.PROVEN, "proven by", holder)
                 proven.append(block)
+        self._move(proven, BlockState.PROVEN, "proven by", holder)
         return tuple(proven)
 
     def reclaim(self, block_ids: Iterable[int]) -> None:
         """Make PROVEN blocks FREE.
 
         Raises:
-            OwnershipError: A block is not PROVEN. Those before it in the order were reclaimed.
+            OwnershipError: A block is not PROVEN; none was reclaimed.
         """
         # The end of a prefix becomes the older one, so that eviction shortens prefixes instead of cutting their heads.
-        for block in reversed(list(block_ids)):
-            self._move(block, BlockState.FREE, "reclaimed", "")
+        blocks = list(block_ids)[::-1]
+        self._move(blocks, BlockState.FREE, "reclaimed", "")
+        self._reclaimed_total += len(blocks)
+        for block in blocks:
             self._free[block] = None
-            self._reclaimed_total += 1
             if self._hash_of[block] is None:
                 self._free.move_to_end(block, last=False)
             else:
@@ -372,7 +377,7 @@ class BlockPool:
         fresh = []
         for block in list(held):
             if block in doubtful and self._state[block] is BlockState.OWNED:
-                self._move(block, BlockState.QUARANTINED, f"quarantined ({reason}) by", holder)
+                self._move((block,), BlockState.QUARANTINED, f"quarantined ({reason}) by", holder)
                 self._forget_hash(block)
                 fresh.append(block)
         self.release(holder)
@@ -466,7 +471,7 @@ class BlockPool:
         if self._state[block] is BlockState.FREE:
             del self._free[block]
             self._cached_free -= 1
-            self._move(block, BlockState.OWNED, "owned again by", holder)
+            self._move((block,), BlockState.OWNED, "owned again by", holder)
             self._owned_high_water = max(self._owned_high_water, self._counts[BlockState.OWNED])
         elif self._state[block] is not BlockState.OWNED:
             raise OwnershipError(f"block {block} is {self._state[block].value}", block, self.story(block))
@@ -475,16 +480,22 @@ class BlockPool:
         self._holders[block].add(holder)
         self._tables[holder].append(block)
 
-    def _move(self, block: int, state: BlockState, verb: str, who: object) -> None:
-        before = self._state[block]
-        if state not in TRANSITIONS[before]:
-            raise OwnershipError(
-                f"block {block}: no way from {before.value} to {state.value}", block, self.story(block)
-            )
-        self._state[block] = state
-        self._counts[before] -= 1
-        self._counts[state] += 1
-        self._stories[block].append((verb, who))
+    def _move(self, blocks: Sequence[int], state: BlockState, verb: str, who: object) -> None:
+        """Move blocks, all or none: a request's are moved together, several times in its life."""
+        states, stories, told = self._state, self._stories, (verb, who)
+        if len(set(blocks)) != len(blocks):
+            twice = next(block for block in blocks if blocks.count(block) > 1)
+            raise OwnershipError(f"block {twice} is named twice", twice, self.story(twice))
+        for block in blocks:
+            if state not in TRANSITIONS[states[block]]:
+                words = f"block {block}: no way from {states[block].value} to {state.value}"
+                raise OwnershipError(words, block, self.story(block))
+        for before in [states[block] for block in blocks]:
+            self._counts[before] -= 1
+        self._counts[state] += len(blocks)
+        for block in blocks:
+            states[block] = state
+            stories[block].append(told)
 
     def _forget_hash(self, block: int) -> None:
         key = self._hash_of[block]

@@ -38,10 +38,12 @@ from meta_executor.engine.base import (
 )
 from meta_executor.engine.errors import EngineError, StepError
 from meta_executor.engine.sampling import choose
-from meta_executor.engine.synthetic import StepWorker, WorkerHandle
+from meta_executor.engine.step_worker import StepWorker, WorkerHandle
 from meta_executor.engine.weights import LlamaGeometry, load_stage_tensors, resolve_model
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: A CPU's instructions for products of each narrow type, by the names of ``torch.cpu.get_capabilities``.
+_CPU_PRODUCTS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 #: Rows of a tile under ``deterministic_rows``: small steps, and prompt chunks.
 _SMALL_TILE_ROWS = 8
 _LARGE_TILE_ROWS = 64
@@ -71,6 +73,26 @@ class _Dense:
         if rows < _PACKED_ROWS_MIN:
             return _packed_product(F.pad(x, (0, 0, 0, _PACKED_ROWS_MIN - rows)), self._weight)[:rows]
         return _packed_product(x, self._weight)
+
+
+def arithmetic_of(
+    dtype: torch.dtype, device: torch.device, capabilities: Mapping[str, object] | None = None
+) -> torch.dtype:
+    """The type that an engine computes in.
+
+    A CPU that has no instructions for a narrow type emulates each product, which takes several times as long as float32: there
+    the weights keep the narrow type's values and the KV memory the type itself, and the arithmetic is float32.
+
+    Args:
+        dtype: As configured.
+        device: Where it computes.
+        capabilities: Of the CPU; None: this one's.
+    """
+    if device.type != "cpu" or dtype not in _CPU_PRODUCTS:
+        return dtype
+    if capabilities is None:
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return dtype if any(capabilities.get(name) for name in _CPU_PRODUCTS[dtype]) else torch.float32
 
 
 def _packed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -159,7 +181,7 @@ class LlamaEngine:
         tensors: The stage's, by the names of :mod:`meta_executor.engine.weights`, float32.
         stage: Which layers.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dtype: Of weights, activations within the stage, and KV memory.
+        dtype: Of weights, activations within the stage, and KV memory; see :func:`arithmetic_of` for CPUs that lack it.
         threads: Of torch on the CPU (count).
         deterministic_rows: See the module's header.
     """
@@ -179,8 +201,9 @@ class LlamaEngine:
         self.model = model
         self.stage = stage
         self._geometry = geometry
-        self._dtype = _DTYPES[dtype]
         self._device = torch.device(device)
+        self._kv_dtype = _DTYPES[dtype]
+        self._dtype = arithmetic_of(self._kv_dtype, self._device)
         self._threads = threads
         self._deterministic = deterministic_rows
         self._group = model.attention_head_count // model.kv_head_count
@@ -189,7 +212,8 @@ class LlamaEngine:
         torch.set_num_threads(threads)
 
         def tensor(name: str) -> torch.Tensor:
-            return torch.from_numpy(tensors[name]).to(device=self._device, dtype=self._dtype).contiguous()
+            values = torch.from_numpy(tensors[name]).to(device=self._device, dtype=self._kv_dtype)
+            return values.to(self._dtype).contiguous()
 
         with torch.inference_mode():
             self.packed = self._device.type == "cpu" and _packing_works(self._dtype)
@@ -258,7 +282,7 @@ class LlamaEngine:
         if self._kv is not None:
             raise StepError("the KV memory was allocated already")
         shape = (len(self._layers), block_count, 2, block_tokens, self.model.kv_head_count, self.model.head_dim)
-        kv = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        kv = torch.zeros(shape, dtype=self._kv_dtype, device=self._device)
         self._settle()
         self._kv = kv
         size = kv.element_size()
@@ -343,8 +367,8 @@ class LlamaEngine:
         # Blocks seen as (2 * blocks, token, head, element): keys of block b at 2b, values at 2b + 1.
         halves = kv.view(-1, *kv.shape[2:])
         flat = halves.view(-1, *kv.shape[3:])
-        flat.index_copy_(0, plan.key_slots, rotated[:, self._query_heads :])
-        flat.index_copy_(0, plan.value_slots, qkv[:, self._rotated_heads :])
+        flat.index_copy_(0, plan.key_slots, rotated[:, self._query_heads :].to(kv.dtype))
+        flat.index_copy_(0, plan.value_slots, qkv[:, self._rotated_heads :].to(kv.dtype))
         attended = self._attend(rotated[:, : self._query_heads], halves.view(halves.shape[0], -1), plan)
         x = x + self._linear(attended, layer.output)
         gate, up = self._linear(F.rms_norm(x, width, layer.ffn_norm, epsilon), layer.gate_up).chunk(2, dim=-1)
@@ -404,6 +428,7 @@ class LlamaEngine:
         keys, values = (buffer[:rows] for buffer in self._gathered)
         torch.index_select(halves, 0, key_blocks, out=keys)
         torch.index_select(halves, 0, value_blocks, out=values)
+        keys, values = keys.to(self._dtype), values.to(self._dtype)
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
     def _attend_tiled(

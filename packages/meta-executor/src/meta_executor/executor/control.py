@@ -7,8 +7,6 @@ path stays off here: peers are other processes.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -114,20 +112,21 @@ class ReceiverControl:
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
         self._lost: deque[PeerId] = deque()
         self._ended: set[PeerId] = set()  # a link that ended takes nothing more, even before its socket knows
-        self._threads: list[threading.Thread] = []
         self._closed = False
 
     def connect(self, peer: PeerId, address: str) -> None:
-        """Know a peer. No I/O happens before its reader thread makes the first call."""
+        """Know a peer, and ask for its answers. Blocks on nothing: the link is made by its I/O thread."""
         if peer in self._clients:
             return
         client = RpcClient(
             address, self._key, fast_path=False, interface=ControlEndpoint, name=f"kv-{self._self_id.rank}"
         )
         self._clients[peer] = client
-        thread = threading.Thread(target=self._read, args=(peer, client), name=f"kv-control-{peer.rank}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        frames = client.frames(self._self_id).remote_streaming()
+        frames.deliver_to(
+            lambda frame: self._received(peer, frame),
+            lambda error: self._link_ended(peer, client),
+        )
 
     def disconnect(self, instance_id: str, generation: str) -> None:
         """Forget the ranks of an instance."""
@@ -135,12 +134,12 @@ class ReceiverControl:
             self._clients.pop(peer).close()
             self._ended.discard(peer)
 
-    def _read(self, peer: PeerId, client: RpcClient) -> None:
-        with contextlib.suppress(RpcError):
-            for frame in client.frames(self._self_id).remote_streaming():
-                self._inbox.append((peer, frame))
-                self._wake()
-        # However the link ended: it proves nothing about memory, so it is reported here and judged elsewhere.
+    def _received(self, peer: PeerId, frame: bytes) -> None:
+        self._inbox.append((peer, frame))
+        self._wake()
+
+    def _link_ended(self, peer: PeerId, client: RpcClient) -> None:
+        """However it ended: it proves nothing about memory, so it is reported here and judged elsewhere."""
         if not self._closed and self._clients.get(peer) is client:
             self._ended.add(peer)
             self._lost.append(peer)
@@ -183,5 +182,3 @@ class ReceiverControl:
         self._closed = True
         for client in self._clients.values():
             client.close()
-        for thread in self._threads:
-            thread.join(timeout=1.0)

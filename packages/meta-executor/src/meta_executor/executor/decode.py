@@ -217,6 +217,11 @@ class DecodeCompute:
         """A step is in flight, or rows wait for one."""
         return self._flight is not None or self._rows.count > 0
 
+    @property
+    def stepping(self) -> bool:
+        """The engine has a step."""
+        return self._flight is not None
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> bool:

@@ -23,6 +23,27 @@ FIRST_WAIT_S = 0.00005
 AGAIN_S = 0.001
 
 
+#: Edges of the histogram of turns (s).
+TURN_EDGES_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+class Turns:
+    """How long a loop's iterations took: while one runs, nothing else of its rank does."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        #: Turns that took longer than each of ``TURN_EDGES_S`` (count).
+        self.longer = [0] * len(TURN_EDGES_S)
+
+    def add(self, duration_s: float) -> None:
+        """One more."""
+        self.count += 1
+        for index, edge_s in enumerate(TURN_EDGES_S):
+            if duration_s <= edge_s:
+                return
+            self.longer[index] += 1
+
+
 class Bell(Protocol):
     """How a loop waits: :class:`meta_executor.executor.bell.RankBell`, or a fake."""
 
@@ -39,6 +60,7 @@ def drive(
     idle_s: float = IDLE_CAP_S,
     every_s: float = 1.0,
     periodically: Callable[[float], None] = lambda now_s: None,
+    turns: Turns | None = None,
 ) -> None:
     """Iterate until the loop has left or has met a fault.
 
@@ -49,7 +71,9 @@ def drive(
         idle_s: Longest wait with nothing open.
         every_s: How often ``periodically`` is called (s).
         periodically: For counters that somebody looks at; gets the time.
+        turns: Counts the iterations.
     """
+    turns = turns or Turns()
     next_s = 0.0
     row_s = FIRST_WAIT_S
     rung = False
@@ -58,6 +82,7 @@ def drive(
     while not loop.left and not loop.fault:
         now_s = clock()
         moved = loop.iterate(now_s)
+        turns.add(clock() - now_s)
         unseen = unseen or moved
         # Before the wait, which may be long: who asks a rank that has just come to rest gets its last counters.
         if now_s >= next_s:

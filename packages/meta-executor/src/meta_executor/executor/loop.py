@@ -40,6 +40,7 @@ from meta_executor.executor.ownership import Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Answers, Notice, Role
 from meta_executor.executor.transceiver import (
     MOVING_CAP_S,
+    STEPPING_CAP_S,
     Arrived,
     Ended,
     Expired,
@@ -105,6 +106,11 @@ class Compute(Protocol):
     @property
     def busy(self) -> bool:
         """Steps are ready, in flight or unanswered."""
+        ...
+
+    @property
+    def stepping(self) -> bool:
+        """The engine has a step: its end will ring."""
         ...
 
 
@@ -189,7 +195,8 @@ class RankLoop:
         """
         if self._link.busy or self._work.busy:
             return MOVING_CAP_S
-        return self._transceiver.poll_cap_s
+        cap_s = self._transceiver.poll_cap_s
+        return cap_s if cap_s is None or not self.compute.stepping else max(cap_s, STEPPING_CAP_S)
 
     # -- take new work ------------------------------------------------------------------------------------------------
 

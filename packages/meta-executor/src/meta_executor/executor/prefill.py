@@ -130,6 +130,11 @@ class PrefillCompute:
         """Steps are ready, launched or unanswered."""
         return bool(self._launched or self._ready or self._unanswered)
 
+    @property
+    def stepping(self) -> bool:
+        """The engine has a step."""
+        return bool(self._launched)
+
     # -- schedule, mirror ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> bool:

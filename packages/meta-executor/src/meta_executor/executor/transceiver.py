@@ -84,9 +84,11 @@ class Fault:
     diagnosis: str
 
 
-#: Longest wait while bytes move; while a peer may begin to move them; while a round of the agreement is open, whose frames
-#: ring but whose send slots do not (s).
+#: Longest wait while bytes move; while they move and the engine has a step, whose end rings and before which nothing that comes
+#: could be used; while a peer may begin to move them; while a round of the agreement is open, whose frames ring but whose send
+#: slots do not (s).
 MOVING_CAP_S = 0.0005
+STEPPING_CAP_S = 0.004
 EXPOSED_CAP_S = 0.002
 ROUND_CAP_S = 0.01
 

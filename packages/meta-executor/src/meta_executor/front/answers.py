@@ -19,6 +19,7 @@ class AnswerText:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_token_ids: frozenset[int]) -> None:
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(stops)
+        self._watched = bool(stops)
         self._end_token_ids = end_token_ids
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
@@ -33,6 +34,9 @@ class AnswerText:
 
         Counts tokens up to and including the one that completed a stop string; those after it were generated for nobody.
         """
+        if not self._watched and finish_reason is None:
+            self.token_ids.extend(tokens)
+            return self._detokenizer.push(tokens)
         text = []
         for place, token in enumerate(tokens):
             last = place == len(tokens) - 1

@@ -406,7 +406,7 @@ class _Answer(Response):
                 await self._send_json(send, error.status, error.body())
             else:
                 # After the first piece there is no status any more: the API's clients know an error event.
-                await self._send_event(send, error.body())
+                await self._send_event(send, msgspec.json.encode(error.body()))
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         else:
             service.metrics.total_responses.inc()
@@ -476,9 +476,8 @@ class _Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._started = True
 
-    async def _send_event(self, send: Send, data: Mapping[str, Any]) -> None:
-        body = b"data: " + msgspec.json.encode(data) + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _send_event(self, send: Send, data: bytes) -> None:
+        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
     async def _send_json(self, send: Send, status: int, data: Mapping[str, Any]) -> None:
         body = msgspec.json.encode(data)
@@ -525,7 +524,27 @@ def worded(status: int, code: str, message: str) -> bytes:
 
 
 def create_app(service: FrontService) -> ASGIApp:
-    """The routes over a service, for those who may."""
+    """The routes over a service, for those who may.
+
+    The two endpoints that answer token by token are called without a framework in between: they tell every failure
+    themselves, and each layer would be paid for by each token.
+    """
+    direct = {"/v1/completions": service.completions, "/v1/chat/completions": service.chat_completions}
+    routes = _routes(service)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        handler = direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if handler is None:
+            await routes(scope, receive, send)
+            return
+        response = await handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    return Guard(app, service.access, NEED_OF, worded, service.ledger)
+
+
+def _routes(service: FrontService) -> Starlette:
+    """Everything else, and the two with other methods."""
 
     async def not_found(request: Request, error: Exception) -> Response:
         return _error(ApiError(404, f"no route {request.url.path[:_ECHO_MAX]}", code="not_found"))
@@ -538,7 +557,7 @@ def create_app(service: FrontService) -> ASGIApp:
     def get(path: str, handler: Handler) -> Route:
         return Route(path, handler, methods=["GET"])
 
-    routes = Starlette(
+    return Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
@@ -557,4 +576,3 @@ def create_app(service: FrontService) -> ASGIApp:
         ],
         exception_handlers={404: not_found, 405: wrong_method},
     )
-    return Guard(routes, service.access, NEED_OF, worded, service.ledger)

@@ -31,6 +31,8 @@ from meta_executor.front.order import LegOrder
 
 #: Servers that are tried when connecting fails (count).
 _CONNECT_TRIES = 3
+#: A reservation's expiry is put off once in so many seconds of its stream: the grace that it has is longer.
+_RENEW_EVERY_S = 1.0
 
 _Answer = TypeVar("_Answer")
 
@@ -84,6 +86,13 @@ class _Leg:
         self.server = reservation.server
         self.sent_s: float | None = None
         self.ended = False
+        self._renew_at_s = 0.0
+
+    def renew(self, now_s: float) -> None:
+        """Its stream goes on: its reservation does not expire."""
+        if now_s >= self._renew_at_s:
+            self._renew_at_s = now_s + _RENEW_EVERY_S
+            self.reservation.renew()
 
 
 def _context_is_stale(error: LegError) -> bool:
@@ -167,7 +176,7 @@ class Dispatch:
                         if not context.ended:
                             self._ended(context)
                             context.reservation.release("transferred")
-                        generation.reservation.renew()
+                        generation.renew(self._clock())
                         if chunk.finish_reason is not None:
                             self._ended(generation)
                         yield Tokens(chunk.tokens, chunk.finish_reason)
@@ -222,7 +231,7 @@ class Dispatch:
                     if isinstance(event, asyncio.Task):
                         await judge(event)
                         continue
-                    generation.reservation.renew()
+                    generation.renew(self._clock())
                     finished = event.finish_reason is not None
                     if finished:
                         self._ended(generation)

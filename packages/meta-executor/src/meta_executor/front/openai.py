@@ -388,7 +388,8 @@ class AnswerIds(msgspec.Struct, frozen=True):
 
 
 class Shape:
-    """The two endpoints' answers: same life, different words.
+    """The two endpoints' answers: same life, different words. A stream's chunks are made as JSON: what is the same in all of
+    them is encoded once.
 
     Args:
         chat: ``/v1/chat/completions``, else ``/v1/completions``.
@@ -404,6 +405,9 @@ class Shape:
             "created": created,
             "model": model,
         }
+        #: Everything before a chunk's own part of its one choice.
+        same = msgspec.json.encode({**self._head, "object": self._kind})
+        self._chunk_begin = same[:-1] + b',"choices":[{"index":0,"logprobs":null,'
 
     def whole(
         self, text: str, finish_reason: str, counts: Mapping[str, Any], ids: AnswerIds | None = None
@@ -419,27 +423,30 @@ class Shape:
         self._add_ids(answer, ids)
         return answer
 
-    def first(self, *, with_usage: bool) -> dict[str, Any] | None:
-        """The chunk that opens a chat stream."""
+    def first(self, *, with_usage: bool) -> bytes | None:
+        """The chunk that opens a chat stream (JSON)."""
         if not self._chat:
             return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, with_usage)
+        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, {}, with_usage)
 
-    def piece(
-        self, text: str, finish_reason: str | None, *, with_usage: bool, ids: AnswerIds | None = None
-    ) -> dict[str, Any]:
-        """A piece of a stream; the last has a finish reason."""
+    def piece(self, text: str, finish_reason: str | None, *, with_usage: bool, ids: AnswerIds | None = None) -> bytes:
+        """A piece of a stream (JSON); the last has a finish reason."""
+        choice: dict[str, Any] = {"finish_reason": finish_reason}
         if self._chat:
-            delta = {"content": text} if text or finish_reason is None else {}
-            chunk = self._chunk({"delta": delta, "finish_reason": finish_reason}, with_usage)
+            choice["delta"] = {"content": text} if text or finish_reason is None else {}
         else:
-            chunk = self._chunk({"text": text, "finish_reason": finish_reason}, with_usage)
-        self._add_ids(chunk, ids)
-        return chunk
+            choice["text"] = text
+        beside: dict[str, Any] = {}
+        if ids is not None:
+            choice["token_ids"] = ids.answer
+            if ids.prompt is not None:
+                # Where vLLM has them: in the choice of a completion, beside the choices of a chat.
+                (beside if self._chat else choice)["prompt_token_ids"] = ids.prompt
+        return self._chunk(choice, beside, with_usage)
 
-    def last(self, counts: Mapping[str, Any]) -> dict[str, Any]:
-        """The chunk with the counts, which has no choices."""
-        return {**self._head, "object": self._kind, "choices": [], "usage": dict(counts)}
+    def last(self, counts: Mapping[str, Any]) -> bytes:
+        """The chunk with the counts (JSON), which has no choices."""
+        return msgspec.json.encode({**self._head, "object": self._kind, "choices": [], "usage": dict(counts)})
 
     def _add_ids(self, answer: dict[str, Any], ids: AnswerIds | None) -> None:
         if ids is not None:
@@ -452,8 +459,9 @@ class Shape:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _chunk(self, choice: dict[str, Any], with_usage: bool) -> dict[str, Any]:
-        chunk = {**self._head, "object": self._kind, "choices": [{"index": 0, "logprobs": None, **choice}]}
+    def _chunk(self, choice: dict[str, Any], beside: dict[str, Any], with_usage: bool) -> bytes:
+        """``choice`` completes the one choice, ``beside`` the chunk; neither is empty JSON where it is given."""
         if with_usage:
-            chunk["usage"] = None
-        return chunk
+            beside["usage"] = None
+        end = b"]," + msgspec.json.encode(beside)[1:] if beside else b"]}"
+        return self._chunk_begin + msgspec.json.encode(choice)[1:] + end

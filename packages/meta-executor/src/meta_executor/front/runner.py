@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from meta_executor.config import RunSpec
-from meta_executor.engine.base import model_info
+from meta_executor.engine.factory import model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient

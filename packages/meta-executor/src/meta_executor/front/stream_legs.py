@@ -17,6 +17,7 @@ import msgspec
 from meta_executor import wire
 from meta_executor.api.proxy import Proxy, ProxyError, Tracked
 from meta_executor.api.service import Submit
+from meta_executor.api.worker_client import WorkerClient
 from meta_executor.executor.request import Notice, Request
 from meta_executor.front.leg import CUT, UNREACHABLE, Chunk, LegError, Prefilled
 from rpc_batch_submit import BatchSubmitConfig
@@ -47,9 +48,10 @@ class StreamLegs:
     def __init__(self, known: Known, key: bytes) -> None:
         self._url = known.url
         self.instance_id = known.info.instance_id
-        self._proxy = Proxy(known.info.service_address, key, fast_path=False, batching=_BATCHING)
+        self._worker = WorkerClient(known.info.service_address, key, fast_path=False)
+        self._proxy = Proxy(self._worker, _BATCHING)
         #: Context instances that the ranks there were told of, by name.
-        self._introduced: dict[str, asyncio.Task[None]] = {}
+        self._introduced: dict[str, asyncio.Task[wire.ErrorBody | None]] = {}
 
     @property
     def lost(self) -> bool:
@@ -59,11 +61,12 @@ class StreamLegs:
     @property
     def idle(self) -> bool:
         """Nobody waits for an answer."""
-        return self._proxy.statistics().tracked == 0
+        return self._proxy.tracked_count == 0
 
     async def close(self) -> None:
         """End the stream; what still runs on it fails."""
         await self._proxy.close()
+        await asyncio.to_thread(self._worker.close)
 
     async def context(self, request: Request, generation: str) -> Prefilled:
         """Run a context leg to its end.
@@ -109,7 +112,7 @@ class StreamLegs:
                 tokens, notices = await tracked.next()
             except ProxyError as error:
                 raise self._failed("generation", error) from error
-            end = next((notice for notice in notices if notice.finish_reason), None)
+            end = next((notice for notice in notices if notice.finish_reason), None) if notices else None
             if end is None:
                 yield Chunk(tokens, None)
                 continue
@@ -151,18 +154,22 @@ class StreamLegs:
             )
         task = self._introduced.get(name)
         if task is None:
-            task = asyncio.create_task(self._proxy.introduce(source.url, source.raw))
+            task = asyncio.create_task(self._worker.introduce(source.url, source.raw))
             self._introduced[name] = task
         try:
-            await asyncio.shield(task)
-        except (ProxyError, RpcError) as error:
-            # A failure is never remembered: the next request tries again.
-            if self._introduced.get(name) is task:
-                del self._introduced[name]
-            if isinstance(error, ProxyError):
-                raise self._failed("generation", error) from error
+            refused = await asyncio.shield(task)
+        except RpcError as error:
+            self._forget(name, task)
             words = f"{type(error).__name__}: {error}"
             raise LegError("generation", self._url, UNREACHABLE, words, received=False) from error
+        if refused is not None:
+            self._forget(name, task)
+            raise LegError.refused("generation", self._url, refused)
+
+    def _forget(self, name: str, task: asyncio.Task[wire.ErrorBody | None]) -> None:
+        """A failure is never remembered: the next request tries again."""
+        if self._introduced.get(name) is task:
+            del self._introduced[name]
 
     def _failed(self, role: str, error: ProxyError) -> LegError:
         if not error.reached:

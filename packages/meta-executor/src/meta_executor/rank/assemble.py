@@ -28,7 +28,8 @@ from kv_bounce_planner.sessions import (
 )
 from meta_executor import wire
 from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, Role, RunSpec
-from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec, create_engine, model_info
+from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec
+from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.executor._mpi import MpiLink
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.bell import RankBell, RingingTransport

@@ -20,20 +20,18 @@ import msgspec
 from mpi4py import MPI
 
 from meta_executor import wire
-from meta_executor.api.batching import batching_of
 from meta_executor.api.endpoint import OwnedEndpoint
-from meta_executor.api.proxy import Proxy
-from meta_executor.api.server import ApiServer, ServerThread
+from meta_executor.api.instance import InstanceApi, worker_address
 from meta_executor.api.service import ExecutorService
 from meta_executor.api.spawned import SpawnedServer
+from meta_executor.api.worker_client import PEER_TIMEOUT_S
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec
 from meta_executor.executor.account import Lifetime, rank_evidence, rank_statistics
 from meta_executor.executor.admission import GenerationAdmission
 from meta_executor.executor.desk import Desk
-from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, drive
+from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, TURN_EDGES_S, Turns, drive
 from meta_executor.executor.messages import Status
 from meta_executor.executor.request import Answers
-from meta_executor.listener.credentials import api_keys
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
 from meta_executor.rank.startup import barrier
 from meta_executor.rank.teardown import close_transfers
@@ -45,8 +43,6 @@ from rpc_local_registry import RpcConfig, RpcServer
 
 #: How often a rank's counters are brought up to date for rank 0 (s).
 STATISTICS_EVERY_S = 0.5
-#: A client that is silent at the transport for so long is gone (s); a process that was stopped for a while is not.
-PEER_TIMEOUT_S = 60.0
 
 
 class _Doorway:
@@ -62,63 +58,33 @@ class _Doorway:
 
 
 class FrontOfHouse:
-    """What only rank 0 has: the worker's service, and the API server."""
+    """What only rank 0 has: the worker's service, and the instance's API as a thread here or as a process of its own."""
 
     def __init__(self, rank: Rank, service: ExecutorService, endpoint: OwnedEndpoint) -> None:
         spec, instance = rank.identity.spec, rank.identity.instance
-        config = instance.config
         self.service = service
         self.endpoint = endpoint
         self._rpc = RpcServer(
             service,
-            service_address(spec, instance),
+            worker_address(spec, instance),
             spec.key(),
             config=RpcConfig(peer_timeout_s=PEER_TIMEOUT_S),
             name=instance.owner_id,
         )
         self._rpc.start()
-        endpoint.service_address = str(self._rpc.address)
-        self._spawned: SpawnedServer | None = None
-        self._server: ServerThread | None = None
-        if config.proxy == "spawn":
-            self._spawned = SpawnedServer(spec, instance, endpoint.service_address)
-            self.url = self._spawned.url
-            return
-        proxy = Proxy(
-            endpoint.service_address,
-            spec.key(),
-            fast_path=bool(config.rpc.local_fastpath),
-            batching=batching_of(instance),
-        )
-        api = ApiServer(
-            proxy,
-            self.endpoint,
-            spec.key().hex(),
-            config=config,
-            keys=api_keys(spec.service.front),
-            fault=lambda: rank.loop.fault,
-            drain_timeout_s=spec.service.drain_timeout_s,
-        )
-        self._server = ServerThread(api, config.hostname, instance.port)
-        self._server.start()
-        self.url = self._server.url
+        address = str(self._rpc.address)
+        self._api: SpawnedServer | InstanceApi
+        if instance.config.proxy == "spawn":
+            self._api = SpawnedServer(spec, instance, address)
+        else:
+            self._api = InstanceApi(spec, instance, address, endpoint, fault=lambda: rank.loop.fault)
+        self.url = self._api.url
 
     def close(self) -> None:
         """Answer what is pending, then end."""
         self.service.close()
-        if self._server is not None:
-            self._server.stop()
-        if self._spawned is not None:
-            self._spawned.stop()
+        self._api.close()
         self._rpc.shutdown()
-
-
-def service_address(spec: RunSpec, instance: InstanceSpec) -> str:
-    """Where rank 0 offers its service: in the run's folder, or over TCP where the instance is reached from other hosts."""
-    hostname = instance.config.hostname
-    if hostname in ("127.0.0.1", "localhost", "::1"):
-        return f"ipc://{spec.path('ipc', f'{instance.owner_id}.w')}"
-    return f"tcp://{hostname}:0"
 
 
 def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
@@ -160,7 +126,14 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         )
     try:
         idle_s = IDLE_CAP_S if rank.together else SCATTERED_CAP_S
-        drive(rank.loop, rank.bell, idle_s=idle_s, every_s=STATISTICS_EVERY_S, periodically=statistics.update)
+        drive(
+            rank.loop,
+            rank.bell,
+            idle_s=idle_s,
+            every_s=STATISTICS_EVERY_S,
+            periodically=statistics.update,
+            turns=statistics.turns,
+        )
         if rank.loop.fault:
             log(f"{rank.identity.name}: fault: {rank.loop.fault}")
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
@@ -196,6 +169,7 @@ class _Statistics:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._stamp: tuple[object, ...] = ()
+        self.turns = Turns()
         self.latest = wire.RankStatistics(rank=rank.identity.rank)
 
     def update(self, now_s: float) -> None:
@@ -219,7 +193,11 @@ class _Statistics:
         if stamp == self._stamp and not rank.loop.left:
             return
         self._stamp = stamp
-        self.latest = rank_statistics(made, rank.agreement, rank.storage.block_bytes)
+        self.latest = msgspec.structs.replace(
+            rank_statistics(made, rank.agreement, rank.storage.block_bytes),
+            turns=self.turns.count,
+            **{f"turns_over_{1000 * edge_s:g}ms": n for edge_s, n in zip(TURN_EDGES_S, self.turns.longer, strict=True)},
+        )
         data = wire.encode_json(self.latest)
         if rank.desk is not None:
             rank.desk.take_statistics(0, data)
