@@ -103,7 +103,7 @@ def live_top(launcher: Launcher) -> tuple[int, str]:
 def complete(launcher: Launcher, text: str, max_tokens: int = 8) -> str:
     """One completion. Returns its id."""
     body = {"model": "synthetic", "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+    answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=240.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]
 
