@@ -30,8 +30,8 @@ def fuzz() -> Iterator[Any]:
     del sys.modules[spec.name]
 
 
-NAMES = ["chat", "completions", "paths", "wire_bytes", "launcher", "etcd_records", "etcd_watch", "gguf", "safetensors",
-         "folder_files", "templates", "key_file"]  # fmt: skip
+NAMES = ["chat", "completions", "paths", "instance", "wire_bytes", "launcher", "etcd_records", "etcd_watch", "gguf",
+         "safetensors", "folder_files", "templates", "key_file"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

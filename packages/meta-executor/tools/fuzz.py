@@ -345,6 +345,56 @@ def paths() -> Iterator[Target]:
 
 
 @contextlib.contextmanager
+def instance() -> Iterator[Target]:
+    """Bodies of an instance's ``/internal/*``; the first byte says which."""
+    from starlette.requests import Request
+
+    from meta_executor.api import server
+    from meta_executor.api.endpoint import Refused as InstanceRefused
+    from meta_executor.wire import encode_json
+
+    sampling = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 7, "ignore_eos": True, "stop_token_ids": [1]}
+    common = {"request_id": 5, "token_ids": [1, 2], "sampling": sampling, "endpoint_generation": "g", "deadline_s": 1.5}
+    peer = {
+        "instance_id": "i",
+        "endpoint_generation": "g",
+        "control_addresses": ["ipc:///a"],
+        "url": "http://127.0.0.1:1",
+    }
+    bodies = {
+        b"c": (
+            server._CONTEXT,
+            {**common, "conversation_id": "c", "cache_salt": "s", "schedule_style": "generation_first"},
+        ),
+        b"g": (server._GENERATION, {**common, "first_token": 3, "context": peer}),
+        b"a": (server._ABORT, {"request_id": 5, "reason": "r"}),
+        b"d": (server._DRAIN, {"deadline_s": 5.0}),
+    }
+    runner = asyncio.Runner()
+
+    def mutate(seeds: list[bytes], draw: random.Random) -> bytes:
+        which = draw.choice(list(bodies))
+        return which + json_mutated([json.dumps(bodies[which][1]).encode()], draw)
+
+    async def decode(data: bytes) -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": data[1:], "more_body": False}
+
+        await server._decoded(Request({"type": "http"}, receive), bodies[data[:1]][0])
+
+    def read(data: bytes) -> None:
+        try:
+            runner.run(decode(data))
+        except InstanceRefused as refused:
+            if len(encode_json(refused.body)) > 4096:
+                raise RuntimeError("a long error") from refused
+            raise Refused from None
+
+    yield [], mutate, read
+    runner.close()
+
+
+@contextlib.contextmanager
 def wire_bytes() -> Iterator[Target]:
     """Bytes of a connection, in pieces, to the listener's protocol: only answers that are HTTP, and no exception."""
     import uvicorn
@@ -866,6 +916,7 @@ TARGETS: dict[str, Callable[[], contextlib.AbstractContextManager[Target]]] = {
         chat,
         completions,
         paths,
+        instance,
         wire_bytes,
         launcher,
         etcd_records,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -172,6 +173,27 @@ def check_what_is_shown(pair: RunningPair) -> None:
         metrics = pair.client.get(f"{pair.urls[owner]}/metrics").text
         assert 'meta_executor_rank_kv_blocks_total{rank="0"}' in metrics
     check_routing(pair)
+    check_strangers(pair)
+
+
+def check_strangers(pair: RunningPair) -> None:
+    """Without the run's key an instance shows no address and no process; its listener refuses as the front's does."""
+    for url in pair.urls.values():
+        shown, whole = (
+            httpx.get(f"{url}/server_info", headers=headers, trust_env=False).json()
+            for headers in ({}, pair.client.headers)
+        )
+        for field in ("control_addresses", "service_address", "processes", "layout"):
+            assert whole[field] and not shown[field], field
+        assert shown["generation"] == whole["generation"] and shown["vocab_size"] == whole["vocab_size"]
+        for path in ("/internal/statistics", "/internal/nothing", "/debug/nothing"):
+            refused = httpx.get(url + path, trust_env=False)
+            assert (refused.status_code, refused.json()["error"]) == (401, wire.UNAUTHORIZED)
+        with socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), 20) as peer:
+            peer.sendall(b"POST /internal/abort HTTP/1.1\r\nhost: a\r\ncontent-length: 99999999\r\n\r\n")
+            answer = b"".join(iter(lambda: peer.recv(65536), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413 ") and msgspec.json.decode(body)["error"] == wire.INVALID_REQUEST
 
 
 def check_routing(pair: RunningPair) -> None:
