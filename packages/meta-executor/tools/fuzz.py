@@ -16,6 +16,7 @@ import contextlib
 import copy
 import json
 import logging
+import multiprocessing
 import random
 import resource
 import signal
@@ -25,6 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -999,17 +1001,36 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first input's seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end a target after so long (s)")
     parser.add_argument("--limit", type=float, default=5.0, help="longest time for one input (s)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     if unknown := sorted(set(options.target) - set(TARGETS)):
         parser.error(f"no target {', '.join(unknown)}; there are {', '.join(TARGETS)}")
-    logging.disable(logging.CRITICAL)
-    lines = [
-        fuzz(name, count=options.count, seed=options.seed, seconds=options.seconds, limit_s=options.limit)
-        for name in options.target or TARGETS
-    ]
-    for line in lines:
-        print(json.dumps(line))
+    lines = [_in_parts(name, options) for name in options.target or TARGETS]
     return 1 if any(line["findings"] for line in lines) else 0
+
+
+def _quiet(name: str, **settings: Any) -> dict[str, Any]:
+    logging.disable(logging.CRITICAL)
+    return fuzz(name, **settings)
+
+
+def _in_parts(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One target, its inputs spread over processes. Prints and returns the sum."""
+    share = -(-options.count // options.jobs)
+    parts = [
+        {"count": min(share, options.count - begin), "seed": options.seed + begin}
+        for begin in range(0, options.count, share)
+    ]
+    bounds = {"seconds": options.seconds, "limit_s": options.limit}
+    with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = [future.result() for future in [pool.submit(_quiet, name, **part, **bounds) for part in parts]]
+    line = {"target": name}
+    for key in ("inputs", "refused", "findings"):
+        line[key] = sum(result[key] for result in results)
+    for key in ("seconds", "rss_growth_mib"):
+        line[key] = max(result[key] for result in results)
+    print(json.dumps(line), flush=True)
+    return line
 
 
 if __name__ == "__main__":

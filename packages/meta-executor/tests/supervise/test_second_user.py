@@ -132,8 +132,8 @@ def attack(run: Path, processes: dict[str, int], key: str, shared: list[str]) ->
     return got
 
 
-def listening(pids: set[int]) -> set[int]:
-    """TCP ports at which these processes listen."""
+def listening(pids: set[int]) -> dict[int, str]:
+    """TCP ports at which these processes listen, and the address of each as the kernel writes it (hex)."""
     inodes = set()
     for pid in pids:
         for handle in Path(f"/proc/{pid}/fd").iterdir():
@@ -143,12 +143,13 @@ def listening(pids: set[int]) -> set[int]:
                 continue
             if target.startswith("socket:["):
                 inodes.add(target[8:-1])
-    ports = set()
+    ports = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and words[9] in inodes:
-                ports.add(int(words[1].rpartition(":")[2], 16))
+                address, _, port = words[1].partition(":")
+                ports[int(port, 16)] = address
     return ports
 
 
@@ -181,7 +182,9 @@ def test_a_running_service(other: int, public: Path) -> None:
             assert not (info["control_addresses"] or info["service_address"] or info["processes"] or info["layout"])
         assert set(told.values()) == {401}
 
-        ports = sorted(listening(set(processes.values())))
+        ports = listening(set(processes.values()))
+        hydra = listening({pid for name, pid in processes.items() if "mpiexec" in name})
+        assert {address for port, address in ports.items() if port not in hydra} == {"0100007F"}, "beyond the loopback"
 
         def garbage() -> int:
             for port in ports:

@@ -34,6 +34,7 @@ from meta_executor.executor.request import Notice
 from meta_executor.executor.request import Request as ExecutorRequest
 from meta_executor.listener.access import CALLER, Access, Guard, KeyFile, Need, table
 from meta_executor.listener.bounds import Ledger
+from meta_executor.listener.metrics import ListenerMetrics
 from meta_executor.listener.reading import body_decoded
 from meta_executor.listener.serving import listen, server_of, url_of
 from rpc_batch_submit import BatchSubmitConfig
@@ -307,6 +308,7 @@ class ApiServer:
     async def _metrics(self, request: Request) -> Response:
         statistics = await self.statistics()
         registry = CollectorRegistry()
+        registry.register(ListenerMetrics(self._ledger))
         for name, value in msgspec.to_builtins(statistics).items():
             if isinstance(value, int | float):
                 Gauge(f"meta_executor_{name}", f"{name} of this instance", registry=registry).set(value)

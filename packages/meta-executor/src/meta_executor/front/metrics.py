@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from meta_executor.listener.bounds import Ledger
+from meta_executor.listener.metrics import ListenerMetrics
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
@@ -37,25 +34,6 @@ class RoleMetrics:
             buckets=_PER_TOKEN_S,
             registry=registry,
         )
-
-
-class ListenerMetrics(Collector):
-    """What a listener holds now, and whom it has refused before a route saw the request."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-
-    def collect(self) -> Iterator[Metric]:
-        """Families for the registry."""
-        ledger = self._ledger
-        refused = CounterMetricFamily(
-            "http_refusals", "Requests and connections refused by the listener", labels=["code"]
-        )
-        for code, count in sorted(ledger.refused.items()):
-            refused.add_metric([code], count)
-        yield refused
-        yield GaugeMetricFamily("http_connections", "Open connections", ledger.connections)
-        yield GaugeMetricFamily("http_reading_bytes", "Bytes of bodies that are being read", ledger.reading_bytes)
 
 
 class FrontMetrics:
