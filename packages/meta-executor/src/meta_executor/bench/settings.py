@@ -59,7 +59,7 @@ def trial_service(
             environ,
         )
     replace = msgspec.structs.replace
-    context, generation = base.context_servers, base.generation_servers
+    context, generation, http = base.context_servers, base.generation_servers, base.front.http
     if window is not None:
         transceiver = replace(context.cache_transceiver_config, max_num_generation_first_pre_active_requests=window)
         context = replace(context, cache_transceiver_config=transceiver)
@@ -77,6 +77,13 @@ def trial_service(
             base.front,
             context_leg_group=min(OPPOSITE_GROUP, requests) if opposite else base.front.context_leg_group,
             max_requests=max(base.front.max_requests, requests),
+            # The load comes from one address.
+            max_requests_per_client=max(base.front.requests_per_client_max, requests),
+            http=replace(
+                http,
+                connections_max=max(http.connections_max, 2 * requests),
+                connections_per_client_max=max(http.connections_per_client_max, 2 * requests),
+            ),
         ),
         context_servers=context,
         generation_servers=generation,
