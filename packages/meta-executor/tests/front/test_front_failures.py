@@ -312,6 +312,7 @@ async def test_burst_cancelled_in_the_middle(make_cluster: Any) -> None:
             await client.aclose()
             await cluster.settled()
             cluster.generation.line_gate = None
-            assert (await cluster.complete()).status_code == 200
+            answer = await cluster.complete()
+            assert answer.status_code == 200, answer.text
             # The last, whole one aside, every leg that an instance took in was told to abort.
             assert set(cluster.generation.aborts) >= {body.request_id for body in cluster.generation.received[:-1]}
