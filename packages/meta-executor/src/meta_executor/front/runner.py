@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import signal
 from collections.abc import Coroutine, Sequence
@@ -27,6 +28,8 @@ from meta_executor.listener.serving import listen, server_of, url_of
 from meta_executor.supervise.report import Reporter
 
 _LOG = logging.getLogger("meta_executor.front")
+#: glibc's name of the setting (``malloc.h``), and its first value of it.
+_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 128 * 1024
 #: How often readiness of the instances is looked at while starting (s).
 _READY_POLL_S = 0.02
 #: After the last answer, this long for connections to close (s).
@@ -43,8 +46,20 @@ def run_front(run: RunSpec, servers: Sequence[FrontServer]) -> int:
     Returns:
         Exit code: 0 after a drain, 1 if running requests had to be cut.
     """
+    _give_memory_back()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(run, servers))
+
+
+def _give_memory_back() -> None:
+    """Have large buffers returned to the system when they are freed.
+
+    glibc raises the size from which it does so to that of the largest buffer it has seen, so that a burst of large bodies
+    would stay the process's for good. Naming the size keeps it there.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
