@@ -64,3 +64,18 @@ def test_prompts_of_every_form(prompt: object, want: object) -> None:
         return
     got = openai.prompt_of(request, tokens_max=100)
     assert (got if isinstance(got, str) else got.tolist()) == want
+
+
+@pytest.mark.parametrize("prompt", [b'"\xdd6"', b'["\xdd6"]', b'[["\xdd"]]', b"[1, 2"])
+def test_a_slice_that_is_not_json_is_a_400(prompt: bytes) -> None:
+    """What stays a slice of the body was not decoded with it: its own decoding may fail, and is answered like the body's."""
+    with pytest.raises(ApiError) as caught:
+        request = openai.decode_request(b'{"model": "m", "prompt": ' + prompt + b"}", openai.CompletionRequest)
+        openai.prompt_of(request, tokens_max=100)
+    assert caught.value.status == 400
+    for field in (b"logit_bias", b"suffix", b"n"):
+        with pytest.raises(ApiError) as caught:
+            openai.decode_request(
+                b'{"model": "m", "prompt": "a", "' + field + b'": {"\xdd": 1}}', openai.CompletionRequest
+            )
+        assert (caught.value.status, caught.value.param) == (400, field.decode())

@@ -227,7 +227,13 @@ def _is_empty(raw: msgspec.Raw) -> bool:
 
 def _is_one_of(raw: msgspec.Raw, allowed: tuple[Any, ...]) -> bool:
     data = memoryview(raw)
-    return len(data) <= _NEUTRAL_BYTES_MAX and any(_same(msgspec.json.decode(data), one) for one in allowed)
+    if len(data) > _NEUTRAL_BYTES_MAX:
+        return False
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False  # a slice is not decoded with its body: its strings may not be UTF-8
+    return any(_same(value, one) for one in allowed)
 
 
 _AT = " - at `$"
@@ -296,6 +302,10 @@ def prompt_of(request: CompletionRequest, *, tokens_max: int) -> str | npt.NDArr
         if data.startswith(b"[") and not data[1:].lstrip().startswith((b'"', b"[")):
             raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type") from None
         raise _several() from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(
+            400, f"prompt: is not JSON: {str(error)[:_ECHO_MAX]}", param="prompt", code="invalid_json"
+        ) from error
     if not text:
         raise _empty()
     return text
