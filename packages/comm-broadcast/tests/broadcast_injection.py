@@ -74,7 +74,9 @@ class Injector:
         return self._look
 
     def _look(self, frame: Any, event: str, argument: object) -> Any:
-        if event == "opcode" and not self.has_raised:
+        # Bytecodes without a line are the compiler's own, where no signal is looked for. Python 3.12 also shows those that end
+        # a generator which nobody needs any more, and whatever is raised there is printed and goes no further.
+        if event == "opcode" and not self.has_raised and frame.f_lineno is not None:
             self.count += 1
             if self.count == self.at:
                 raise self.kind(f"before bytecode {self.at}, line {frame.f_lineno} of {frame.f_code.co_name}")

@@ -1,5 +1,6 @@
 """What goes wrong between exchanges: interrupted callers, failures told once, memory that is not there, views that are kept."""
 
+import contextlib
 import gc
 import mmap
 import os
@@ -17,6 +18,7 @@ from comm_broadcast import (
     Broadcaster,
     BroadcastError,
     BytesCodec,
+    CallMismatchError,
     LocalProtocolError,
     PickleCodec,
     RemoteProtocolError,
@@ -326,6 +328,47 @@ def test_gathers_do_not_stop_a_shared_window(call):
     assert FakeWorld(3).run(body) == [12, 0, 0]
 
 
+@pytest.mark.parametrize("how", ["calls differ", "a copy fails", "a failure is told"])
+def test_slots_of_exchanges_that_came_to_nothing_are_free_again(how):
+    """The root wrote them, and nobody will look at them: after four of them a value goes through the window as before."""
+
+    def body(comm):
+        codec = HaltingCodec() if how == "a copy fails" else Poison(comm.rank == 1)
+        broadcaster = Broadcaster(comm, codec=codec, config=BroadcastConfig(shared_slot_bytes=1 << 17))
+        bad, good = ((1, 90_000, 3), (1, 90_000, None)) if how == "a copy fails" else ("x" * 9000, "y" * 9000)
+        other = how == "calls differ" and comm.rank == 1
+        lost = 0
+        for _ in range(4):
+            if how == "a failure is told":
+                with contextlib.suppress(BroadcastError):
+                    broadcaster.broadcast("poison")
+            try:
+                (broadcaster.allgather if other else broadcaster.broadcast)(bad)
+            except (BroadcastError, CallMismatchError, KeyboardInterrupt):
+                lost += 1
+        broadcaster.broadcast(good)
+        return lost, broadcaster.statistics().shared
+
+    assert FakeWorld(2).run(body) == [(4, 1), (4, 0)]
+
+
+def test_a_failure_is_told_after_calls_that_did_not_match():
+    """Those come first, and what a rank has to tell waits for the next exchange."""
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, codec=Poison(comm.rank == 1))
+        with contextlib.suppress(BroadcastError):
+            broadcaster.broadcast("poison")
+        with pytest.raises(CallMismatchError):
+            (broadcaster.allgather if comm.rank else broadcaster.broadcast)("other")
+        with pytest.raises(BroadcastError) as caught:
+            broadcaster.broadcast("lost")
+        assert (caught.value.rank, caught.value.earlier) == (1, True)
+        return broadcaster.broadcast("next")
+
+    assert FakeWorld(2).run(body) == ["next"] * 2
+
+
 def batch(step, count=4, size=5000):
     return [Request(i, np.full(size, step * 10 + i, np.int32)) for i in range(count)]
 
@@ -445,6 +488,7 @@ def test_bytes_travel_as_they_are(value, copy):
             assert got is None
         else:
             assert type(got) is (bytes if copy else memoryview)
+            assert memoryview(got).readonly
             assert bytes(got) == bytes(memoryview(value).cast("B"))
         return True
 

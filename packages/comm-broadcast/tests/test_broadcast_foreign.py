@@ -5,6 +5,7 @@ None of it may leave a rank waiting: each is told to all ranks, or refused befor
 
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,6 +76,15 @@ class Loud(PickleCodec):
         return object.__getattribute__(self, name)
 
 
+class LoudConfig(BroadcastConfig):
+    """Raises when a field is read."""
+
+    def __getattribute__(self, name):
+        if name == "chunk_bytes":
+            raise ValueError("loud")
+        return super().__getattribute__(name)
+
+
 #: Longer than Python is willing to print.
 LONG = 10**5000
 FOREIGN = {"silent": Silent(), "long": LONG, "negative": -LONG, "surrogate": "\ud800", "nan": float("nan")}
@@ -85,26 +95,28 @@ FIELDS = (
 
 
 def mistakes():
-    """(name, what is named in the message, arguments of the constructor)"""
+    """(name, what is named in the message, the constructor's arguments, made by the test where they are partial)"""
     for kind, value in FOREIGN.items():
         for field in FIELDS:
             if not (kind == "long" and field in ("gather_bytes_max", "pool_bytes_max")):
-                yield f"{field}-{kind}", field, {"config": BroadcastConfig(**{field: value})}
+                yield f"{field}-{kind}", field, {"config": partial(BroadcastConfig, **{field: value})}
         yield f"root-{kind}", "root", {"root": value}
         yield f"config-{kind}", "config", {"config": value}
         yield f"codec-{kind}", "codec", {"codec": value}
         yield f"timeout_s-{kind}", "timeout_s", {"timeout_s": value}
-        yield f"struct_type-{kind}", "struct_type", {"codec": TokenBatchCodec(value)}
-        yield f"token_fields-{kind}", "token_fields", {"codec": TokenBatchCodec(Request, value)}
-        yield f"token_field-{kind}", "token_fields", {"codec": TokenBatchCodec(Request, [value])}
-        yield f"per_item-{kind}", "per_item", {"codec": PickleCodec(per_item=value)}
-        yield f"copy-{kind}", "copy", {"codec": BytesCodec(copy=value)}
+        yield f"struct_type-{kind}", "struct_type", {"codec": partial(TokenBatchCodec, value)}
+        yield f"token_fields-{kind}", "token_fields", {"codec": partial(TokenBatchCodec, Request, value)}
+        yield f"token_field-{kind}", "token_fields", {"codec": partial(TokenBatchCodec, Request, [value])}
+        yield f"per_item-{kind}", "per_item", {"codec": partial(PickleCodec, per_item=value)}
+        yield f"copy-{kind}", "copy", {"codec": partial(BytesCodec, copy=value)}
         if kind != "long":
-            yield f"out_of_band-{kind}", "out_of_band_bytes_min", {"codec": PickleCodec(out_of_band_bytes_min=value)}
-    yield "union", "struct_type", {"codec": TokenBatchCodec(Union)}
+            codec = partial(PickleCodec, out_of_band_bytes_min=value)
+            yield f"out_of_band-{kind}", "out_of_band_bytes_min", {"codec": codec}
+    yield "union", "struct_type", {"codec": partial(TokenBatchCodec, Union)}
     for where in ("name", "views", "head_only", "encode", "decode", "problem"):
-        yield f"codec-{where}", "codec: ValueError: loud", {"codec": Loud(ValueError("loud"), where)}
-    yield "slot", "shared_slot_bytes", {"config": BroadcastConfig(shared_slot_bytes=1 << 62)}
+        yield f"codec-{where}", "codec: ValueError: loud", {"codec": partial(Loud, ValueError("loud"), where)}
+    yield "config-raises", "ValueError: loud", {"config": LoudConfig()}
+    yield "slot", "shared_slot_bytes", {"config": partial(BroadcastConfig, shared_slot_bytes=1 << 62)}
 
 
 MISTAKES = {name: (named, arguments) for name, named, arguments in mistakes()}
@@ -113,7 +125,8 @@ MISTAKES = {name: (named, arguments) for name, named, arguments in mistakes()}
 @pytest.mark.parametrize("name", MISTAKES)
 def test_whatever_one_rank_is_constructed_with_all_ranks_are_told(name):
     """A mistake of one rank that cannot even be shown: every rank raises, and it names the field and the rank."""
-    named, arguments = MISTAKES[name]
+    named, given = MISTAKES[name]
+    arguments = {key: value() if isinstance(value, partial) else value for key, value in given.items()}
 
     def body(comm):
         with pytest.raises(BroadcastConfigError, match="rank 1: ") as caught:
@@ -135,6 +148,27 @@ def test_an_interrupt_from_a_codec_at_construction_is_told_and_stays_itself(wher
         return str(caught.value)
 
     assert FakeWorld(2).run(body) == ["rank 1: KeyboardInterrupt: now", "now"]
+
+
+def test_a_rank_that_cannot_reserve_its_room_is_told(monkeypatch):
+    """What it needs to stay in step without memory is reserved at construction: there, every rank can be told."""
+    poor: set[int] = set()
+
+    def reserve(size):
+        if threading.get_ident() in poor:
+            raise MemoryError("no room")
+        return pool.Sink(size)
+
+    monkeypatch.setattr("comm_broadcast._settings.Sink", reserve)
+
+    def body(comm):
+        if comm.rank == 1:
+            poor.add(threading.get_ident())
+        with pytest.raises(BroadcastConfigError, match="rank 1: MemoryError: no room"):
+            Broadcaster(comm, timeout_s=10.0)
+        return True
+
+    assert FakeWorld(2).run(body) == [True, True]
 
 
 @pytest.mark.parametrize("kind", ["no memory", "no file"])
@@ -288,6 +322,42 @@ def test_whatever_a_segment_does_the_next_exchange_works(kind, verb):
             again = call(data, timeout_s=10.0)
             for value in (got, again):
                 assert value == (right if comm.rank == 0 or verb != "gather" else None) or value is right
+        return True
+
+    assert FakeWorld(2).run(body) == [True, True]
+
+
+class Number:
+    """An integer, and nothing else."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint64, Number])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_segment_may_count_in_any_kind_of_integer(kind, verb):
+    """Its size, and how far its copy has come: in the frame, in pieces, and from where it lies the values arrive."""
+
+    class Counting(Plain):
+        def __init__(self, data):
+            super().__init__(data)
+            self.nbytes = kind(len(data))
+
+    class Codec(Segmented):
+        def encode(self, value):
+            return [Counting(b"head"), Counting(value)]
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=CONFIG, codec=Codec(), timeout_s=10.0)
+        for size in (10, 6000, 20_000):
+            first, second = bytes(size), b"\1" * size
+            got = getattr(broadcaster, verb)(second if comm.rank else first, timeout_s=10.0)
+            right = {"broadcast": first, "allgather": [first, second], "gather": None if comm.rank else [first, second]}
+            assert got == right[verb]
         return True
 
     assert FakeWorld(2).run(body) == [True, True]
@@ -479,8 +549,9 @@ def test_a_handle_that_a_traceback_keeps_can_be_given_up():
 
 
 def test_a_finalizer_of_a_value_may_begin_the_next_exchange():
-    """It runs where the value is forgotten: within the object that it calls."""
-    begun = []
+    """It runs where the value is forgotten: within the object that it calls, when a gather has ended that keeps none here."""
+    begun: list[Any] = []
+    gate = threading.Event()
 
     class Last:
         def __init__(self, broadcaster):
@@ -490,19 +561,22 @@ def test_a_finalizer_of_a_value_may_begin_the_next_exchange():
             return str, ("first",)
 
         def __del__(self):
-            begun.append(self.broadcaster.start_broadcast("second"))
+            begun.append(self.broadcaster.start_gather("second"))
 
     def body(comm):
         broadcaster = Broadcaster(comm)
-        if comm.rank == 1:
-            return [broadcaster.broadcast(timeout_s=10.0) for _ in range(3)]
-        handle = broadcaster.start_broadcast(Last(broadcaster))
-        assert handle.wait(timeout_s=10.0) is not None
-        del handle
-        got = broadcaster.begun, begun.pop().wait(timeout_s=10.0)
-        return got, broadcaster.broadcast("third", timeout_s=10.0)
+        if comm.rank == 0:
+            assert gate.wait(10)
+            return [broadcaster.gather("mine", timeout_s=10.0) for _ in range(3)]
+        handle = broadcaster.start_gather(Last(broadcaster))
+        assert not begun
+        gate.set()
+        assert handle.wait(timeout_s=10.0) is None
+        assert (len(begun), broadcaster.begun) == (1, 2)
+        begun.pop().wait(timeout_s=10.0)
+        return broadcaster.gather("third", timeout_s=10.0)
 
-    assert FakeWorld(2).run(body) == [((2, "second"), "third"), ["first", "second", "third"]]
+    assert FakeWorld(2).run(body) == [[["mine", word] for word in ("first", "second", "third")], None]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,24 @@ def test_every_damaged_byte_of_a_header_is_refused():
             Frame.unpack(memoryview(bad), 5, 0)
 
 
+@pytest.mark.parametrize(
+    ("position", "text"),
+    [
+        (0, "damaged first frame .magic 0x4d584242"), (3, "damaged first frame .magic 0x4c584243"),
+        (4, "frame version 5, this is 4"), (5, "status 255, kind 0, operation 0 of rank 0"),
+        (6, "status 0, kind 255, operation 0 of rank 0"), (7, "status 0, kind 0, operation 255 of rank 0"),
+        (8, "exchange 4, this rank is at 5"), (36, "operation 0 of rank 1"),
+    ],
+)  # fmt: skip
+def test_what_another_program_means_is_refused_though_its_sum_is_right(position, text):
+    """Magic, version, status, kind, operation, exchange, rank: each by name, and never by the sum alone."""
+    bad = packed(Frame(5, Status.GOOD, Kind.INLINE, 10))
+    bad[position] ^= 0xFF if position in (5, 6, 7) else 1
+    bad[60:64] = zlib.crc32(bad[:60]).to_bytes(4, "little")
+    with pytest.raises(RemoteProtocolError, match=text):
+        Frame.unpack(memoryview(bad), 5, 0)
+
+
 def test_another_exchange_is_not_taken_for_this_one():
     """Ranks that are not level are noticed, naming the rank and both numbers."""
     with pytest.raises(RemoteProtocolError, match="rank 3: exchange 5, this rank is at 6"):
@@ -152,7 +170,7 @@ def test_a_block_is_complete_up_to_where_it_says():
         block.write(whole, wrapped, entries)
         data = memoryview(bytearray(size))
         block.prepare(data, wrapped, entries)
-        head = block.head_bytes(wrapped, 4000)
+        head = block.head_bytes(entries, 4000)
         steps = []
         for done in block.copy(data, wrapped, entries):
             assert data[:done] == whole[:done]
@@ -160,4 +178,4 @@ def test_a_block_is_complete_up_to_where_it_says():
         assert steps == sorted(steps)
         assert head == steps[0]
         assert data == whole
-    assert block.head_bytes([BufferSegment(b"x" * 100)], 100) == 0
+    assert block.head_bytes([100], 100) == 0

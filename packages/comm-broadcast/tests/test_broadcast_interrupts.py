@@ -1,5 +1,6 @@
 """Exceptions at any bytecode: sampled here, at every one in ``tools/explore.py``; foreign objects that fail at every chance."""
 
+import contextlib
 import signal
 import sys
 import threading
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comm_broadcast import Broadcaster, BroadcastError, LocalProtocolError, PickleCodec
+from comm_broadcast import BroadcastConfig, Broadcaster, BroadcastError, LocalProtocolError, PickleCodec
 from comm_broadcast._failure import Failure
 from comm_broadcast.testing import FakeWorld
 
@@ -202,7 +203,6 @@ def test_an_interrupt_that_comes_while_a_text_is_made_stays_itself():
 @pytest.mark.parametrize("agree", [False, True])
 def test_an_interrupt_while_decoding_stays_itself(error, agree):
     """The rank that it hits raises it as it is; the others are told; the next exchange works."""
-    from comm_broadcast import BroadcastConfig
 
     class Codec(PickleCodec):
         def decode(self, segments):
@@ -231,6 +231,48 @@ def test_an_interrupt_while_decoding_stays_itself(error, agree):
     else:
         assert first == ["poison", (1, True), "third"]
         assert second == ["itself", (1, True), "third"]
+
+
+@pytest.mark.parametrize("where", ["encode", "decode"])
+@pytest.mark.parametrize("form", [{}, {"agree": True}, {"ahead_max": 1}])
+def test_an_interrupt_is_what_its_handle_comes_to(form, where):
+    """The others are told; the handle that it came to says so itself, whenever it is asked."""
+    error, gate = KeyboardInterrupt("stop"), threading.Event()
+
+    class Codec(PickleCodec):
+        def decode(self, segments):
+            if super().decode(segments) == "poison":
+                raise error
+
+    def body(comm):
+        broadcaster = Broadcaster(
+            comm, config=BroadcastConfig(**form), codec=Codec() if comm.rank == 1 else PickleCodec()
+        )
+        if comm.rank == 0:
+            assert gate.wait(10)
+            if where == "decode":
+                return injection.outcome(lambda: broadcaster.broadcast("poison", timeout_s=10.0))
+            broadcaster.allgather(0, timeout_s=10.0)
+            return injection.outcome(lambda: broadcaster.allgather(1, timeout_s=10.0))
+        if where == "decode":
+            handle = broadcaster.start_broadcast()
+        else:
+            # Encoded when the one before it has ended, in a test of its own.
+            broadcaster.start_allgather(2).abandon()
+            handle = broadcaster.start_allgather(Raises(lambda: error))
+        gate.set()
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                while not handle.test():
+                    pass
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt) as caught:
+                handle.result()
+            assert caught.value is error
+        return True
+
+    told = ("value", "poison") if where == "decode" and not form.get("agree") else ("told", [1])
+    assert FakeWorld(2).run(body) == [told, True]
 
 
 def test_six_hundred_exchanges_are_given_up_and_finished():

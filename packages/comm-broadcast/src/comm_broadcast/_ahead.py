@@ -163,7 +163,7 @@ class AheadExchange(Exchange):
         failure = part.failure if mismatch is None and told is None else None
         status = self._status
         if status is None:
-            status = self._status = self._own_status(sequence, before.untold or failure, mismatch is not None)
+            status = self._status = self._own_status(sequence, before.untold or failure)
         run.start(comm.igather, status, None, root)
         self._interrupt(failure)
         # What could not be said now is said in the next status.
@@ -202,20 +202,17 @@ class AheadExchange(Exchange):
         return (*before.kept[over:], *[Kept(sequence)] * (count - 1), Kept(sequence, self._statuses))
 
     def _good_status(self, sequence: int) -> bytearray:
-        """Of a rank that has nothing to say: the same bytes on all ranks, so that the root looks at all of them at once."""
+        """Of a rank that has not failed: the same bytes on all that made the same call: the root looks at them all at once."""
         status = bytearray(RESULT_BYTES)
         Frame(sequence, kind=Kind.NONE, rank=self.call.root, call=self.call).pack_into(memoryview(status))
         return status
 
-    def _own_status(self, sequence: int, failure: Failure | None, differs: bool) -> bytearray:
-        if failure is None and not differs:
+    def _own_status(self, sequence: int, failure: Failure | None) -> bytearray:
+        if failure is None:
             return self._good_status(sequence)
         status = bytearray(RESULT_BYTES)
-        mine = Frame(sequence, kind=Kind.NONE, rank=self._owner.comm.rank, call=self.call)
-        if failure is None:
-            mine.pack_into(memoryview(status))
-        else:
-            pack_failure(memoryview(status), mine._replace(status=Status.FAILED), failure.cause, failure.details)
+        mine = Frame(sequence, Status.FAILED, Kind.NONE, rank=self._owner.comm.rank, call=self.call)
+        pack_failure(memoryview(status), mine, failure.cause, failure.details)
         return status
 
 

@@ -60,9 +60,9 @@ def plan(segments: Sequence[Segment], config: BroadcastConfig) -> tuple[int, lis
     return position, entries, large
 
 
-def head_bytes(segments: Sequence[Segment], room: int) -> int:
+def head_bytes(entries: Sequence[int], room: int) -> int:
     """Size of a block's beginning that travels in the first frame: table and first segment; 0 when they do not fit there."""
-    size = _aligned(_COUNT.size + 8 * len(segments)) + segments[0].nbytes
+    size = _aligned(_COUNT.size + 8 * len(entries)) + entries[0]
     return size if size <= room else 0
 
 

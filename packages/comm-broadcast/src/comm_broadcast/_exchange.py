@@ -334,7 +334,7 @@ class Exchange:
         nothing = Frame(sequence, Status.GOOD, Kind.NONE, rank=root, call=self.call)
         header = nothing.header()
         return [
-            nothing if r != root and view[:HEADER_BYTES] == header else Frame.unpack(view, sequence, r)
+            nothing if view[:HEADER_BYTES] == header else Frame.unpack(view, sequence, r)
             for r, view in enumerate(views)
         ]
 
@@ -426,7 +426,7 @@ class Exchange:
                 out.kind, block = Kind.SHARED, owner.window.write(out.slot, size, sequence).data
             else:
                 out.kind, block = Kind.STREAMED, owner.pool.take(size + _block.TRAILER_BYTES).data
-                out.head = _block.head_bytes(out.segments, config.inline_bytes_max - 8 * len(out.large))
+                out.head = _block.head_bytes(out.entries, config.inline_bytes_max - 8 * len(out.large))
         out.block = block
         _block.prepare(block, out.segments, out.entries)
         copying = _block.copy(block, out.segments, out.entries)
