@@ -658,15 +658,15 @@ def test_lists_become_the_vectors_that_numpy_makes_of_them():
 
 
 class Halting(Segment):
-    """Copies in ten steps; at one of them the caller is interrupted."""
+    """Copies in ten steps; at one of them it raises."""
 
-    def __init__(self, nbytes, at):
-        self.nbytes, self.at = nbytes, at
+    def __init__(self, nbytes, at, error=KeyboardInterrupt):
+        self.nbytes, self.at, self.error = nbytes, at, error
 
     def copy(self, target):
         for step in range(10):
             if step == self.at:
-                raise KeyboardInterrupt("while copying")
+                raise self.error("while copying")
             end = self.nbytes * (step + 1) // 10
             target[self.nbytes * step // 10 : end] = bytes([step]) * (end - self.nbytes * step // 10)
             yield end
@@ -675,9 +675,13 @@ class Halting(Segment):
 class HaltingCodec(BytesCodec):
     """Values are (head bytes, body bytes, where to halt)."""
 
+    def __init__(self, error=KeyboardInterrupt):
+        super().__init__()
+        self.error = error
+
     def encode(self, value):
         head, body, at = value
-        return [BufferSegment(b"h" * head), Halting(body, at)]
+        return [BufferSegment(b"h" * head), Halting(body, at, self.error)]
 
     def decode(self, segments):
         return bytes(segments[0]), bytes(segments[1])
@@ -685,20 +689,22 @@ class HaltingCodec(BytesCodec):
 
 @pytest.mark.parametrize("form", [{}, {"agree": True}, {"ahead_max": 1}, {"ahead_max": 3}])
 @pytest.mark.parametrize("head", [1, 200, 5000])
-@pytest.mark.parametrize("at", [0, 3, 9])
-def test_a_root_interrupted_while_pieces_travel_fails_everybody(at, head, form):
+@pytest.mark.parametrize(
+    ("at", "error"), [(0, KeyboardInterrupt), (3, KeyboardInterrupt), (9, KeyboardInterrupt), (3, ValueError)]
+)
+def test_a_root_that_stops_while_pieces_travel_fails_everybody(at, error, head, form):
     """All ranks raise in this exchange, one without memory too; they did the same operations, and the next works."""
     world = FakeWorld(3)
 
     def body(comm):
         config = BroadcastConfig(chunk_bytes=4096, **form)
-        broadcaster = Broadcaster(comm, config=config, codec=HaltingCodec())
+        broadcaster = Broadcaster(comm, config=config, codec=HaltingCodec(error))
         pool = broadcaster.pool
         if comm.rank == 2:
             broadcaster.pool = Full(0)
         with pytest.raises((BroadcastError, KeyboardInterrupt), match="while copying") as caught:
             broadcaster.broadcast((head, 90_000, at) if comm.rank == 0 else None)
-        if comm.rank == 0:
+        if comm.rank == 0 and error is KeyboardInterrupt:
             assert type(caught.value) is KeyboardInterrupt
         else:
             assert (caught.value.rank, caught.value.earlier) == (0, False)
