@@ -970,10 +970,9 @@ class TestRestart:
             from rpc_local_registry import *
             class W: pass
             server = RpcServer(W(), sys.argv[1], b"k" * 32).start()
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-            print(server.address, child, flush=True)
+            if os.fork() == 0:
+                # Told by the child: what it closes is closed once ``fork`` returns in it, not once it does in the parent.
+                print(server.address, os.getpid(), flush=True)
             time.sleep(60)
             """
         )

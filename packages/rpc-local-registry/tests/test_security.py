@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -179,6 +180,33 @@ class TestHandshakeErrors:
         with pytest.raises(RpcAuthenticationError):
             next(client.numbers(1).remote_streaming())
         assert server.statistics().refused["no_ticket"] >= 3
+
+    def test_a_wrong_key_found_out_while_the_call_is_made(
+        self, connect: Callable[..., RpcClient], server: RpcServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However late a caller is with its call: the error is the call's outcome, not the call's own."""
+        client = connect(QUICK, key=new_key())
+        core = client._core
+        engine = core.live_engine()
+        eventually(lambda: engine.failure is not None)
+        monkeypatch.setattr(core, "live_engine", lambda: engine)
+        before = client.statistics().oneway_lost
+        future = client.echo(1).remote_future()
+        with pytest.raises(RpcAuthenticationError):
+            future.result(5)
+        stream = client.numbers(1).remote_streaming()
+        with pytest.raises(RpcAuthenticationError):
+            next(stream)
+        with pytest.raises(RpcAuthenticationError):
+            client.echo(1).remote()
+
+        async def later() -> None:
+            with pytest.raises(RpcAuthenticationError):
+                await client.echo(1).remote_async()
+
+        asyncio.run(later())
+        client.echo(1).remote_oneway()
+        assert client.statistics().oneway_lost == before + 1
 
     @pytest.mark.parametrize("address", ["ipc://{}/none", "tcp://127.0.0.1:1"])
     def test_nobody_there(self, tmp_path: Path, key: bytes, address: str, started: float) -> None:

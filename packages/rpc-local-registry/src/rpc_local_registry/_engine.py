@@ -347,24 +347,28 @@ class Engine:
         Raises:
             RpcArgumentError: It is larger than a message may be. Nothing was queued.
             RpcBackpressure: Too many calls or bytes are unanswered. Nothing was queued.
-            RpcError: The session's failure.
+            RpcClosed: By this client.
+            RpcError: For a one-way call, the failure of a session that was open. Every other call has it as its outcome.
         """
         try:
             with self._lock:
-                if pending is None and not self.was_open and isinstance(self.failure, _NEVER_OPEN):
-                    # Found out while the call was being made: the same as a moment later.
-                    self.totals.oneway_sent += 1
-                    self.totals.oneway_lost += 1
-                    _logger.warning("1 one-way call to %s was not confirmed done: %s", self.address, self.failure)
-                    return 0
-                call_id = self._admit(payload)
-                deadline_s = None
-                if timeout_s is not None:
-                    deadline_s = time.monotonic() + timeout_s
-                    if timed:
-                        text = pending.text if pending is not None else ""
-                        self._new_deadlines.append((deadline_s, call_id, f"{text} after {timeout_s} s"))
-                self._queue((kind, call_id, 0, deadline_s, payload, flags), pending)
+                failure = self.failure
+                if failure is None:
+                    call_id = self._admit(payload)
+                    deadline_s = None
+                    if timeout_s is not None:
+                        deadline_s = time.monotonic() + timeout_s
+                        if timed:
+                            text = pending.text if pending is not None else ""
+                            self._new_deadlines.append((deadline_s, call_id, f"{text} after {timeout_s} s"))
+                    self._queue((kind, call_id, 0, deadline_s, payload, flags), pending)
+                elif pending is None:
+                    self._lose_oneway(failure)
+            if failure is not None:
+                # Found out while the call was being made: the same as a moment later, at the call's outcome.
+                if pending is not None:
+                    pending.finish(self, None, again(failure))
+                return 0
             self._link.wake()
         except BaseException:
             # An interrupt behind the append: what is queued must not wait for the next one's wake-up.
@@ -372,14 +376,20 @@ class Engine:
             raise
         return call_id
 
+    def _lose_oneway(self, failure: RpcError) -> None:
+        """A one-way call that met a failed session: counted if there never was one, else refused; with the lock."""
+        if self.was_open or not isinstance(failure, _NEVER_OPEN):
+            raise again(failure)
+        self.totals.oneway_sent += 1
+        self.totals.oneway_lost += 1
+        _logger.warning("1 one-way call to %s was not confirmed done: %s", self.address, failure)
+
     def _admit(self, payload: wire.Payload) -> int:
         """The next call's id, if there may be one; with the lock. Changes nothing that matters.
 
         Raises:
             RpcArgumentError, RpcBackpressure, RpcError: See ``submit``.
         """
-        if self.failure is not None:
-            raise again(self.failure)
         if self._closing:
             raise RpcClosed(f"client of {self.address} was closed")
         self._check_size(payload)
@@ -878,7 +888,7 @@ class Engine:
         if session is None or self._unsure is not None or link.unread:
             return None
         with self._lock:
-            if self._busy_otherwise():
+            if self.failure is not None or self._busy_otherwise():
                 return None
             call_id = self._admit(payload)
             self._register(call_id, pending, payload)
