@@ -235,6 +235,28 @@ class TestInterrupts:
         assert submitter.close(PATIENCE_S)
         balanced(submitter)
 
+    def test_inside_every_callback(self) -> None:
+        """However many are interrupted: all are told, and the first interrupt is what is raised."""
+        sender = FakeSender()
+        told: list[int] = []
+
+        def interrupt(number: int) -> None:
+            told.append(number)
+            raise KeyboardInterrupt(number)
+
+        submitter = ThreadBatchSubmitter(sender, BatchSubmitConfig(batch_max=20, delay_ms=60_000))
+        tickets = []
+        for number in range(20):
+            tickets.append(submitter.submit(number))
+            tickets[number].add_done_callback(lambda _, number=number: interrupt(number))
+        with pytest.raises(KeyboardInterrupt) as raised:
+            sender.accept(0)
+        assert raised.value.args == (0,)
+        assert told == list(range(20))
+        assert all(ticket.exception(0) is None for ticket in tickets)
+        assert submitter.close(PATIENCE_S)
+        balanced(submitter)
+
     def test_inside_a_registration(self) -> None:
         """As if the request had never been there."""
         submitter = ThreadBatchSubmitter(FakeSender(), NEVER, register=_interrupt, id_of=lambda r: r)

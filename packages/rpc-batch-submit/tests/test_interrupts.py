@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 
 import rpc_batch_submit
-from rpc_batch_submit import AsyncioBatchSubmitter, BatchSubmitConfig, ThreadBatchSubmitter
+from rpc_batch_submit import (
+    AsyncioBatchSubmitter,
+    Batcher,
+    BatchSubmitConfig,
+    BatchUsageError,
+    EntryState,
+    SendBatch,
+    ThreadBatchSubmitter,
+)
 from rpc_batch_submit.testing import FakeSender
 
 SOURCES = str(Path(rpc_batch_submit.__file__).parent)
@@ -55,6 +63,8 @@ class At:
 
     def __init__(self, at: int, kind: type[BaseException]) -> None:
         self.left, self.kind, self.story = at, kind, ""
+        #: The functions of the package that were under way, by their plain names.
+        self.inside: set[str] = set()
 
     def __call__(self, frame: Any, event: str, _: object) -> Any:
         if event == "call":
@@ -66,6 +76,11 @@ class At:
             self.left -= 1
             if not self.left:
                 self.story = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                caller = frame
+                while caller is not None:
+                    if caller.f_code.co_filename.startswith(SOURCES):
+                        self.inside.add(caller.f_code.co_name)
+                    caller = caller.f_back
                 raise self.kind(self.story)
         return self
 
@@ -146,6 +161,8 @@ def in_threads(at: int, kind: type[BaseException], action: str, config: BatchSub
         result, _ = injector.run(lambda: ACTIONS[action](submitter))
         if action == "submit" and result is not None:
             tickets[2] = result
+        statistics = submitter.statistics()
+        assert statistics.outstanding == statistics.buffered, f"{injector.story}: what was queued is not sent"
         tickets[3] = submitter.submit(3)
     assert submitter.close(PATIENCE_S), f"{injector.story}: close does not return"
     books.check(submitter, tickets, injector.story)
@@ -182,6 +199,112 @@ def sweep(
     while driver(at, kind, action, config):
         at += step
     return at
+
+
+#: A core in the middle of things: full but for one, by number or by bytes, with a batch under way.
+CORES = {
+    "pairs": BatchSubmitConfig(batch_max=2, delay_ms=60_000),
+    "adaptive": BatchSubmitConfig(batch_max=8, delay_ms=60_000, adaptive=True),
+    "bytes": BatchSubmitConfig(batch_max=8, bytes_max=2, delay_ms=60_000),
+}
+Core = Batcher[int]
+#: What is interrupted: a method of the core, given the batch that is under way.
+STEPS: dict[str, Callable[[Core, SendBatch[int]], Any]] = {
+    "add": lambda core, _: core.add(3, 3.0, request_id=3, size_bytes=1),
+    "flush": lambda core, _: core.flush(),
+    "close": lambda core, _: core.close(),
+    "abort": lambda core, _: core.abort(2),
+    "settle": lambda core, batch: core.settle(batch.entries[0]),
+    "over": lambda core, _: core.send_over(),
+}
+
+
+@pytest.mark.parametrize("config", CORES.values(), ids=CORES)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_core_is_mended_after_an_exception_before_every_bytecode(
+    step: Callable[[Core, SendBatch[int]], Any], config: BatchSubmitConfig
+) -> None:
+    """Whatever was half done: each request is settled, with the driver or buffered, under its id; nothing else is left."""
+    for at in range(1, 10_000):
+        core = Core(config)
+        for number in range(2):
+            batches = core.add(number, float(number), request_id=number, size_bytes=1)
+            if batches:
+                break
+        (batch,) = batches or core.flush()
+        core.add(2, 2.0, request_id=2, size_bytes=1)
+        injector = At(at, Stop)
+        injector.run(lambda core=core, batch=batch: step(core, batch))
+        if injector.left:
+            assert at > 10
+            return
+        held = [batch, *core.mend([batch])]
+        story = injector.story
+        core.validate()
+        statistics = core.statistics()
+        assert statistics.outstanding == len(core.entries)
+        assert not core.closed or not statistics.buffered, f"{story}: buffered after closing"
+        sent = {entry.request for each in held for entry in each.entries}
+        # Those that are admitted and not buffered keep their ids until the driver withdraws them.
+        for entry in core.entries:
+            assert entry.state is not EntryState.SENT or entry.request in sent, story
+            if entry.state is EntryState.BUFFERED:
+                assert core.buffered(entry.request) is entry, f"{story}: buffered under no id"
+            if entry.request in sent:
+                core.settle(entry)
+            else:
+                core.remove(entry)
+        assert core.statistics().outstanding == 0, story
+        for _ in held:
+            core.send_over()
+        with pytest.raises(BatchUsageError):
+            core.send_over()
+        if not core.closed:
+            for number in range(4):
+                core.admit(number, request_id=number)
+    raise AssertionError("the step never ends")
+
+
+def test_ids_of_requests_that_left_are_free_after_an_interrupt() -> None:
+    """While their batch is under way: an id is taken as long as its request can be aborted, not longer."""
+    for at in range(1, 10_000):
+        core = Core(CORES["bytes"])
+        core.add(1, 0.0, request_id=1, size_bytes=1)
+        injector = At(at, Stop)
+        injector.run(core.flush)
+        if injector.left:
+            break
+        (batch,) = core.mend([]) or core.flush()
+        assert core.abort(1) is None
+        core.mend([batch])
+        core.admit(1, request_id=1)
+    assert at > 10
+
+
+@pytest.mark.parametrize("driver", [ThreadBatchSubmitter, AsyncioBatchSubmitter])
+@pytest.mark.parametrize("kind", [Stop, Fault])
+def test_the_end_of_a_send_is_told_as_it_was(driver: Any, kind: type[BaseException]) -> None:
+    """An exception while a send's outcomes are told changes none of them."""
+
+    async def run(at: int) -> At:
+        submitter = driver(lambda batch: None, CONFIGS["pairs"])
+        tickets = [submitter.submit(0)]
+        injector = At(at, kind)
+        injector.run(lambda: submitter.submit(1))
+        if "_end_batch" in injector.inside:
+            assert tickets[0].done(), injector.story
+            assert tickets[0].exception() is None, f"{injector.story}: {tickets[0].exception()!r}"
+            assert submitter.statistics().failed == 0, injector.story
+        submitter.close()
+        return injector
+
+    places = set()
+    for at in range(1, 10_000, 3):
+        injector = asyncio.run(run(at))
+        if injector.left:
+            break
+        places |= {injector.story} if "_end_batch" in injector.inside else set()
+    assert len(places) > 10
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
