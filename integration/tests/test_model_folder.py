@@ -145,7 +145,8 @@ def test_eight_requests_equal_one_process(folder, short_folder, device, schedule
         with ThreadPoolExecutor(8) as workers:
             got = list(workers.map(ask, prompts))
         info_of = {
-            owner: httpx.get(f"{url}/server_info", trust_env=False).json() for owner, url in launcher.urls().items()
+            owner: httpx.get(f"{url}/server_info", headers=launcher.key_header, trust_env=False).json()
+            for owner, url in launcher.urls().items()
         }
     assert got == wanted
     assert verify_folder(short_folder / f"evidence-{device}-{schedule}").ok

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import logging
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,9 +36,9 @@ NAMES = ["chat", "completions", "paths", "instance", "wire_bytes", "launcher", "
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_from_outside_raises_what_is_not_named(fuzz: Any, name: str) -> None:
-    """Some inputs are refused, some are not, none is a finding; the seed is printed with one."""
+    """Some inputs are refused, some are not, none is a finding. The same ones each time: new ones are the nightly's."""
     found: list[str] = []
-    result = fuzz.fuzz(name, count=60, seed=random.randrange(10**9), seconds=0.4, say=found.append)
+    result = fuzz.fuzz(name, count=60, seed=5, seconds=0.4, say=found.append)
     assert result["findings"] == 0, "\n".join(found)
     assert result["inputs"] > 0
 

@@ -231,6 +231,15 @@ def write_sentence_piece(path: Path, seed: int = 0) -> dict[str, float]:
     return scores
 
 
+@pytest.mark.parametrize(("bos", "eos"), [(2**40, 2), (1, 10**6)])
+def test_special_tokens_are_tokens_of_the_vocabulary(tmp_path: Path, bos: int, eos: int) -> None:
+    """An id beyond it is the file's fault, said by its name when the file is read."""
+    write_sentence_piece(tmp_path / "sp.gguf", 0)
+    backend = Tokenizer.from_gguf(tmp_path / "sp.gguf")._backend
+    with pytest.raises(ModelFormatError, match=r"(bos|eos)_token_ids?: \d+ is not the id of one of \d+ tokens"):
+        Tokenizer(backend, control_tokens={}, chat_template=None, bos_token_id=bos, eos_token_ids=(eos,), add_bos=True)
+
+
 def best_score_first(text: str, scores: dict[str, float]) -> list[str]:
     """SentencePiece's rule, as plainly as it can be put."""
     parts = list(text)

@@ -68,6 +68,10 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        for name, ids in (("bos_token_id", (bos_token_id,)), ("eos_token_ids", self.eos_token_ids)):
+            for token in ids:
+                if token is not None and not (isinstance(token, int) and 0 <= token < self.vocab_size):
+                    raise ModelFormatError(f"{name}: {token!r} is not the id of one of {self.vocab_size} tokens")
         ordered = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(re.escape(text) for text in ordered)) if ordered else None
         decoder = json.loads(backend.to_str()).get("decoder") or {}
