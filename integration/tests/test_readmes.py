@@ -16,9 +16,16 @@ RANKS = {"mpi": 2, "mpi2": 2, "mpi4": 4}
 
 
 def blocks(package):
-    """(mark, code) of each Python block of a package's README."""
+    """(mark, code) of each Python program of a package's README: a block marked "continued" goes on with the one before."""
     text = (ROOT / "packages" / package / "README.md").read_text("utf-8")
-    return [(m["mark"].strip(), m["code"]) for m in BLOCK.finditer(text)]
+    found: list[tuple[str, str]] = []
+    for m in BLOCK.finditer(text):
+        if m["mark"].strip() == "continued":
+            mark, code = found.pop()
+            found.append((mark, code + m["code"]))
+        else:
+            found.append((m["mark"].strip(), m["code"]))
+    return found
 
 
 @pytest.mark.parametrize("package", PACKAGES)
