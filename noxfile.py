@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,14 +44,6 @@ TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
 CHECK_TOOLS = ("ruff", "mypy", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
-
-#: What a package's long check takes for a nightly run, where that is not ``--nightly``.
-NIGHTLY_ARGUMENTS = {
-    "kv-bounce-planner/fuzz": ("--count", "20000"),
-    "rpc-local-registry/fuzz": ("--count", "1000000"),
-    "meta-executor/explore_composition": ("--states", "10000", "--seconds", "90"),
-    "meta-executor/random_pairs": ("--count", "200"),
-}
 
 # pyenv's launchers answer only for the versions that this variable (or a file) names; the first is what `python` means.
 _PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -174,30 +165,10 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def nightly(session: nox.Session) -> None:
-    """Everything: slow tests, explorers, simulators, fuzzers, planted faults, clean installs; then the time of each part.
-
-    A part that fails does not keep the others from running; the session fails at the end and names it.
-    """
+    """Everything: slow tests, explorers, simulators, fuzzers, planted faults by turns, clean installs; each part's time."""
     shared_environment(session)
     bring_etcd(session)
-    parts = [("tests", ("tools/run_tests.py", "--slow", *session.posargs)), ("planted faults", ("tools/mutants.py",))]
-    for script in sorted((ROOT / "packages").glob("*/tools/*.py")):
-        name = f"{script.parents[1].name}/{script.stem}"
-        parts.append((name, (str(script.relative_to(ROOT)), *NIGHTLY_ARGUMENTS.get(name, ("--nightly",)))))
-    parts.append(("distributions", ("tools/build_distributions.py",)))
-    times, failed = [], []
-    for name, arguments in parts:
-        began_s = time.monotonic()
-        try:
-            python(session, *arguments)
-        except nox.command.CommandFailed:
-            failed.append(name)
-        times.append((name, time.monotonic() - began_s))
-    for name, took_s in times:
-        session.log(f"{took_s / 60:6.1f} min  {name}{'  FAILED' if name in failed else ''}")
-    session.log(f"{sum(took_s for _, took_s in times) / 60:6.1f} min  all")
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+    hand_over(session, "tools/nightly.py", *session.posargs)
 
 
 def _make_world_session(ranks: int) -> None:

@@ -4,6 +4,7 @@
     nox -s mutants -- pp-agreement --only withdraw     # faults whose name contains this
     nox -s mutants -- pp-agreement --list              # what there is
     nox -s mutants -- pp-agreement --show --only X     # what is planted, as a difference of the normalised source
+    nox -s mutants -- --seconds 900 --shuffle monday   # as many as that allows, in an order that the word draws
     nox -s mutants -- --check                          # plant everything, run nothing (lint does this)
 
 A package declares its faults in ``packages/NAME/faults.txt``, one line each:
@@ -24,8 +25,8 @@ into one fault. The name of a generated fault is shown by ``--list``.
 
 A fault counts as killed by the first check that exits 1, dies of a signal, or takes ten times as long as without a fault. A
 fault that cannot be planted, or a check that does not run (any other exit code), is an error and never a kill. The package
-without a fault has to pass all the checks first. Exit 0: every fault was killed; 1: a survivor or an error; 2: the
-declarations cannot be read.
+without a fault has to pass all the checks first. Exit 0: every fault that was tried was killed, and one was; 1: a survivor or
+an error; 2: the declarations cannot be read. What time did not allow is counted and said.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ import compileall
 import contextlib
 import difflib
 import functools
+import math
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -233,8 +236,12 @@ def _since(began_s: float) -> str:
     return f"{time.monotonic() - began_s:.0f} s"
 
 
-def run_package(declared: Declared, chosen: list[Fault], jobs: int) -> int:
-    """Print a line per fault; how many were not killed."""
+def run_package(declared: Declared, chosen: list[Fault], jobs: int, until_s: float = math.inf) -> tuple[int, int]:
+    """Print a line per fault; how many were killed, and how many were tried and not killed.
+
+    Args:
+        until_s: No fault is begun later than this (s, of ``time.monotonic``).
+    """
     began_s = time.monotonic()
     used = list(dict.fromkeys(name for fault in chosen for name in fault.checks))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
@@ -246,7 +253,7 @@ def run_package(declared: Declared, chosen: list[Fault], jobs: int) -> int:
         )
         if code != 0 or not output.strip().startswith(str(base)):
             print(f"ERROR {declared.package}: its copy is not what is imported: {output.strip()[-200:]}")
-            return len(chosen)
+            return 0, len(chosen)
 
         def unplanted(name: str) -> tuple[str, int | None, str, float]:
             start_s = time.monotonic()
@@ -261,24 +268,31 @@ def run_package(declared: Declared, chosen: list[Fault], jobs: int) -> int:
                     print(
                         f"ERROR {declared.package}: check {name} fails without a fault (exit {code})\n{output[-2000:]}"
                     )
-                    return len(chosen)
+                    return 0, len(chosen)
             print(
                 f"{declared.package}: {len(used)} checks pass without a fault, {time.monotonic() - began_s:.0f} s",
                 flush=True,
             )
-            bad = 0
-            for fault, (word, by) in zip(
-                chosen, pool.map(lambda f: judge(f, declared, base, limits_s), chosen), strict=True
-            ):
-                bad += word != "killed"
-                print(f"{word:8} {fault.name}{': ' if by else ''}{by}", flush=True)
+
+            def judged(fault: Fault) -> tuple[str, str] | None:
+                return judge(fault, declared, base, limits_s) if time.monotonic() < until_s else None
+
+            killed = bad = 0
+            for fault, known in zip(chosen, pool.map(judged, chosen), strict=True):
+                if known is not None:
+                    word, by = known
+                    killed += word == "killed"
+                    bad += word != "killed"
+                    print(f"{word:8} {fault.name}{': ' if by else ''}{by}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_RUNNING):
                 _stop(process)
             raise
-    print(f"{declared.package}: {len(chosen) - bad} of {len(chosen)} faults killed, {_since(began_s)}")
-    return bad
+    print(f"{declared.package}: {killed} of {killed + bad} faults killed, {_since(began_s)}")
+    if left := len(chosen) - killed - bad:
+        print(f"{declared.package}: {left} of {len(chosen)} faults were not tried: the time was over")
+    return killed, bad
 
 
 def show(fault: Fault, declared: Declared) -> None:
@@ -300,9 +314,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="see that everything can be planted, without running anything"
     )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no fault after so long (s)")
+    parser.add_argument("--shuffle", metavar="WORD", help="try them in an order that this word draws")
     options = parser.parse_args(arguments)
+    until_s = time.monotonic() + options.seconds
     names = options.packages or sorted(p.parent.name for p in (ROOT / "packages").glob("*/faults.txt"))
-    bad = count = 0
+    killed = bad = count = 0
     for name in names:
         folder = Path(name).resolve() if os.sep in name else ROOT / "packages" / name
         if not (folder / "faults.txt").is_file():
@@ -314,6 +331,8 @@ def main(arguments: list[str] | None = None) -> int:
         for error in declared.errors:
             print(f"ERROR {error}")
         chosen = [f for f in declared.faults if not options.only or any(text in f.name for text in options.only)]
+        if options.shuffle is not None:
+            random.Random(options.shuffle).shuffle(chosen)
         bad, count = bad + len(declared.errors), count + len(chosen)
         if options.check:
             print(f"{declared.package}: {len(chosen)} faults can be planted")
@@ -323,10 +342,15 @@ def main(arguments: list[str] | None = None) -> int:
             for fault in chosen:
                 show(fault, declared)
         elif chosen:
-            bad += run_package(declared, chosen, options.jobs)
+            good, wrong = run_package(declared, chosen, options.jobs, until_s)
+            killed, bad = killed + good, bad + wrong
     if not count and not bad:
         parser.error("no fault has such a name")
-    return 1 if bad else 0
+    if options.check or options.list or options.show:
+        return 1 if bad else 0
+    if not killed and not bad:
+        print("ERROR no fault was tried: the time was over before the first")
+    return 0 if killed and not bad else 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stages.hardware import usable_cores, workers_of
+
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds that a group may take before it is stopped and counts as failed.
 GROUP_LIMIT_S = 1500.0
@@ -84,12 +86,19 @@ def main() -> int:
     unslow = "" if options.slow else " and not slow"
     total = Tally()
     with tempfile.TemporaryDirectory() as scratch:
+        among = [
+            "-q",
+            "-n",
+            f"{workers_of(usable_cores())}",
+            "--dist",
+            "worksteal",
+            "-m",
+            f"not mpi and not service and not gpu{unslow}",
+        ]
+        alone = ["-q", "-m", f"(mpi or service) and not gpu{unslow}"]
         groups = [
-            ("in parallel", ["-q", "-n", "2", "-m", f"not mpi and not service and not gpu{unslow}", *options.paths]),
-            (
-                "MPI ranks and services, one at a time",
-                ["-q", "-m", f"(mpi or service) and not gpu{unslow}", *options.paths],
-            ),
+            ("in parallel", [*among, *options.paths]),
+            ("MPI ranks and services, one at a time", [*alone, *options.paths]),
         ]
         for index, (title, arguments) in enumerate(groups):
             total.add(run_group(title, arguments, Path(scratch, f"{index}.xml")))

@@ -25,7 +25,7 @@ from stages.bundle import Bundle, bundle_folder, provenance, reusable_stage
 from stages.comment import REFUSED, arguments_of_comment
 from stages.errors import StageError, nearest
 from stages.execution import Runner, StageResult
-from stages.hardware import probe
+from stages.hardware import probe, usable_cores, workers_of
 from stages.plan import Options, RunPlan, make_plan, stages_of
 from stages.sharding import read_durations
 from stages.table import read_table
@@ -94,7 +94,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lists", type=Path, default=ROOT / "testlists", help=argparse.SUPPRESS)
     made.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     made.add_argument("--results", type=Path, default=ROOT / "results", help="folder for result bundles")
-    made.add_argument("--workers", type=_count, default=2, help="processes for tests that are safe in parallel")
+    made.add_argument(
+        "--workers",
+        type=_count,
+        default=workers_of(usable_cores()),
+        help="processes for tests that are safe in parallel",
+    )
     made.add_argument("--store-durations", action="store_true", help="write the lines' durations for the next shards")
     made.add_argument("--check", action="store_true", help="validate table, lists and waivers and leave")
     made.add_argument("--parity", action="store_true", help="with --check: also against pytest's collection")

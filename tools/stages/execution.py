@@ -282,7 +282,8 @@ class Runner:
             command += ["-m", line.mark] if line.mark else []
             command += ["-k", line.keyword] if line.keyword else []
         if half == "parallel":
-            command += ["-p", "xdist", "-n", str(self._workers)]
+            # Whoever has nothing left takes from the other: tests that wait stand in a row, and are handed out in rows.
+            command += ["-p", "xdist", "-n", str(self._workers), "--dist", "worksteal"]
         environment = {
             **os.environ,
             # Plugins of other people's environments are not asked for; the project names its own in its configuration.

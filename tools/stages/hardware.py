@@ -14,6 +14,13 @@ from .table import Stage
 
 #: With ``--accept-capability``: whatever card is here.
 ANY_GPU = "any"
+#: More processes than this hold more memory, each with what its tests share, than they save time (count).
+WORKERS_MAX = 4
+
+
+def workers_of(cores: int) -> int:
+    """Processes for tests that are safe beside each other: one more than cores, because many of them wait."""
+    return min(cores + 1, WORKERS_MAX)
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,13 @@ def probe() -> Hardware:
         gpu_capabilities=capabilities,
         nodes=int(nodes) if nodes.isdigit() and int(nodes) else 1,
         cpu=platform.machine(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use (count)."""
+    return len(os.sched_getaffinity(0))
 
 
 def _nvidia_smi() -> tuple[tuple[str, ...], tuple[str, ...]]:

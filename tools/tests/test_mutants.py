@@ -111,3 +111,37 @@ def test_listing_showing_and_checking_run_nothing(package, capsys, monkeypatch):
     assert "-    return a + b\n+    return a - b" in out
     with pytest.raises(SystemExit):
         package(faults, "--only", "another")
+
+
+def test_what_time_did_not_allow_is_said_and_is_no_kill(package, capsys):
+    """None tried: no success. A bound that is far: as without."""
+    faults = "[it]\nminus | add | a + b => a - b\ntimes | add | a + b => a * b\n"
+    assert package(faults, "--seconds", "0") == 1
+    out = capsys.readouterr().out
+    assert "2 of 2 faults were not tried: the time was over" in out and "no fault was tried" in out
+    assert package(faults, "--seconds", "600") == 0
+    assert "2 of 2 faults killed" in capsys.readouterr().out
+
+
+def test_some_may_be_left_when_the_time_is_over(package, capsys, monkeypatch):
+    """Those that were tried count."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(mutants.time, "monotonic", lambda: float(next(clock)))
+    faults = "[it]\n" + "".join(f"plus {n} | add | a + b => a + b + {n}\n" for n in range(1, 9))
+    assert package(faults, "--seconds", "8", "--jobs", "1") == 0
+    out = capsys.readouterr().out
+    assert "killed" in out and "of 8 faults were not tried: the time was over" in out
+
+
+def test_a_word_draws_the_order(package, capsys):
+    """The same word the same order, and another word another one; nothing is lost."""
+    faults = "[it]\n" + "".join(f"plus {n} | add | a + b => a + b + {n}\n" for n in range(1, 9))
+
+    def order(*options):
+        assert package(faults, "--list", *options) == 0
+        return capsys.readouterr().out.splitlines()
+
+    plain, monday, again, tuesday = (
+        order(*o) for o in ((), ("--shuffle", "a"), ("--shuffle", "a"), ("--shuffle", "b"))
+    )
+    assert monday == again and monday != tuesday and sorted(monday) == sorted(tuesday) == sorted(plain)

@@ -19,7 +19,7 @@ from stages.bundle import reusable_stage
 from stages.comment import REFUSED
 from stages.errors import ListError, StageError
 from stages.execution import reruns_allowed
-from stages.hardware import Hardware
+from stages.hardware import Hardware, workers_of
 from stages.junit import CaseResult
 from stages.lists import Condition, covers, parse_line, read_list
 from stages.plan import Options, choose, make_plan, stages_of
@@ -743,3 +743,9 @@ def test_what_the_tests_of_a_stage_import_is_what_it_needs():
                 found = imported(file) - ours - set(sys.stdlib_module_names) - set(stage.needs)
                 missing |= {(stage.hardware, str(file.relative_to(ROOT)), name) for name in found}
     assert not missing
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (2, 3), (3, 4), (4, 4), (128, 4)])
+def test_workers_are_one_more_than_cores_within_a_bound(cores, workers):
+    """Many tests wait; every worker holds what its tests share."""
+    assert workers_of(cores) == workers

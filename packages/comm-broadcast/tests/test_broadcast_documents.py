@@ -55,6 +55,7 @@ comm_broadcast.no_such_name
 """
 
 
+@pytest.mark.slow
 def test_the_examples_pass_strict_typing(tmp_path):
     """And what is wrong does not: a name that is not there, an argument of another type."""
     pytest.importorskip("mypy")

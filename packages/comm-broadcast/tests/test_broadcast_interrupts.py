@@ -60,6 +60,7 @@ def test_an_exception_before_any_bytecode_on_two_ranks(world_comm):
     on_mpi(world_comm)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.mpi(4)
 def test_an_exception_before_any_bytecode_on_four_ranks(world_comm):

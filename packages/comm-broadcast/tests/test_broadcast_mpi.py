@@ -300,6 +300,7 @@ def test_a_rank_without_memory_on_two_ranks(world_comm):
     check_memory(world_comm)
 
 
+@pytest.mark.slow
 @pytest.mark.mpi(4)
 def test_a_rank_without_memory_on_four_ranks(world_comm):
     """It takes part in every transfer; see :func:`check_memory`."""

@@ -49,8 +49,16 @@ def test_a_transfer_lands_exactly_and_both_sides_end_proven(session_pair, togeth
     assert statistics["operations_pulled"] == (tier == "pull")
 
 
-@pytest.mark.parametrize("transport", ["tcp", "cma"])
-@pytest.mark.parametrize("tier", ["direct", "pull"])
+@pytest.mark.parametrize(
+    ("tier", "transport"),
+    [
+        *(("direct", "tcp"), ("pull", "cma")),
+        *(
+            pytest.param(tier, transport, marks=pytest.mark.slow)
+            for tier, transport in (("direct", "cma"), ("pull", "tcp"))
+        ),
+    ],
+)
 def test_pools_registered_after_the_introduction_are_used(session_pair, together, transport, tier):
     """Both sides move on to memory that came late; the peer learns of it by the session, in time."""
     receiver, sender = session_pair(transport, nbytes=1 << 20)

@@ -85,7 +85,7 @@ def test_batch_equals_single(llama_runner: SequenceRunner, tokenizer: Tokenizer,
         assert list(alone.token_ids) == answer
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, pytest.param(64, marks=pytest.mark.slow)])
 def test_chunked_prefill_equals_one_shot(
     make_llama: Callable[..., LlamaEngine],
     llama_runner: SequenceRunner,
@@ -102,7 +102,7 @@ def test_chunked_prefill_equals_one_shot(
     assert chunked.token_ids == generate(llama_runner, tokenizer, prompt, sampling).token_ids
 
 
-@pytest.mark.parametrize("stage_count", [2, 3, 4])
+@pytest.mark.parametrize("stage_count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_pipeline_stages_equal_the_whole(
     make_llama: Callable[..., LlamaEngine],
     llama_runner: SequenceRunner,
@@ -266,7 +266,7 @@ def test_kv_memory_describes_the_tensor(make_llama: Callable[..., LlamaEngine]) 
     engine.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_answers(make_llama: Callable[..., LlamaEngine], tokenizer: Tokenizer, dtype: str) -> None:
     """Half precision weights and KV still know the capital of France."""
     runner = SequenceRunner(make_llama(dtype=dtype), block_count=2)

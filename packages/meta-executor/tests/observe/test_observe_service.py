@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,12 +99,25 @@ def live_top(launcher: Launcher) -> tuple[int, str]:
         os.close(ours)
 
 
-def complete(launcher: Launcher, text: str, max_tokens: int = 8) -> str:
+def complete(launcher: Launcher, text: str) -> str:
     """One completion. Returns its id."""
-    body = {"model": "synthetic", "prompt": text, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body = {"model": "synthetic", "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=240.0, trust_env=False)
     assert answer.status_code == 200, answer.text
     return answer.headers["x-request-id"]
+
+
+@contextlib.contextmanager
+def writing(launcher: Launcher, text: str) -> Iterator[None]:
+    """An answer that is being written all the while; it ends because its reader goes away, not after its many tokens."""
+    body = {"model": "synthetic", "prompt": text, "max_tokens": 2400, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{launcher.front_url}/v1/completions", json=body, timeout=240.0, trust_env=False
+    ) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()  # kept: the stream is closed with it
+        assert next(lines).startswith("data: ")
+        yield
 
 
 def test_explain_and_top_show_what_the_service_did(launcher: Launcher) -> None:
@@ -146,9 +158,9 @@ def test_explain_and_top_show_what_the_service_did(launcher: Launcher) -> None:
     assert nowhere.returncode == 2 and "no folder of a run" in nowhere.stderr
 
     # top, while a long answer is being written
-    running = threading.Thread(target=complete, args=(launcher, "y" * 30, 2400))
-    running.start()
-    frame = json.loads(command("top", "--url", launcher.front_url, "--once", "--json", "--interval", 0.8).stdout)
+    with writing(launcher, "y" * 30):
+        frame = json.loads(command("top", "--url", launcher.front_url, "--once", "--json", "--interval", 0.8).stdout)
+        shown = command("top", "--url", launcher.front_url, "--once", "--interval", 0.1)
     assert frame["front"]["health"] == "ok" and frame["front"]["running"] == 1 and frame["front"]["requests"] == 5
     context, generation = frame["instances"]
     assert (context["owner_id"], len(context["ranks"]), context["status"]) == ("ctx-0", 2, "ok")
@@ -157,11 +169,9 @@ def test_explain_and_top_show_what_the_service_did(launcher: Launcher) -> None:
     busy = [rank for rank in generation["ranks"] if rank["requests"]]
     assert len(busy) == 1 and busy[0]["kv_blocks_used"] > 0 and busy[0]["kv_blocks_total"] == 256
     assert busy[0]["tokens_per_s"] > 10 and busy[0]["steps_per_s"] > 10
-    shown = command("top", "--url", launcher.front_url, "--once", "--interval", 0.1)
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
     assert lines[0].startswith(f"front {launcher.front_url} ok: 1 running, 5 requests")
     assert [line.split()[0] for line in lines[2:]] == ["ctx-0", "rank", "rank", "gen-0", "rank", "rank"]
-    running.join()
     code, drawn = live_top(launcher)
     assert code == 0 and "ctx-0" in drawn and "Traceback" not in drawn

@@ -83,7 +83,14 @@ def test_start_and_drain_leave_nothing_behind(service, tmp_path):
 
 
 @pytest.mark.service
-@pytest.mark.parametrize("victim", ["ctx-0/rank1", "gen-0/rank0", "gen-0/mpiexec", "ctx-0/hydra0", "front"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *("ctx-0/rank1", "gen-0/mpiexec", "front"),
+        # The integration's tests kill these two by day, with real ranks.
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("gen-0/rank0", "ctx-0/hydra0")),
+    ],
+)
 def test_a_killed_process_is_named_and_ends_the_run(service, victim):
     """Kill -9 of each kind of process: the run fails, the right one is named, nothing is left running."""
     launcher, lines = make(service)
