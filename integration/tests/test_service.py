@@ -249,7 +249,7 @@ def test_why_a_request_went_where_it_did_is_shown_for_the_whole_service(service,
         timeout=120.0,
         trust_env=False,
     )
-    request_id = int(answer.headers["x-request-id"], 16)
+    request_id = int(answer.json()["id"].removeprefix("cmpl-"), 16)
     routing = (
         httpx.get(f"{service.url}/debug/routing?limit=256", headers=service.launcher.key_header, trust_env=False)
         .raise_for_status()

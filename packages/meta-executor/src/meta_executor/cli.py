@@ -222,7 +222,7 @@ def _client(url: str, run_dir: Path | None) -> ServiceClient:
 def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str, run_dir: Path | None) -> None:
     """Why each of the last requests went where it did.
 
-    REQUEST is an id as the answer's x-request-id says it; without one: the last requests, newest at the end. A running
+    REQUEST is the id of an answer (cmpl-… or chatcmpl-…); without one: the last requests, newest at the end. A running
     service is asked; it keeps the last 256 decisions of its front and of each instance.
     """
     import msgspec

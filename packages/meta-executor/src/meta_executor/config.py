@@ -229,6 +229,10 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     #: Of one API key, or where there are no keys of one client address (count); more get 429. None: half of ``max_requests``.
     max_requests_per_client: PositiveInt | None = None
     router: RouterConfig = RouterConfig()
+    #: Answers that one request may ask for, prompts times ``n`` or ``best_of`` (count); more are a 400.
+    answers_max: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 128
+    #: Refuse fields of a body that nobody here knows (for tests of clients); else they are told and taken.
+    strict_fields: bool = False
     #: For trials of generation-first: of every so many context legs the last is sent first (count). 1: as they arrive.
     context_leg_group: PositiveInt = 1
     #: API keys of clients (see docs/security.md): a file of this user's that others may not read. None: no key is asked for.
@@ -238,6 +242,12 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     #: Certificate (with its chain) and its key, PEM; both or neither. None: the front speaks plain HTTP.
     tls_certificate_file: str | None = None
     tls_key_file: str | None = None
+    #: Web pages of these origins may call the service from a browser; ``*``: of any.
+    cors_origins: tuple[str, ...] = ()
+    #: A line in the front's log for each request: who, what, status, time, its id.
+    access_log: bool = False
+    #: Ended requests that wait to be read from ``/perf_metrics`` (count); 0: none do.
+    perf_metrics_max_requests: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     #: Largest accepted body (bytes); more get 413.
     body_bytes_max: PositiveInt = 16 * 1024 * 1024
     #: Bounds of the front's HTTP listener.
@@ -255,8 +265,8 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     hostname: str = "127.0.0.1"
     port: Port = 8000
     schedule_style: ScheduleStyle = "context_first"
-    #: Name under which the model is served. None: the model's own.
-    served_model_name: str | None = None
+    #: Names under which the model is served, the first one shown in answers. None: the model's own, which is taken besides.
+    served_model_name: str | tuple[str, ...] | None = None
     engine: EngineConfig = EngineConfig()
     front: FrontConfig = FrontConfig()
     context_servers: InstanceConfig = InstanceConfig(pipeline_parallel_size=4)
@@ -272,6 +282,12 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     drain_timeout_s: PositiveFloat = 60.0
     #: How long the instances may take to become ready (s).
     start_timeout_s: PositiveFloat = 180.0
+
+    @property
+    def served_model_names(self) -> tuple[str, ...]:
+        """The configured names; none: the model's own."""
+        names = self.served_model_name
+        return () if names is None else (names,) if isinstance(names, str) else names
 
     def instance(self, role: Role) -> InstanceConfig:
         """The section of one role."""
@@ -502,6 +518,8 @@ def _check(config: ServiceConfig) -> None:
             "generation_servers.pipeline_parallel_size",
             f"only 1 is supported, got {config.generation_servers.pipeline_parallel_size}",
         )
+    if not all(config.served_model_names) or (config.served_model_name is not None and not config.served_model_names):
+        raise ConfigError("served_model_name", f"want a name or several, got {config.served_model_name!r}")
     for given, wanted in (("tls_certificate_file", "tls_key_file"), ("tls_key_file", "tls_certificate_file")):
         if getattr(config.front, given) is not None and getattr(config.front, wanted) is None:
             raise ConfigError(f"front.{wanted}", f"is wanted with {given}, got null")

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 #: Version of these messages; ``/server_info`` carries it, a front that speaks another one refuses the instance.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: Header with the run's key (hex) on every ``/internal/*`` request.
 KEY_HEADER = "x-meta-executor-key"
 
@@ -84,6 +84,22 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     request_id: int | None = None
 
 
+#: Likeliest tokens that can be told of one place of an answer (count).
+LOGPROBS_MAX = 20
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of one place of an answer, by the model's own logits (natural logarithm).
+
+    Attributes:
+        logprob: Of the token that was chosen.
+        top: The likeliest (token, log probability), largest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are chosen. Randomness is a function of (seed, position), so a request moves between instances unchanged."""
 
@@ -94,6 +110,15 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
+    #: See :class:`meta_executor.engine.base.SamplingParams`.
+    top_k: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-100, le=100)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    logit_bias: list[tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(ge=-1000, le=1000)]]] = []
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
 class PeerContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +161,8 @@ class ContextResponse(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_tokens: int
     endpoint_generation: str
+    #: Of the first token, where the request asks for them.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +199,8 @@ class GenerationChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     error: ErrorBody | None = None
     #: Attention-DP rank that generates this request; on the first line.
     rank: int | None = None
+    #: Of ``tokens`` in order, where the request asks for them; the context instance alone tells those of the first token.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,12 +140,36 @@ async def test_refusals_are_typed_and_touch_nothing(instance: Instance) -> None:
         (Submit(ask(2), "g0"), wire.STALE_GENERATION),
         (Submit(ask(2, tokens=99), "g1"), wire.INVALID_REQUEST),
         (Submit(ask(2, max_tokens=70), "g1"), wire.INVALID_REQUEST),
+        (Submit(ask(2, logit_bias=((500, 1.0),)), "g1"), wire.INVALID_REQUEST),
+        (Submit(ask(2, logit_bias=((-1, 1.0),)), "g1"), wire.INVALID_REQUEST),
+        (Submit(ask(2, stop_token_ids=(500,), min_tokens=1), "g1"), wire.INVALID_REQUEST),
         (Submit(ask(1), "g1"), wire.DUPLICATE_REQUEST),
     ):
         with pytest.raises(ProxyError) as caught:
             await proxy.submit(submit)
         assert caught.value.code == code and not caught.value.received
     assert proxy.tracked_count == 1
+    await proxy.close()
+
+
+async def test_sampling_and_log_probabilities_travel_whole(instance: Instance) -> None:
+    """Every field of a request's sampling one way, what is told of its tokens the other, in the order of the tokens."""
+    proxy = instance.proxy()
+    sampling = {
+        "temperature": 0.5, "top_k": 4, "min_p": 0.1, "min_tokens": 2, "presence_penalty": 1.0, "frequency_penalty": -1.0,
+        "repetition_penalty": 1.5, "logit_bias": ((7, -2.0),), "logprobs": 2, "stop_token_ids": (499,),
+    }  # fmt: skip
+    tracked = await proxy.submit(Submit(ask(1, **sampling), "g1"))
+    assert instance.desk.requests[0].sampling == SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
+    told = [wire.TokenLogprobs(-0.5 * token, ((token, -0.5 * token), (9, -8.0))) for token in (1, 2)]
+    for token, one in zip((1, 2), told):
+        instance.service.deliver(make_answers([(1, token)], [Notice(1, logprobs=(one,))]))
+    instance.service.deliver(make_answers([], [Notice(1, "stop")]))
+    tokens, notices = await tracked.next()
+    while not notices[-1:] or not notices[-1].finish_reason:
+        more_tokens, more = await tracked.next()
+        tokens, notices = tokens + more_tokens, notices + more
+    assert tokens == [1, 2] and [one for notice in notices for one in notice.logprobs] == told
     await proxy.close()
 
 

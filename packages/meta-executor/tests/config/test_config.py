@@ -38,6 +38,10 @@ def test_nothing_is_the_default_topology():
             ["did you mean context_servers.kv_cache_config.tokens_per_block?"],
         ),
         ({"zzz": 1}, "zzz", ["known here:", "schedule_style"]),
+        ({"served_model_name": ""}, "served_model_name", ["want a name or several"]),
+        ({"served_model_name": []}, "served_model_name", ["want a name or several"]),
+        ({"served_model_name": ["a", ""]}, "served_model_name", ["want a name or several"]),
+        ({"front": {"answers_max": 0}}, "front.answers_max", ["1"]),
         ({"schedule_style": "both"}, "schedule_style", ["'both'"]),
         ({"port": 70000}, "port", ["65535", "70000"]),
         ({"context_servers": {"max_batch_size": 0}}, "context_servers.max_batch_size", ["1", "got 0"]),
@@ -209,3 +213,9 @@ def test_sections_are_frozen():
     with pytest.raises(AttributeError):
         ServiceConfig().port = 1
     assert msgspec.json.decode(msgspec.json.encode(ServiceConfig()), type=ServiceConfig) == ServiceConfig()
+
+
+@pytest.mark.parametrize(("given", "names"), [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b"))])
+def test_the_model_may_have_several_names(given: object, names: tuple[str, ...]) -> None:
+    """One, several in order, or its own alone."""
+    assert service_config({"served_model_name": given}).served_model_names == names

@@ -130,7 +130,7 @@ def test_mixed_step_of_chunks_and_decodes(
     runner = SequenceRunner(make_llama(), block_count=100)
     first = {}
     for index in (0, 1):
-        first[index], _ = runner.prefill(index, prompts[index], sampling)
+        first[index], *_ = runner.prefill(index, prompts[index], sampling)
     steps = []
     for index in (0, 2, 1, 3):
         prompt = prompts[index]
@@ -284,3 +284,35 @@ def test_stop_string_and_end_token(llama_runner: SequenceRunner, tokenizer: Toke
     assert ended.finish_reason == "stop"
     assert ended.token_ids[-1] == 2
     assert "<|im_end|>" not in ended.text
+
+
+def test_log_probabilities_and_penalties_of_the_real_model(llama_runner: SequenceRunner, tokenizer: Tokenizer) -> None:
+    """Log probabilities are the log-softmax of the logits; bans, biases and penalties change a greedy answer."""
+    prompt = "The capital of France is"
+    ids = tokenizer.encode_user_text(prompt)
+    blocks = np.asarray(llama_runner.pool.acquire(0, ids, len(ids) + 1).block_ids)
+    sampling = SamplingParams(1, logprobs=5)
+    step = SequenceStep(0, np.asarray(ids, np.int32), 0, blocks, sampling)
+    out = llama_runner.step([step], want_logits=True)
+    llama_runner.pool.release(0)
+    logits = out.logits[0].astype(np.float64)
+    want = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+    told = out.logprobs[0]
+    assert [token for token, _ in told.top] == np.argsort(-want)[:5].tolist()
+    assert [value for _, value in told.top] == pytest.approx(np.sort(want)[::-1][:5].tolist(), abs=1e-6)
+    assert told.logprob == pytest.approx(float(want.max()), abs=1e-6)
+    paris = int(out.token_ids[0])
+
+    def answer(tokens: int, **fields: object) -> tuple[int, ...]:
+        return generate(llama_runner, tokenizer, prompt, SamplingParams(tokens, **fields)).token_ids  # type: ignore[arg-type]
+
+    plain = answer(12)
+    assert plain[0] == paris
+    assert paris not in answer(4, logit_bias=((paris, -100.0),))
+    assert answer(3, logit_bias=((7, 100.0),)) == (7, 7, 7)
+    penalised = answer(24, presence_penalty=2.0, frequency_penalty=2.0, logit_bias=((7, 12.0),))
+    assert penalised.count(7) < answer(24, logit_bias=((7, 12.0),)).count(7)
+    short = answer(8, stop_token_ids=(plain[1],))
+    assert short == plain[:2]
+    longer = answer(8, stop_token_ids=(plain[1],), min_tokens=4)
+    assert plain[1] not in longer[:4] and len(longer) > 2

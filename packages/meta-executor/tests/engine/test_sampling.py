@@ -8,8 +8,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from meta_executor.engine import SamplingParams
-from meta_executor.engine.sampling import choose, top_two_margin, uniform
+from meta_executor.engine import SamplingParams, finish_reason
+from meta_executor.engine.base import Told
+from meta_executor.engine.sampling import change_logits, choose, chosen, logprobs_of, top_two_margin, uniform
 
 
 def test_uniform_is_a_fixed_function() -> None:
@@ -58,9 +59,89 @@ def test_extreme_logits() -> None:
     assert picks == {0, 2}
 
 
+def test_temperature_near_zero_is_greedy() -> None:
+    """The smallest positive number gives the largest logit, not NaN and junk."""
+    logits = np.array([1.0, 3.0, 2.0], np.float32)
+    assert {choose(logits, SamplingParams(1, temperature=5e-324, seed=s), s) for s in range(20)} == {1}
+
+
+def _seen(logits: np.ndarray, sampling: SamplingParams, told: Told | None = None) -> set[int]:
+    return {choose(logits.copy(), sampling, position, told) for position in range(1500)}
+
+
+def test_top_k_and_min_p_keep_the_likeliest() -> None:
+    """top_k counts, min_p compares with the likeliest; top_p is a share of what they leave."""
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    assert _seen(logits, SamplingParams(1, temperature=1.0, top_k=2)) == {0, 1}
+    assert _seen(logits, SamplingParams(1, temperature=1.0, top_k=9)) == {0, 1, 2, 3}
+    assert _seen(logits, SamplingParams(1, temperature=1.0, min_p=0.6)) == {0, 1}
+    assert _seen(logits, SamplingParams(1, temperature=1.0, min_p=1.0)) == {0}
+    # 0.4 of 0.7 is more than 0.55: of the whole it would not be.
+    assert _seen(logits, SamplingParams(1, temperature=1.0, top_k=2, top_p=0.55)) == {0}
+
+
+def test_penalties_and_bias_change_the_choice() -> None:
+    """Presence once, frequency per time, repetition by sign and with the prompt; a bias is added."""
+    prompt = np.array([2], np.int32)
+    logits = np.array([2.0, 1.0, 2.5, -1.0], np.float32)
+
+    def changed(answer: list[int], **fields: object) -> list[float]:
+        row = logits.copy()
+        change_logits(row, SamplingParams(9, **fields), Told(prompt, answer))  # type: ignore[arg-type]
+        return [round(float(value), 6) for value in row]
+
+    assert changed([0, 0, 1], presence_penalty=0.5) == [1.5, 0.5, 2.5, -1.0]
+    assert changed([0, 0, 1], frequency_penalty=0.5) == [1.0, 0.5, 2.5, -1.0]
+    assert changed([3], repetition_penalty=2.0) == [2.0, 1.0, 1.25, -2.0]
+    assert changed([], logit_bias=((1, 5.0), (3, -5.0))) == [2.0, 6.0, 2.5, -6.0]
+    assert changed([], presence_penalty=1.0, frequency_penalty=1.0) == [2.0, 1.0, 2.5, -1.0]
+
+
+def test_min_tokens_bars_what_would_end_the_answer() -> None:
+    """For so many tokens no stop token is chosen; behind them it may be, and ends the answer."""
+    logits = np.array([0.0, 9.0, 1.0], np.float32)
+    sampling = SamplingParams(8, min_tokens=2, stop_token_ids=(1,))
+    prompt = np.array([0], np.int32)
+    picks = [choose(logits.copy(), sampling, 5, Told(prompt, [2] * count)) for count in range(4)]
+    assert picks == [2, 2, 1, 1]
+    # An engine that chooses it all the same (a hash) is not believed.
+    assert [finish_reason(1, count, sampling, ()) for count in (1, 2, 3)] == [None, None, "stop"]
+    assert finish_reason(7, 8, sampling, ()) == "length"
+
+
+def test_logprobs_are_the_models_own() -> None:
+    """Of the logits before bias and temperature; largest first, the lower id first among equals."""
+    logits = np.log(np.array([0.1, 0.4, 0.4, 0.1], np.float32)) + 7.0
+    sampling = SamplingParams(1, logit_bias=((3, 50.0),), logprobs=3)
+    token, told = chosen(logits, sampling, 0, Told(np.array([1], np.int32), []))
+    assert token == 3 and told is not None
+    assert told.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert [one for one, _ in told.top] == [1, 2, 0]
+    assert [value for _, value in told.top] == pytest.approx([math.log(p) for p in (0.4, 0.4, 0.1)], abs=1e-6)
+    assert logprobs_of(logits, 0, 0).top == ()
+    assert chosen(logits, SamplingParams(1), 0, None) == (1, None)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_tokens", 0), ("temperature", -1.0), ("temperature", math.inf), ("top_p", 0.0), ("top_p", 1.5)],
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_tokens", -1),
+        ("min_tokens", 2),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", ((0, math.inf),)),
+        ("logprobs", -1),
+        ("logprobs", 21),
+    ],
 )
 def test_ranges(field: str, value: float) -> None:
     """Out of range names the field."""

@@ -165,7 +165,7 @@ def test_moved_kv_goes_on_as_if_nothing_had_happened() -> None:
     second = runner_of()
     second.pool.allocate("someone", 5)
     sampling = SamplingParams(6)
-    token, _ = first.prefill(0, prompt, sampling)
+    token, *_ = first.prefill(0, prompt, sampling)
     target = second.pool.acquire(0, prompt, 20).block_ids
     for stage, memory in zip(StageSpec.split(6, 3), first.memories):
         for source_block, target_block in zip(first.pool.table(0)[:3], target):
@@ -174,7 +174,7 @@ def test_moved_kv_goes_on_as_if_nothing_had_happened() -> None:
             ]
     answer = [token]
     while len(answer) < 6:
-        token, _ = second.decode(0, answer[-1], len(prompt) + len(answer) - 1, sampling)
+        token, *_ = second.decode(0, answer[-1], len(prompt) + len(answer) - 1, sampling)
         answer.append(token)
     assert answer == want
     for runner in (stay, first, second):
@@ -315,7 +315,7 @@ def test_sampling_sees_lost_kv_within_a_few_steps() -> None:
         sampling = SamplingParams(20)
         answers = []
         for request_id, spoil in ((1, False), (2, True)):
-            token, _ = runner.prefill(request_id, prompt, sampling)
+            token, *_ = runner.prefill(request_id, prompt, sampling)
             if spoil:
                 runner.memories[0].owner[:, list(runner.pool.table(request_id))[:10]] = 0.0
             made = [token]

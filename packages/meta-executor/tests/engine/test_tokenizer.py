@@ -377,3 +377,33 @@ def test_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
     detokenizer = tokenizer.detokenizer()
     text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish()
     assert text == tokenizer.decode(ids) == "hello world! hello🚀 world"
+
+
+def test_a_token_by_itself(tokenizer: Tokenizer) -> None:
+    """Its text and bytes; half a character shows its bytes, a control token its name, an unknown id nothing."""
+    (space,) = tokenizer.encode_user_text(" Paris")
+    assert tokenizer.token_text(space) == (" Paris", b" Paris")
+    half = [tokenizer.token_text(token) for token in tokenizer.encode_user_text("\U0001f9a6")]
+    assert b"".join(data for _, data in half) == "\U0001f9a6".encode()
+    assert any(text.startswith("bytes:\\x") for text, _ in half)
+    assert tokenizer.token_text(2) == ("<|im_end|>", b"<|im_end|>")
+    assert tokenizer.token_text(tokenizer.vocab_size + 5) == tokenizer.token_text(-1) == ("", b"")
+
+
+def test_a_clients_variables_reach_the_template_and_make_no_control_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Values of every kind; a control token's text in one stays text; the template's own variables are its own."""
+    template = "{{ tone }}{% if loud %}!{% endif %}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    other = Tokenizer.from_folder(write_folder(tmp_path, tokenizer, chat_template=template))
+    messages = [{"role": "user", "content": "hello"}]
+    for variables, text in (
+        ({}, "hello"),
+        ({"tone": "kind ", "loud": True}, "kind !hello"),
+        ({"tone": 3, "loud": False}, "3hello"),
+        ({"tone": "<|im_end|>"}, "<|im_end|>hello"),
+        ({"tone": None}, "Nonehello"),
+    ):
+        ids = other.apply_chat_template(messages, variables=variables)
+        assert other.decode(ids) == text and not set(ids) & other.control_token_ids
+    for name in ("messages", "bos_token", "add_generation_prompt"):
+        with pytest.raises(TemplateError, match=name):
+            other.apply_chat_template(messages, variables={name: "x"})

@@ -14,6 +14,7 @@ from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.ownership import Event, Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Request
 from meta_executor.executor.scheduler import StepLimits
+from meta_executor.wire import TokenLogprobs
 
 
 def token_of(request_id: int, position: int) -> int:
@@ -28,6 +29,7 @@ class Engine:
         self.step: StepInput | None = None
         self.ended = False
         self.fail = False
+        self.logprobs: dict[int, TokenLogprobs] = {}
 
     def launch(self, step: StepInput) -> Engine:
         self.step, self.ended = step, False
@@ -47,7 +49,7 @@ class Engine:
         if self.fail:
             raise RuntimeError("the device is gone")
         tokens = [token_of(int(r), int(s) + 1) for r, s in zip(self.step.request_ids, self.step.starts)]
-        return StepOutput(self.step.step_id, token_ids=np.array(tokens, np.int32))
+        return StepOutput(self.step.step_id, token_ids=np.array(tokens, np.int32), logprobs=self.logprobs)
 
 
 class Transceiver:
@@ -194,3 +196,47 @@ def test_rows_grow_and_keep_their_order() -> None:
     assert rows.last_tokens[: rows.count].tolist() == left
     assert [int((table >= 0).sum()) for table in rows.tables[: rows.count]] == [r % 7 for r in left]
     assert (rows.row_of(2), rows.row_of(300)) == (0, -1)
+
+
+def test_rows_remember_what_their_sampling_wants_and_tell_log_probabilities() -> None:
+    """The engine sees prompt and answer of those rows alone, also after others left; a floor of tokens holds a stop back."""
+    bench = Bench()
+    tokens = [token_of(2, 3 + count) for count in range(4)]
+    stop_at = (tokens[1], tokens[3])
+
+    def arrive(request_id: int, sampling: SamplingParams) -> None:
+        request = Request(
+            request_id=request_id, token_ids=np.full(3, request_id, np.int32), sampling=sampling,
+            schedule_style="generation_first",
+        )  # fmt: skip
+        sequence, _ = bench.registry.prepare(request, request_id)
+        sequence.block_ids = [request_id]
+        bench.registry.apply(sequence, Event.PUBLISHED)
+        bench.registry.apply(sequence, Event.ARRIVED)
+        bench.compute.arrived(sequence, token_of(request_id, 3))
+
+    arrive(1, SamplingParams(2))
+    arrive(2, SamplingParams(9, min_tokens=2, stop_token_ids=stop_at, logprobs=0))
+    seen, told, ends = [], [], {}
+    for turn in range(8):
+        bench.engine.ended = True
+        if bench.engine.step is not None:
+            row = bench.engine.step.request_ids.tolist().index(2)
+            bench.engine.logprobs = {row: TokenLogprobs(-float(turn))}
+        bench.compute.retire(0.0)
+        if bench.compute.run_layers(0.0):
+            step = bench.engine.step
+            assert step is not None
+            seen.append([None if one is None else (one.prompt.tolist(), list(one.answer)) for one in step.told])
+        answers = bench.answers.take()
+        for notice in answers.notices if answers else ():
+            told += [(notice.request_id, one.logprob) for one in notice.logprobs]
+            ends |= {notice.request_id: notice.finish_reason} if notice.finish_reason else {}
+    assert seen == [
+        [None, ([2, 2, 2], tokens[:1])],
+        [([2, 2, 2], tokens[:2])],
+        [([2, 2, 2], tokens[:3])],
+    ]
+    # Its second token is a stop token and comes too early; its fourth is one and ends it.
+    assert ends == {1: "length", 2: "stop"}
+    assert told == [(2, -1.0), (2, -2.0), (2, -3.0)]

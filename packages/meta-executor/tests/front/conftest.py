@@ -27,6 +27,7 @@ from meta_executor.front.legs import LegClient
 from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.access import KeyFile
 from meta_executor.listener.serving import listen, server_of, url_of
+from meta_executor.wire import TokenLogprobs
 
 KEY = "ab" * 32
 VOCABULARY = 512
@@ -123,6 +124,9 @@ class FakeInstance:
         self.break_how = "error"
         #: Answer ``/debug/routing`` with what is none.
         self.routing_broken = False
+        #: Log probabilities: taken from each for every seed, and whether none are told although they are asked for.
+        self.malus = 0.0
+        self.tells_nothing = False
         self.started = asyncio.Event()
         #: Generation-first: the other role's fake; its context leg ends only after this one was asked.
         self.peer: FakeInstance | None = None
@@ -138,9 +142,24 @@ class FakeInstance:
 
     def tokens(self, sampling: wire.Sampling) -> tuple[list[int], str]:
         ids = self.tokenizer.encode_user_text(self.answer)
+        for place, token in enumerate(ids):
+            if token in sampling.stop_token_ids and place < sampling.max_tokens:
+                return ids[: place + 1], "stop"
         if sampling.max_tokens <= len(ids):
             return ids[: sampling.max_tokens], "length"
         return [*ids, 2], "stop"
+
+    def logprobs(self, sampling: wire.Sampling, tokens: list[int]) -> tuple[TokenLogprobs, ...]:
+        """Of each token its id, and as many of those after it as are wanted."""
+        if sampling.logprobs is None or self.tells_nothing:
+            return ()
+        return tuple(
+            TokenLogprobs(
+                -token / 100 - self.malus * (sampling.seed % 10),
+                tuple((token + i, -(token + i) / 100) for i in range(sampling.logprobs)),
+            )
+            for token in tokens
+        )
 
     async def _info(self, request: Request) -> Response:
         self.info_calls += 1
@@ -201,6 +220,7 @@ class FakeInstance:
                 prompt_tokens=len(body.token_ids),
                 cached_tokens=1,
                 endpoint_generation=self.generation,
+                logprobs=self.logprobs(body.sampling, tokens[:1]),
             )
         )
 
@@ -243,7 +263,14 @@ class FakeInstance:
                 await self.line_gate.wait()
             part = tokens[start : start + 3]
             last = start + 3 >= len(tokens)
-            yield wire.encode_json(wire.GenerationChunk(tokens=part, finish_reason=reason if last else None)) + b"\n"
+            told = part
+            if body.schedule_style == "generation_first" and place == 0:
+                # What is told of the first token comes with the context leg.
+                told = part[1:]
+            chunk = wire.GenerationChunk(
+                tokens=part, finish_reason=reason if last else None, logprobs=self.logprobs(body.sampling, told)
+            )
+            yield wire.encode_json(chunk) + b"\n"
 
     async def _routing(self, request: Request) -> Response:
         assert request.headers[wire.KEY_HEADER] == KEY
@@ -330,6 +357,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
         keys: KeyFile | None = None,
         tls: ssl.SSLContext | None = None,
         hostname: str = "127.0.0.1",
+        names: dict[str, Any] | None = None,
         **config: Any,
     ) -> AsyncIterator[Cluster]:
         instances = [FakeInstance("context", f"ctx-{i}", byte_tokenizer) for i in range(contexts)]
@@ -362,6 +390,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
                 legs=legs,
                 key=KEY,
                 keys=keys,
+                **(names or {}),
             )
             stack.callback(service.close)
             url = running.start_front(service, hostname, tls)

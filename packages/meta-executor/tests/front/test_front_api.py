@@ -229,13 +229,18 @@ WRONG = (
     ("completions", {**GOOD, "prompt": ""}, "prompt"),
     ("completions", {**GOOD, "prompt": 7}, "prompt"),
     ("completions", {**GOOD, "prompt": []}, "prompt"),
-    ("completions", {**GOOD, "prompt": ["a", "b"]}, "prompt"),
+    ("completions", {**GOOD, "prompt": ["a"] * 129}, "prompt"),
+    ("completions", {**GOOD, "prompt": ["a", ""]}, "prompt"),
+    ("completions", {**GOOD, "prompt": ["a", [1]]}, "prompt"),
+    ("completions", {**GOOD, "prompt": [[1], []]}, "prompt"),
+    ("completions", {**GOOD, "prompt": [[1, 512]]}, "prompt"),
+    ("completions", {**GOOD, "prompt": ["a" * 9, "a" * 400]}, "prompt"),
     ("completions", {**GOOD, "prompt": [1, "b"]}, "prompt"),
     ("completions", {**GOOD, "prompt": [1, True]}, "prompt"),
     ("completions", {**GOOD, "prompt": [1, 512]}, "prompt"),
     ("completions", {**GOOD, "prompt": [-1]}, "prompt"),
     ("completions", {**GOOD, "prompt": "a" * 400}, "prompt"),
-    ("completions", {**GOOD, "max_tokens": 0}, "max_tokens"),
+    ("completions", {**GOOD, "max_tokens": -1}, "max_tokens"),
     ("completions", {**GOOD, "max_tokens": "9"}, "max_tokens"),
     ("completions", {**GOOD, "max_tokens": 398}, "max_tokens"),
     ("completions", {**GOOD, "temperature": 2.5}, "temperature"),
@@ -247,19 +252,31 @@ WRONG = (
     ("completions", {**GOOD, "stop": [""]}, "stop"),
     ("completions", {**GOOD, "stop_token_ids": [512]}, "stop_token_ids"),
     ("completions", {**GOOD, "stop_token_ids": [-1]}, "stop_token_ids[0]"),
-    ("completions", {**GOOD, "n": 2}, "n"),
+    ("completions", {**GOOD, "n": 0}, "n"),
+    ("completions", {**GOOD, "n": 129}, "n"),
     ("completions", {**GOOD, "n": True}, "n"),
-    ("completions", {**GOOD, "best_of": 3}, "best_of"),
-    ("completions", {**GOOD, "logprobs": 1}, "logprobs"),
-    ("completions", {**GOOD, "echo": True}, "echo"),
+    ("completions", {**GOOD, "n": 3, "best_of": 2}, "best_of"),
+    ("completions", {**GOOD, "best_of": 2, "stream": True}, "best_of"),
+    ("completions", {**GOOD, "best_of": 200}, "best_of"),
+    ("completions", {**GOOD, "logprobs": 21}, "logprobs"),
+    ("completions", {**GOOD, "logprobs": True}, "logprobs"),
+    ("completions", {**GOOD, "echo": True, "logprobs": 1}, "echo"),
     ("completions", {**GOOD, "suffix": "x"}, "suffix"),
-    ("completions", {**GOOD, "logit_bias": {"1": 2}}, "logit_bias"),
-    ("completions", {**GOOD, "presence_penalty": 0.5}, "presence_penalty"),
-    ("completions", {**GOOD, "frequency_penalty": 1}, "frequency_penalty"),
-    ("completions", {**GOOD, "temprature": 1}, "temprature"),
+    ("completions", {**GOOD, "logit_bias": {"512": 2}}, "logit_bias"),
+    ("completions", {**GOOD, "logit_bias": {"x": 2}}, "logit_bias"),
+    ("completions", {**GOOD, "logit_bias": {"-1": 2}}, "logit_bias"),
+    ("completions", {**GOOD, "logit_bias": {"1": 101}}, "logit_bias[...]"),
+    ("completions", {**GOOD, "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ("completions", {**GOOD, "presence_penalty": 2.5}, "presence_penalty"),
+    ("completions", {**GOOD, "frequency_penalty": -3}, "frequency_penalty"),
+    ("completions", {**GOOD, "repetition_penalty": 0}, "repetition_penalty"),
+    ("completions", {**GOOD, "top_k": -2}, "top_k"),
+    ("completions", {**GOOD, "min_p": 1.5}, "min_p"),
+    ("completions", {**GOOD, "min_tokens": 17}, "min_tokens"),
+    ("completions", {**GOOD, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+    ("completions", {**GOOD, "response_format": {"type": "json_object"}}, "response_format"),
     ("completions", {**GOOD, "stream": "yes"}, "stream"),
     ("completions", {**GOOD, "stream_options": {"include_usage": True}}, "stream_options"),
-    ("completions", {**GOOD, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ("chat/completions", {"model": "synthetic", "messages": []}, "messages"),
     ("chat/completions", {**CHAT, "messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content"),
@@ -270,11 +287,17 @@ WRONG = (
     ),
     ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
     ("chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice"),
-    ("chat/completions", {**CHAT, "logprobs": True}, "logprobs"),
+    ("chat/completions", {**CHAT, "logprobs": 1}, "logprobs"),
     ("chat/completions", {**CHAT, "top_logprobs": 3}, "top_logprobs"),
+    ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"a": "x" * 16400}}, "chat_template_kwargs"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": "x"}}, "messages"),
+    ("chat/completions", {**CHAT, "continue_final_message": True}, "continue_final_message"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
     ("chat/completions", {**CHAT, "max_completion_tokens": 1000}, "max_completion_tokens"),
-    ("chat/completions", {**CHAT, "prompt": "x"}, "prompt"),
 )
 
 
@@ -414,7 +437,7 @@ async def test_what_operators_ask(make_cluster: Any) -> None:
     async with make_cluster() as cluster:
         await cluster.complete()
         await cluster.complete(stream=True)
-        await cluster.complete(max_tokens=0)
+        await cluster.complete(max_tokens=-1)
         await cluster.settled()
         text = (await cluster.client.get(f"{cluster.url}/prometheus/metrics")).text
         assert text == (await cluster.client.get(f"{cluster.url}/metrics")).text
@@ -474,21 +497,22 @@ async def test_unknown_error_is_reported_not_hidden(
 
 async def test_shapes_are_read_by_the_official_types() -> None:
     """Answers and chunks validate, strictly, against the official client's types."""
-    from meta_executor.front.openai import Shape, usage
+    from meta_executor.front.shapes import Piece, Shape, usage
 
     shape = Shape(chat=True, answer_id="1", created=1, model="m")
-    whole = openai.types.chat.ChatCompletion.model_validate(shape.whole("hi", "stop", usage(1, 2, 0)), strict=True)
+    body = shape.whole([Piece(0, "hi", "stop")], usage(1, 2, 0))
+    whole = openai.types.chat.ChatCompletion.model_validate(body, strict=True)
     assert whole.choices[0].message.content == "hi"
     chunk = openai.types.chat.ChatCompletionChunk.model_validate_json(
-        shape.piece("hi", None, with_usage=True), strict=True
+        shape.piece(Piece(3, "hi"), with_usage=True), strict=True
     )
-    assert chunk.choices[0].delta.content == "hi"
+    assert (chunk.choices[0].delta.content, chunk.choices[0].index) == ("hi", 3)
 
 
 @pytest.mark.parametrize("chat", [True, False])
 async def test_chunks_are_whole_json_with_what_was_asked_for(chat: bool) -> None:
     """With and without counts, ids, the prompt's ids and a finish reason; what stands beside the choice stays there."""
-    from meta_executor.front.openai import AnswerIds, Shape, usage
+    from meta_executor.front.shapes import AnswerIds, Piece, Shape, usage
 
     shape = Shape(chat=chat, answer_id="1", created=1, model='m"')
     kind = "chat.completion.chunk" if chat else "text_completion"
@@ -496,8 +520,8 @@ async def test_chunks_are_whole_json_with_what_was_asked_for(chat: bool) -> None
     for with_usage in (True, False):
         for ids in (None, AnswerIds([5], None), AnswerIds([5], [1, 2])):
             for reason in (None, "stop"):
-                got = json.loads(shape.piece("a\n", reason, with_usage=with_usage, ids=ids))
-                choice = {"index": 0, "logprobs": None, "finish_reason": reason}
+                got = json.loads(shape.piece(Piece(2, "a\n", reason, ids), with_usage=with_usage))
+                choice = {"index": 2, "logprobs": None, "finish_reason": reason}
                 choice |= {"delta": {"content": "a\n"}} if chat else {"text": "a\n"}
                 beside = {"usage": None} if with_usage else {}
                 if ids is not None:
@@ -506,5 +530,5 @@ async def test_chunks_are_whole_json_with_what_was_asked_for(chat: bool) -> None
                         (beside if chat else choice)["prompt_token_ids"] = [1, 2]
                 assert got == head | {"choices": [choice]} | beside
     assert json.loads(shape.last(usage(1, 2, 0))) == head | {"choices": [], "usage": usage(1, 2, 0)}
-    first = shape.first(with_usage=False)
+    first = shape.first(0, None, with_usage=False)
     assert (first is None) is not chat

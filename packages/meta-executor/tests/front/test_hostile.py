@@ -408,7 +408,7 @@ async def test_requests_of_one_client_are_bounded(make_cluster: Any) -> None:
         (b'{"model": "synthetic", "prompt": "a", "metadata": [' + b"1," * 500_000 + b"1]}", "too_complex"),
         (b'{"model": "synthetic", "prompt": [' + b"1," * 500_000 + b"1]}", "too_complex"),
         (b'{"model": "synthetic", ' + b'"user": "x", ' * 100_000 + b'"prompt": "a"}', "too_complex"),
-        (b'{"model": "synthetic", "prompt": "a", "zzz": "' + b"x" * 100_000 + b'"}', "invalid_value"),
+        (b'{"model": "synthetic", "prompt": "a", "suffix": "' + b"x" * 100_000 + b'"}', "unsupported_value"),
         (b"{" * 30_000, "invalid_json"),
     ],
     ids=range(6),

@@ -103,8 +103,8 @@ def test_the_words_name_instance_rank_reason_load_and_wait() -> None:
 
 
 def test_the_last_ones_or_the_ones_asked_for() -> None:
-    """Ids in hexadecimal, in either case, with or without 0x; unknown ones come back."""
+    """Ids in hexadecimal, in either case, with or without what stands before them; unknown ones come back."""
     told = stories(routing(*(choice(n, "context", "ctx-0", 100.0 - n) for n in range(1, 31))))
     assert [s.request_id for s in chosen(told, (), 2)[0]] == ["1d", "1e"]
-    found, missing = chosen(told, ("0x1D", "a", "ff"), 1)
+    found, missing = chosen(told, ("0x1D", "cmpl-a", "ff"), 1)
     assert ([s.request_id for s in found], missing) == (["a", "1d"], ["ff"])

@@ -100,11 +100,11 @@ def live_top(launcher: Launcher) -> tuple[int, str]:
 
 
 def complete(launcher: Launcher, text: str) -> str:
-    """One completion. Returns its id."""
+    """One completion. Returns its id in the decisions."""
     body = {"model": "synthetic", "prompt": text, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{launcher.front_url}/v1/completions", json=body, timeout=240.0, trust_env=False)
     assert answer.status_code == 200, answer.text
-    return answer.headers["x-request-id"]
+    return str(answer.json()["id"]).removeprefix("cmpl-")
 
 
 @contextlib.contextmanager

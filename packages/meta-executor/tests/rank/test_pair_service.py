@@ -114,6 +114,8 @@ def check_refusals(pair: RunningPair) -> None:
         ({"request_id": 0}, "request_id"),
         ({"sampling": {"max_tokens": 0}}, "sampling.max_tokens"),
         ({"sampling": {"max_tokens": 8192}}, "sampling.max_tokens"),
+        ({"sampling": {"max_tokens": 2, "min_tokens": 3}}, "sampling.min_tokens"),
+        ({"sampling": {"max_tokens": 2, "logit_bias": [[997, 1.0]]}}, "sampling.logit_bias"),
         ({"schedule_style": "sideways"}, "schedule_style"),
     ):
         refused("ctx-0", "/internal/context", {**good, **change}, 400, "INVALID_REQUEST", field)

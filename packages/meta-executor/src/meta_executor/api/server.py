@@ -162,6 +162,7 @@ class ApiServer:
                 prompt_tokens=len(body.token_ids),
                 cached_tokens=notice.cached_tokens,
                 endpoint_generation=body.endpoint_generation,
+                logprobs=notice.logprobs,
             )
         )
 
@@ -182,6 +183,7 @@ class ApiServer:
                     finish_reason=None if notice is None else notice.finish_reason,  # type: ignore[arg-type]
                     error=_error_of(notice) if notice is not None and notice.failed else None,
                     rank=None if notice is None else notice.rank,
+                    logprobs=tuple(told for one in notices for told in one.logprobs),
                 )
                 yield wire.encode_json(chunk) + b"\n"
                 if notice is not None:
@@ -194,6 +196,9 @@ class ApiServer:
     def _request_of(self, body: wire.ContextRequest | wire.GenerationRequest) -> ExecutorRequest:
         """End tokens are resolved here, once: behind this point a request stops at its stop tokens and nothing else."""
         sampling = body.sampling
+        if sampling.min_tokens > sampling.max_tokens:
+            words = f"sampling.min_tokens: must be in 0..max_tokens ({sampling.max_tokens}), got {sampling.min_tokens}"
+            raise Refused(wire.ErrorBody(error=wire.INVALID_REQUEST, message=words, field="sampling.min_tokens"))
         ends = () if sampling.ignore_eos else self._endpoint.info().eos_token_ids
         return ExecutorRequest(
             request_id=body.request_id,
@@ -205,6 +210,14 @@ class ApiServer:
                 seed=sampling.seed,
                 ignore_eos=True,
                 stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                min_tokens=sampling.min_tokens,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+                logit_bias=tuple(sampling.logit_bias),
+                logprobs=sampling.logprobs,
             ),
             schedule_style=body.schedule_style,
             conversation_id=body.conversation_id,

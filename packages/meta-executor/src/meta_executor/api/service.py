@@ -155,6 +155,14 @@ class ExecutorService:
             return _invalid("first_token", needs)
         if info.vocab_size and not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
             return _invalid("token_ids", f"has a token outside 0..{info.vocab_size - 1}")
+        if info.vocab_size:
+            named = {
+                "stop_token_ids": sampling.stop_token_ids,
+                "logit_bias": [token for token, _ in sampling.logit_bias],
+            }
+            for field, tokens in named.items():
+                if tokens and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
+                    return _invalid(f"sampling.{field}", f"has a token outside 0..{info.vocab_size - 1}")
         limits = info.limits
         if limits is None:
             return None

@@ -10,7 +10,7 @@ Source: docs/design.md of this package, section "Engine".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor.engine.errors import StepError
+from meta_executor.wire import LOGPROBS_MAX, TokenLogprobs
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -115,10 +116,19 @@ class SamplingParams:
     Attributes:
         max_tokens: Longest answer (tokens), >= 1.
         temperature: 0 is greedy; else logits are divided by it.
-        top_p: Smallest set of tokens with at least this share of the probability (0–1].
+        top_p: Smallest set of tokens with at least this share of the probability (0–1], of those that ``top_k`` and ``min_p``
+            leave.
         seed: With the token's position, the only source of randomness.
         ignore_eos: Go on past the model's end tokens.
         stop_token_ids: Further tokens that end the answer.
+        top_k: Only so many of the likeliest tokens (count); 0: all.
+        min_p: Only tokens with at least this share of the likeliest one's probability [0–1].
+        min_tokens: The first so many tokens of the answer are none that ends it (count).
+        presence_penalty: Taken from the logit of every token that the answer has already.
+        frequency_penalty: Taken from it once for each time.
+        repetition_penalty: Logits of tokens of prompt and answer are divided by it where positive, else multiplied (> 0).
+        logit_bias: (token, what is added to its logit).
+        logprobs: Tell each token's log probability, and so many of the likeliest ones' (count); None: none.
     """
 
     max_tokens: int
@@ -127,6 +137,14 @@ class SamplingParams:
     seed: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -135,6 +153,47 @@ class SamplingParams:
             raise ValueError(f"temperature must be finite and >= 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens must be in 0..max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if not 0.0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be finite and > 0, got {self.repetition_penalty}")
+        numbers = (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
+        if not all(-float("inf") < number < float("inf") for number in numbers):
+            raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite")
+        if self.logprobs is not None and not 0 <= self.logprobs <= LOGPROBS_MAX:
+            raise ValueError(f"logprobs must be in 0..{LOGPROBS_MAX}, got {self.logprobs}")
+
+    @property
+    def largest_wins(self) -> bool:
+        """The token is the largest logit as the model made it, and nothing is told of it."""
+        return self.temperature == 0.0 and not self.changes_logits and self.logprobs is None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Something besides temperature comes between the model's logits and the choice; it wants to know :class:`Told`."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
+    def penalised(self) -> bool:
+        """What the answer has already counts."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a sequence has before the token that is to be chosen.
+
+    Attributes:
+        prompt: Token ids, int32, shape (tokens,).
+        answer: Token ids of the answer so far: the caller's own list, which must not change while a step runs.
+    """
+
+    prompt: Int32Array
+    answer: list[int]
 
 
 @dataclass(frozen=True)
@@ -148,6 +207,7 @@ class SequenceStep:
         block_ids: KV blocks of the sequence in order, int64, shape (blocks,); they cover every position up to the
             last added one. More blocks than needed are allowed.
         sampling: How to choose the next token; None: no token is wanted (a prompt's chunk that is not its last).
+        told: What the sequence has so far, where ``sampling`` changes logits.
     """
 
     request_id: int
@@ -155,6 +215,7 @@ class SequenceStep:
     start_position: int
     block_ids: Int64Array
     sampling: SamplingParams | None = None
+    told: Told | None = None
 
     @property
     def end_position(self) -> int:
@@ -177,6 +238,7 @@ class StepInput:
         sampling: How to choose each sequence's next token; None: no token is wanted (a prompt's chunk that is not its last).
         hidden: Activations of the previous stage, float32, shape (tokens, hidden); None on the first stage.
         want_logits: Also return the logits of each sequence's last position (for tests; costs a copy).
+        told: What each sequence has so far; only looked at where its sampling changes logits.
     """
 
     step_id: int
@@ -188,6 +250,7 @@ class StepInput:
     sampling: tuple[SamplingParams | None, ...]
     hidden: Float32Array | None = None
     want_logits: bool = False
+    told: tuple[Told | None, ...] = ()
 
     @staticmethod
     def of(
@@ -212,6 +275,7 @@ class StepInput:
             sampling=tuple(row.sampling for row in rows),
             hidden=hidden,
             want_logits=want_logits,
+            told=tuple(row.told for row in rows),
         )
 
     @property
@@ -255,6 +319,7 @@ class StepOutput:
         token_ids: Chosen tokens, int32, shape (sequences,); -1 where none was wanted; None before the last stage.
         margins: Difference of the two largest logits, float32, shape (sequences,); 0 where no token was wanted.
         logits: float32, shape (sequences, vocabulary), if they were wanted.
+        logprobs: By index of the sequence, where its sampling asks for them.
     """
 
     step_id: int
@@ -262,6 +327,7 @@ class StepOutput:
     token_ids: Int32Array | None = None
     margins: Float32Array | None = None
     logits: Float32Array | None = None
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):
@@ -414,3 +480,6 @@ def _check_shapes(step: StepInput) -> None:
         )
     if len(step.sampling) != count:
         raise StepError(f"step {step.step_id}: sampling must have {count} entries, got {len(step.sampling)}")
+    for index, one in enumerate(step.sampling):
+        if one is not None and one.changes_logits and (len(step.told) != count or step.told[index] is None):
+            raise StepError(f"step {step.step_id}, request {step.request_ids[index]}: its sampling wants told")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,12 +20,14 @@ from meta_executor.engine.base import (
     StageSpec,
     StepInput,
     StepOutput,
+    Told,
 )
 from meta_executor.engine.errors import StepError
 from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.kv_pool import BlockPool
 from meta_executor.engine.sampling import FinishReason, finish_reason
 from meta_executor.engine.tokenizer import StopStrings, Tokenizer
+from meta_executor.wire import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class GenerateResult:
         text: The answer's text, cut before a stop string.
         finish_reason: ``stop`` or ``length``.
         margin_min: Smallest difference of the two largest logits over the answer's tokens.
+        logprobs: Of each token, where the sampling asks for them.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -44,6 +48,15 @@ class GenerateResult:
     text: str
     finish_reason: FinishReason
     margin_min: float
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Chosen(NamedTuple):
+    """A step's token: its id, how far it was from another one, and what is told of it."""
+
+    token: int
+    margin: float
+    logprobs: TokenLogprobs | None = None
 
 
 class SequenceRunner:
@@ -76,12 +89,8 @@ class SequenceRunner:
         self._steps += 1
         return output
 
-    def prefill(self, request_id: int, token_ids: Sequence[int], sampling: SamplingParams) -> tuple[int, float]:
-        """Run a prompt.
-
-        Returns:
-            First token and its margin.
-        """
+    def prefill(self, request_id: int, token_ids: Sequence[int], sampling: SamplingParams) -> Chosen:
+        """Run a prompt; gives its first token."""
         tokens = np.asarray(token_ids, dtype=np.int32)
         if len(tokens) == 0:
             raise StepError("an empty prompt")
@@ -90,10 +99,13 @@ class SequenceRunner:
         for start in range(0, len(tokens), self._chunk_tokens):
             part = tokens[start : start + self._chunk_tokens]
             last = start + len(part) == len(tokens)
-            output = self.step([SequenceStep(request_id, part, start, blocks, sampling if last else None)])
+            step = SequenceStep(request_id, part, start, blocks, sampling if last else None, Told(tokens, []))
+            output = self.step([step])
         return _token(output)
 
-    def decode(self, request_id: int, token_id: int, position: int, sampling: SamplingParams) -> tuple[int, float]:
+    def decode(
+        self, request_id: int, token_id: int, position: int, sampling: SamplingParams, told: Told | None = None
+    ) -> Chosen:
         """Add one token.
 
         Args:
@@ -101,13 +113,11 @@ class SequenceRunner:
             token_id: The newest token.
             position: Its position.
             sampling: The request's.
-
-        Returns:
-            Next token and its margin.
+            told: Its prompt and answer so far, where the sampling changes logits.
         """
         blocks = np.asarray(self.pool.table(request_id), dtype=np.int64)
         part = np.asarray([token_id], dtype=np.int32)
-        return _token(self.step([SequenceStep(request_id, part, position, blocks, sampling)]))
+        return _token(self.step([SequenceStep(request_id, part, position, blocks, sampling, told)]))
 
     def close(self) -> None:
         """Close the engines."""
@@ -163,8 +173,10 @@ def generate(
 
     request_id = 0
     try:
-        token, margin_min = runner.prefill(request_id, token_ids, sampling)
-        answer = [token]
+        chosen = runner.prefill(request_id, token_ids, sampling)
+        token, margin_min = chosen.token, chosen.margin
+        answer, logprobs = [token], [chosen.logprobs]
+        told = Told(np.asarray(token_ids, np.int32), answer)
         while True:
             reason = finish_reason(token, len(answer), sampling, model.eos_token_ids)
             tell(stops.push(detokenizer.push([token])))
@@ -172,20 +184,22 @@ def generate(
                 reason = "stop"
             if reason is not None:
                 break
-            token, margin = runner.decode(request_id, token, len(token_ids) + len(answer) - 1, sampling)
-            margin_min = min(margin_min, margin)
+            chosen = runner.decode(request_id, token, len(token_ids) + len(answer) - 1, sampling, told)
+            token, margin_min = chosen.token, min(margin_min, chosen.margin)
             answer.append(token)
+            logprobs.append(chosen.logprobs)
     finally:
         runner.pool.release(request_id)
     tell(stops.push(detokenizer.finish()))
     tell(stops.finish())
-    return GenerateResult(tuple(token_ids), tuple(answer), "".join(text), reason, margin_min)
+    known = tuple(one for one in logprobs if one is not None)
+    return GenerateResult(tuple(token_ids), tuple(answer), "".join(text), reason, margin_min, known)
 
 
-def _token(output: StepOutput) -> tuple[int, float]:
+def _token(output: StepOutput) -> Chosen:
     if output.token_ids is None or output.margins is None:
-        return -1, 0.0
-    return int(output.token_ids[0]), float(output.margins[0])
+        return Chosen(-1, 0.0)
+    return Chosen(int(output.token_ids[0]), float(output.margins[0]), output.logprobs.get(0))
 
 
 def generate_text(

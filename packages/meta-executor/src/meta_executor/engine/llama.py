@@ -37,9 +37,10 @@ from meta_executor.engine.base import (
     check_step,
 )
 from meta_executor.engine.errors import EngineError, StepError
-from meta_executor.engine.sampling import choose
+from meta_executor.engine.sampling import chosen
 from meta_executor.engine.step_worker import StepWorker, WorkerHandle
 from meta_executor.engine.weights import LlamaGeometry, load_stage_tensors, resolve_model
+from meta_executor.wire import TokenLogprobs
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: A CPU's instructions for products of each narrow type, by the names of ``torch.cpu.get_capabilities``.
@@ -572,20 +573,25 @@ class LlamaEngine:
         logits = self._linear(last, self._head).to(torch.float32)
         full = logits.cpu().numpy().copy() if step.want_logits else None
         best = logits.max(dim=-1)
-        drawn = {
+        own = {
             index: logits[place].cpu().numpy().copy()
             for place, index in enumerate(rows)
-            if (one := sampling[index]) is not None and one.temperature > 0.0
+            if (one := sampling[index]) is not None and not one.largest_wins
         }
         # The second largest is the largest of the rest: two passes are ten times faster than a top-k of a vocabulary.
         logits.scatter_(1, best.indices.unsqueeze(1), -torch.inf)
         margins[rows] = (best.values - logits.amax(dim=-1)).cpu().numpy()
         token_ids[rows] = best.indices.cpu().numpy()
-        for index, own in drawn.items():
+        logprobs: dict[int, TokenLogprobs] = {}
+        for index, row in own.items():
             one = sampling[index]
             if one is not None:
-                token_ids[index] = choose(own, one, int(step.ends[index]))
+                token_ids[index], told = chosen(
+                    row, one, int(step.ends[index]), step.told[index] if step.told else None
+                )
+                if told is not None:
+                    logprobs[int(index)] = told
         if step.want_logits:
             unwanted = [one is None for one in sampling]
             token_ids[unwanted], margins[unwanted] = -1, 0.0
-        return StepOutput(step.step_id, token_ids=token_ids, margins=margins, logits=full)
+        return StepOutput(step.step_id, token_ids=token_ids, margins=margins, logits=full, logprobs=logprobs)

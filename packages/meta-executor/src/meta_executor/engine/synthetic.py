@@ -25,6 +25,7 @@ from meta_executor.config import SyntheticConfig
 from meta_executor.engine.base import Int64Array, KVMemory, ModelInfo, StageSpec, StepInput, StepOutput, check_step
 from meta_executor.engine.errors import StepError
 from meta_executor.engine.step_worker import StepWorker, WorkerHandle
+from meta_executor.wire import TokenLogprobs
 
 #: Activations carry the digest as 16-bit limbs, which float32 holds exactly; the rest of the row is padding.
 _LIMBS = 4
@@ -193,11 +194,17 @@ class SyntheticEngine:
             ],
             _U64,
         )
-        chosen = _RESERVED + _mix(digests ^ seeds) % _U64(self.model.vocab_size - _RESERVED)
+        chosen = (_RESERVED + _mix(digests ^ seeds) % _U64(self.model.vocab_size - _RESERVED)).astype(np.int32)
         return StepOutput(
             step.step_id,
-            token_ids=np.where(wanted, chosen.astype(np.int32), np.int32(-1)),
+            token_ids=np.where(wanted, chosen, np.int32(-1)),
             margins=wanted.astype(np.float32),
+            # A hash is certain of its token, and gives no other one.
+            logprobs={
+                index: TokenLogprobs(0.0, ((int(chosen[index]), 0.0),) if one.logprobs else ())
+                for index, one in enumerate(step.sampling)
+                if one is not None and one.logprobs is not None
+            },
         )
 
     def _own_digests(self, kv: npt.NDArray[np.float32], step: StepInput, tokens: Int64Array) -> npt.NDArray[np.uint64]:

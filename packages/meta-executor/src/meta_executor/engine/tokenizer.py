@@ -35,6 +35,10 @@ _LLAMA3_SPLIT = (
 )
 
 
+#: What a chat template finds under these names is not a client's to choose.
+TEMPLATE_VARIABLES = frozenset(("messages", "add_generation_prompt", "bos_token", "eos_token"))
+
+
 class TemplateError(EngineError, ValueError):
     """The messages do not fit the model's chat template, or it has none."""
 
@@ -226,23 +230,36 @@ class Tokenizer:
         return self._begin() + self._plain(text)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, str | int | float | bool | None] | None = None,
     ) -> list[int]:
         """Encode a conversation by the model's template.
 
         Args:
             messages: Mappings with ``role`` and ``content``, both text.
             add_generation_prompt: Begin the assistant's turn.
+            variables: What else the template may look at, by name; none of :data:`TEMPLATE_VARIABLES`.
 
         Raises:
             TemplateError: The model has no template, or it refuses these messages.
         """
-        guard = self._guard(messages)
+        variables = variables or {}
+        taken = TEMPLATE_VARIABLES.intersection(variables)
+        if taken:
+            raise TemplateError(f"{min(taken)} is the template's own variable")
+        guard = self._guard([*messages, variables])
         guarded = [
             {key: self._guarded(value, guard) if isinstance(value, str) else value for key, value in message.items()}
             for message in messages
         ]
-        rendered = self._render(guarded, add_generation_prompt)
+        # Text of the client's, whatever it is called, makes no control token.
+        told = {
+            name: self._guarded(value, guard) if isinstance(value, str) else value for name, value in variables.items()
+        }
+        rendered = self._render(guarded, add_generation_prompt, told)
         ids: list[int] = []
         at = 0
         for match in self._control_pattern.finditer(rendered) if self._control_pattern else ():
@@ -274,6 +291,21 @@ class Tokenizer:
         if token_id in self._control_ids or not 0 <= token_id < len(self._bytes_of):
             return b""
         return self._bytes_of[token_id]
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """One token by itself, for people: its text and its bytes. A control token has its name; bytes that are no whole
+        character are shown as ``bytes:`` and their hexadecimal values; an unknown id has neither."""
+        if token_id in self._control_ids:
+            name = str(self._backend.id_to_token(token_id) or "")
+            return name, name.encode()
+        data = self.token_bytes(token_id)
+        if data is None:
+            text = self.decode([token_id]) if 0 <= token_id < self.vocab_size else ""
+            return text, text.encode()
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
 
     def tokens_at_least(self, text: str) -> int:
         """Tokens that a text has at least (count), from its length alone: what can be refused before it is encoded."""
@@ -316,7 +348,9 @@ class Tokenizer:
                     text = guard + text
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
         import jinja2
 
         if self._template_text is None:
@@ -327,6 +361,7 @@ class Tokenizer:
             names = {index: text for text, index in self._control.items()}
             return str(
                 self._template.render(
+                    **variables,
                     messages=messages,
                     add_generation_prompt=add_generation_prompt,
                     bos_token=names.get(-1 if self.bos_token_id is None else self.bos_token_id, ""),

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor import wire
-from meta_executor.engine.base import Engine, SamplingParams, StepHandle, StepInput
+from meta_executor.engine.base import Engine, SamplingParams, StepHandle, StepInput, Told
 from meta_executor.engine.sampling import finish_reason
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.memory import PlannedBlocks
@@ -42,8 +42,10 @@ class RowTable:
         last_tokens: Newest token of each, int32.
         known: Tokens whose value is known, prompt and answer (count), int64.
         limits: ``known`` at which the answer is complete, int64.
+        floors: ``known`` up to which no token ends it, int64.
         stops: Tokens that end the answer, int32, shape (rows, stops), padded with -1.
         tables: KV blocks, int64, shape (rows, width), padded with -1.
+        told: What each has so far, kept where its sampling changes logits.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,8 @@ class RowTable:
         self.last_tokens: npt.NDArray[np.int32] = np.zeros(_ROWS_MIN, np.int32)
         self.known: npt.NDArray[np.int64] = np.zeros(_ROWS_MIN, np.int64)
         self.limits: npt.NDArray[np.int64] = np.zeros(_ROWS_MIN, np.int64)
+        self.floors: npt.NDArray[np.int64] = np.zeros(_ROWS_MIN, np.int64)
+        self.told: list[Told | None] = []
         self.stops: npt.NDArray[np.int32] = np.full((_ROWS_MIN, 1), -1, np.int32)
         self.tables: npt.NDArray[np.int64] = np.full((_ROWS_MIN, 1), -1, np.int64)
 
@@ -66,13 +70,21 @@ class RowTable:
         self.last_tokens[row] = token
         self.known[row] = request.prompt_count + 1
         self.limits[row] = request.prompt_count + request.sampling.max_tokens
+        self.floors[row] = request.prompt_count + request.sampling.min_tokens
         self.stops[row] = -1
         self.stops[row, : len(stops)] = stops
         self.tables[row] = -1
         self.tables[row, : len(sequence.block_ids)] = sequence.block_ids
         self.sequences.append(sequence)
         self.sampling.append(request.sampling)
+        self.told.append(Told(request.token_ids, [token]) if request.sampling.changes_logits else None)
         self.count += 1
+
+    def tell(self, tokens: npt.NDArray[np.int32]) -> None:
+        """The leading rows' newest tokens, to those that remember."""
+        for told, token in zip(self.told[: len(tokens)], tokens.tolist()):
+            if told is not None:
+                told.answer.append(token)
 
     def remove(self, rows: list[int]) -> None:
         """Take rows out; the others keep their order. ``rows`` ascending."""
@@ -80,10 +92,11 @@ class RowTable:
         gone = set(rows)
         kept = np.array([row for row in range(begin, count) if row not in gone], np.int64)
         self.count = count - len(rows)
-        for column in (self.request_ids, self.last_tokens, self.known, self.limits, self.stops, self.tables):
+        for column in (self.request_ids, self.last_tokens, self.known, self.limits, self.floors, self.stops,
+                       self.tables):  # fmt: skip
             column[begin : self.count] = column[kept]
         for row in reversed(rows):
-            del self.sequences[row], self.sampling[row]
+            del self.sequences[row], self.sampling[row], self.told[row]
 
     def row_of(self, request_id: int) -> int:
         """The row of a request; -1: it has none."""
@@ -94,7 +107,7 @@ class RowTable:
         capacity = len(self.request_ids)
         if rows > capacity:
             capacity *= 2
-            for name in ("request_ids", "last_tokens", "known", "limits"):
+            for name in ("request_ids", "last_tokens", "known", "limits", "floors"):
                 setattr(self, name, np.resize(getattr(self, name), capacity))
         self.stops = _widened(self.stops, capacity, stops)
         self.tables = _widened(self.tables, capacity, blocks)
@@ -160,7 +173,10 @@ class DecodeCompute:
         self._flight: _Flight | None = None
         #: Stopped while their rows were in flight.
         self._stopped: set[int] = set()
+        #: Of the leading rows, until rows come or go.
         self._sampling: tuple[SamplingParams, ...] = ()
+        self._told: tuple[Told | None, ...] = ()
+        self._remembers = False
         self._next_step_id = 0
         self.step_count = 0
         self.token_count = 0
@@ -239,6 +255,8 @@ class DecodeCompute:
         self._named = max(self._named, count)
         if len(self._sampling) != count:
             self._sampling = tuple(rows.sampling[:count])
+            self._told = tuple(rows.told[:count])
+            self._remembers = any(told is not None for told in self._told)
         step = StepInput(
             step_id=self._next_step_id,
             request_ids=rows.request_ids[:count],
@@ -247,6 +265,7 @@ class DecodeCompute:
             starts=rows.known[:count] - 1,
             block_tables=rows.tables[:count],
             sampling=self._sampling,
+            told=self._told,
         )
         self._next_step_id += 1
         handle = self._engine.launch(step)
@@ -271,7 +290,9 @@ class DecodeCompute:
         tokens = np.asarray(output.token_ids, np.int32)
         rows.last_tokens[:count] = tokens
         rows.known[:count] += 1
-        stopping = (rows.stops[:count] == tokens[:, None]).any(axis=1)
+        if self._remembers:
+            rows.tell(tokens)
+        stopping = (rows.stops[:count] == tokens[:, None]).any(axis=1) & (rows.known[:count] > rows.floors[:count])
         ended = stopping | (rows.known[:count] >= rows.limits[:count])
         # The engine or the hand-over may still look at the columns when rows move up.
         request_ids = rows.request_ids[:count].copy()
@@ -281,6 +302,9 @@ class DecodeCompute:
             ended |= cut
         else:
             self._answers.step(request_ids, tokens)
+        for index, one in output.logprobs.items():
+            if int(request_ids[index]) not in self._stopped:
+                self._answers.notice(Notice(int(request_ids[index]), rank=self._rank, logprobs=(one,)))
         if ended.any():
             self._end_rows([int(row) for row in np.flatnonzero(ended)], stopping)
         return True

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from meta_executor.executor.ownership import Outcome
 from meta_executor.executor.request import Answers, Request, decoder, encoder
+from meta_executor.wire import TokenLogprobs
 
 #: Largest header of one frame (bytes); activations travel beside it.
 FRAME_BYTES_MAX = 64 * 1024 * 1024
@@ -130,11 +131,13 @@ class Schedule(_Frame, frozen=True, array_like=True):
 
 
 class Result(_Frame, frozen=True, array_like=True):
-    """What the last stage made of a step: the tokens that were wanted, as (request_id, token)."""
+    """What the last stage made of a step: the tokens that were wanted, as (request_id, token), and what is told of those whose
+    request asks for it."""
 
     step_id: int
     tokens: tuple[tuple[int, int], ...]
     failed: str = ""
+    logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
 
 
 # -- the ranks' word to rank 0 ------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from meta_executor.executor.request import AnswerBook, Notice
 from meta_executor.executor.scheduler import StepLimits, plan_step
 from meta_executor.executor.steps import LAUNCHED_MAX, Step, first_of, make_schedule, step_input
 from meta_executor.executor.transceiver import SendingTransceiver
+from meta_executor.wire import TokenLogprobs
 
 
 class PrefillCompute:
@@ -267,7 +268,9 @@ class PrefillCompute:
             return
         made = ((part.request_id, first_of(step, output, index)) for index, part in enumerate(schedule.parts))
         tokens = tuple((request_id, token) for request_id, token in made if token is not None)
-        result = Result(schedule.step_id, tokens, step.failed)
+        told = output.logprobs.items() if output is not None else ()
+        logprobs = tuple((schedule.parts[index].request_id, one) for index, one in told)
+        result = Result(schedule.step_id, tokens, step.failed, logprobs)
         if self._rank == 0:
             self._results.append(result)
         else:
@@ -305,7 +308,7 @@ class PrefillCompute:
         for request_id, token in result.tokens:
             sequence = self._registry.get(request_id)
             if sequence is not None and not sequence.ended_early:
-                self._prefilled(sequence, token)
+                self._prefilled(sequence, token, tuple(one for whose, one in result.logprobs if whose == request_id))
         for part in schedule.parts:
             sequence = self._registry.require(part.request_id)
             sequence.results_due -= 1
@@ -322,7 +325,7 @@ class PrefillCompute:
         else:
             self.author_stop(request_id, Outcome.FAILED, message, wire.ENGINE_FAILED)
 
-    def _prefilled(self, sequence: Sequence, token: int) -> None:
+    def _prefilled(self, sequence: Sequence, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """The prompt is computed on every stage and its first token known."""
         request = sequence.request
         self._active.pop(request.request_id, None)
@@ -331,7 +334,13 @@ class PrefillCompute:
         reason = finish_reason(token, 1, request.sampling, ())
         self._answers.token(request.request_id, token)
         self._answers.notice(
-            Notice(request.request_id, reason or "", cached_tokens=sequence.cached_count, rank=self._rank)
+            Notice(
+                request.request_id,
+                reason or "",
+                cached_tokens=sequence.cached_count,
+                rank=self._rank,
+                logprobs=logprobs,
+            )
         )
         if reason and not request.generation_first:
             # The answer is complete: no peer will ask for this KV.

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor.engine.base import SamplingParams
+from meta_executor.wire import TokenLogprobs
 
 ScheduleStyle = Literal["context_first", "generation_first"]
 Role = Literal["context", "generation"]
@@ -72,7 +73,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
 
     ``finish_reason``: "" while it goes on; the notice that sets it is the request's last word. ``error_code``: a code of
     :mod:`meta_executor.wire` when that is "error" or "cancelled". ``cached_tokens``: of the prompt, found in the prefix cache
-    (context). ``rank``: who generates it.
+    (context). ``rank``: who generates it. ``logprobs``: of the tokens of the same hand-over, in order, where the request asks
+    for them; of the first token the context instance alone tells them.
     """
 
     request_id: int
@@ -81,6 +83,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
     cached_tokens: int = 0
     rank: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def failed(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meta_executor.engine.base import SequenceStep, StepHandle, StepInput, StepOutput
+from meta_executor.engine.base import SequenceStep, StepHandle, StepInput, StepOutput, Told
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.messages import Part, Schedule, pack_blocks
 from meta_executor.executor.ownership import Registry
@@ -84,6 +84,8 @@ def step_input(step: Step, registry: Registry) -> StepInput:
                 start_position=part.start,
                 block_ids=sequence.block_array(),
                 sampling=sequence.request.sampling if part.wants_token else None,
+                # A prompt's last chunk: nothing of the answer is known.
+                told=Told(sequence.request.token_ids, []) if part.wants_token else None,
             )
         )
     return StepInput.of(step.schedule.step_id, sequences, step.activations)

@@ -2,13 +2,19 @@
 
 Layout (each imports only what stands above it)::
 
-    openai      the public wire types: strict requests, answers as plain data
+    openai      the public wire types of requests; errors
+    shapes      those of answers
+    document    both as an OpenAPI document
+    envelope    a request's name, and its line in the access log
+    stories     what happened to the last requests
     legs        HTTP to an instance: one context leg, one generation leg, abort
     servers     which instances there are: /server_info as endpoint records, limits
     dispatch    the two legs of a request, context-first or generation-first
-    answers     tokens to text: detokenising, stop strings, usage
+    answers     tokens to text: detokenising, stop strings
+    checking    from a body to a call
+    replies     a call's answers side by side, streaming, disconnects
     metrics     Prometheus names and their values
-    app         routes, errors, streaming, disconnects, drain
+    app         routes, errors, drain
     runner      the process: sockets, signals, readiness
 """
 

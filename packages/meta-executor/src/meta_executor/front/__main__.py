@@ -7,6 +7,7 @@ import logging
 import sys
 
 from meta_executor.config import RunSpec
+from meta_executor.front.envelope import ACCESS_LOGGER
 from meta_executor.front.runner import run_front
 from meta_executor.front.servers import FrontServer
 
@@ -21,6 +22,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     run = RunSpec.load(options.run_dir)
+    if run.service.front.access_log:
+        logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO)
     servers = []
     for text in options.server:
         owner_id, separator, url = text.partition("=")

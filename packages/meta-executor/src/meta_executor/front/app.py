@@ -1,9 +1,9 @@
 """Routes of the front: OpenAI endpoints, health, metrics and what an operator asks.
 
-A request's life. The body is read within its bound and checked; its prompt is encoded; then one task runs the dispatch
-while another waits for the client to leave. Whichever ends first ends the other, so a client that goes away before its
-first byte, in the middle or between the legs costs what it has cost by then and no more. A stream's headers are sent with
-its first piece, so that what fails earlier still has an honest status.
+A request's life. It has a name, the client's own or one that is made; the body is read within its bound and checked; its
+prompts are encoded; then a :class:`~meta_executor.front.replies.Reply` runs the dispatch while it watches for the client to
+leave, so a client that goes away before its first byte, in the middle or between the legs costs what it has cost by then and
+no more.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -35,17 +36,19 @@ from meta_executor import __version__, wire
 from meta_executor.config import FrontConfig
 from meta_executor.engine.base import ModelInfo
 from meta_executor.engine.tokenizer import Tokenizer
-from meta_executor.front import openai
-from meta_executor.front.answers import AnswerText
-from meta_executor.front.checking import Call, Checker
+from meta_executor.front.checking import Asked, Checker
 from meta_executor.front.choices import Choices
-from meta_executor.front.dispatch import Dispatch, Tokens
+from meta_executor.front.dispatch import Dispatch, Job, Tokens
+from meta_executor.front.document import documentation_page, openapi_document
+from meta_executor.front.envelope import REQUEST_ID, Envelope
 from meta_executor.front.leg import UNREACHABLE, LegError
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
+from meta_executor.front.replies import UNKNOWN_HEADER, Reply
 from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
+from meta_executor.front.stories import Stories, Story
 from meta_executor.front.tenants import Tenants
 from meta_executor.listener.access import CALLER, Access, Caller, Guard, KeyFile, Need, table
 from meta_executor.listener.bounds import Ledger
@@ -54,6 +57,10 @@ from meta_executor.listener.reading import BodyDecoder, BodyTooLarge, body_decod
 _LOG = logging.getLogger("meta_executor.front")
 #: The API's own word for a client that left; nobody reads it.
 _CLIENT_LEFT = 499
+#: Unknown fields whose first use is logged (count): a client that makes names up does not fill the log.
+_UNKNOWN_LOGGED_MAX = 256
+#: Requests whose stories are kept (count).
+_STORIES_MAX = 1024
 #: What of a path is repeated in an error (characters).
 _ECHO_MAX = 200
 #: What each path wants; every other path a client's key.
@@ -61,6 +68,9 @@ NEED_OF = table(
     {
         "/health": Need.OPEN,
         "/live": Need.OPEN,
+        "/ping": Need.OPEN,
+        "/perf_metrics": Need.STATISTICS,
+        "/load": Need.STATISTICS,
         "/metrics": Need.STATISTICS,
         "/prometheus/metrics": Need.STATISTICS,
         "/server_info": Need.STATISTICS,
@@ -70,6 +80,7 @@ NEED_OF = table(
 )
 
 Handler = Callable[[Request], Awaitable[Response]]
+_Checked = TypeVar("_Checked")
 
 
 class FrontService:
@@ -78,6 +89,8 @@ class FrontService:
     Args:
         model: Shape of the model that is served.
         served_name: Name under which clients ask for it.
+        aliases: Further names that are shown.
+        known_as: Further names that are taken and not shown.
         tokenizer: The model's.
         config: Bounds.
         schedule_style: Order of the legs.
@@ -87,6 +100,7 @@ class FrontService:
         key: The run's key (hex).
         keys: API keys of clients; None: none are asked for.
         clock: Monotonic time (s).
+        wall_clock: Unix time (s), for stories alone.
         on_drain: Called once when a drain begins.
     """
 
@@ -103,11 +117,14 @@ class FrontService:
         legs: LegClient,
         key: str,
         keys: KeyFile | None = None,
+        aliases: Sequence[str] = (),
+        known_as: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         on_drain: Callable[[], None] | None = None,
     ) -> None:
         self.model = model
-        self.served_name = served_name
+        self.served_names = tuple(dict.fromkeys((served_name, *aliases)))
         self.tokenizer = tokenizer
         self.config = config
         self.schedule_style = schedule_style
@@ -115,7 +132,8 @@ class FrontService:
         self.directory = directory
         self.access = Access(key, keys)
         self.ledger = Ledger(config.http)
-        self.metrics = FrontMetrics(self.ledger)
+        self.metrics = FrontMetrics(self.ledger, served_name)
+        self.stories = Stories(_STORIES_MAX, config.perf_metrics_max_requests)
         self.choices = Choices(directory, self.servers, legs, config.router.type, clock)
         self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices)
         self.running = 0
@@ -124,21 +142,24 @@ class FrontService:
         self._tenants = Tenants(bytes.fromhex(key), config.prefix_sharing)
         self._bodies = BodyDecoder()
         self._clock = clock
+        self._wall_clock = wall_clock
         self._on_drain = on_drain
         self._checker = Checker(
             model=model,
-            served_name=served_name,
+            names=tuple(dict.fromkeys((*self.served_names, *known_as))),
             tokenizer=tokenizer,
             schedule_style=schedule_style,
-            request_timeout_s=config.request_timeout_s,
+            config=config,
             limits=self.token_limits,
             tenants=self._tenants,
             bodies=self._bodies,
         )
         self._idle = asyncio.Event()
         self._idle.set()
-        self._runs: set[asyncio.Task[None]] = set()
-        self._cutting = False
+        self.runs: set[asyncio.Task[None]] = set()
+        self.cutting = False
+        self._owners = {server.url: server.owner_id for server in self.servers}
+        self._unknown_logged: set[str] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -157,10 +178,10 @@ class FrontService:
     def cut(self) -> int:
         """Stop what runs; its clients are told. Returns how many requests that were."""
         self.start_draining()
-        self._cutting = True
-        for run in self._runs:
+        self.cutting = True
+        for run in self.runs:
             run.cancel()
-        return len(self._runs)
+        return len(self.runs)
 
     def close(self) -> None:
         """End what runs beside the loop. Idempotent."""
@@ -171,25 +192,34 @@ class FrontService:
         return not self.draining and self.directory.ready(context=1, generation=1)
 
     @contextlib.contextmanager
-    def _admitted(self, caller: Caller) -> Any:
+    def admitted(self, caller: Caller, answers: int) -> Iterator[None]:
+        """Count so many answers of a caller while they are made.
+
+        Raises:
+            ApiError: There are too many, or the service is draining.
+        """
         if self.draining:
             raise ApiError(503, "the service is draining", code="draining")
-        if self.running >= self.config.max_requests:
+        if self.running + answers > self.config.max_requests:
             raise ApiError(429, f"{self.running} requests are running, at most {self.config.max_requests}", code="busy")
-        if self._tenants.running(caller) >= (most := self.config.requests_per_client_max):
+        if self._tenants.running(caller) + answers > (most := self.config.requests_per_client_max):
             raise ApiError(429, f"{most} requests of this client are running", code="busy")
-        self.running += 1
-        self._tenants.begin(caller)
+        self.running += answers
+        self._tenants.begin(caller, answers)
         self.metrics.running.set(self.running)
         self._idle.clear()
         try:
             yield
         finally:
-            self._tenants.end(caller)
-            self.running -= 1
+            self._tenants.end(caller, answers)
+            self.running -= answers
             self.metrics.running.set(self.running)
             if self.running == 0:
                 self._idle.set()
+
+    def now_s(self) -> float:
+        """On the clock of the deadlines (s)."""
+        return self._clock()
 
     # -- OpenAI endpoints ---------------------------------------------------------------------------------------------
 
@@ -203,11 +233,34 @@ class FrontService:
 
     async def _endpoint(self, request: Request, *, chat: bool) -> Response:
         self.metrics.total_requests.inc()
-        accepted = self._clock()
-        caller = request.scope["state"][CALLER]
+        state = request.scope["state"]
+        asked = Asked(state[CALLER], self._clock(), state[REQUEST_ID])
+        story = Story(asked.request_id, request.scope["path"], asked.caller.account, asked.accepted, self._wall_clock())
+        self.stories.begin(story)
+        reply = await self._read(request, lambda body: self._reply_to(body, asked, story, chat=chat))
+        if not isinstance(reply, Reply):
+            story.tell(self._clock(), f"refused with {reply.status_code}")
+            self.stories.ended(story)
+        return reply
+
+    async def _reply_to(self, body: bytes, asked: Asked, story: Story, *, chat: bool) -> Response:
+        call = await (self._checker.chat if chat else self._checker.completion)(body, asked)
+        self.stories.answers(story, [job.request_id for job in call.jobs])
+        for job in call.jobs:
+            job.story = story
+        story.tell(
+            self._clock(),
+            f"read: {len(call.jobs)} answers, {call.jobs[0].request.prompt_count} tokens in the first prompt",
+        )
+        (self.metrics.stream_requests if call.stream else self.metrics.nonstream_requests).inc()
+        self._log_unknown(call.unknown)
+        return Reply(self, call, story)
+
+    async def _read(self, request: Request, check: Callable[[bytes], Awaitable[_Checked]]) -> _Checked | Response:
+        """Read a request's body and check it; or the answer to what is wrong with it."""
         try:
             body = await read_body(request, self.config.body_bytes_max)
-            call = await (self._checker.chat if chat else self._checker.completion)(body, accepted, caller)
+            return await check(body)
         except BodyTooLarge as error:
             self.metrics.validation_exceptions.inc()
             return _error(ApiError(413, str(error), code="too_large"))
@@ -219,22 +272,47 @@ class FrontService:
             return Response(status_code=_CLIENT_LEFT)
         except Exception:  # noqa: BLE001 - logged and answered: a client must never see a bare failure
             self.metrics.internal_errors.inc()
-            _LOG.exception("reading a request failed in the front")
+            _LOG.exception("reading request %s failed in the front", request.scope["state"][REQUEST_ID])
             return _error(ApiError(500, "the front failed; its log says why", code="internal"))
         finally:
             body = b""
             body_decoded(request)
-        (self.metrics.stream_requests if call.stream else self.metrics.nonstream_requests).inc()
-        return _Answer(self, call)
+
+    def _log_unknown(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._unknown_logged and len(self._unknown_logged) < _UNKNOWN_LOGGED_MAX:
+                self._unknown_logged.add(name)
+                _LOG.warning("requests have a field %r, which has no effect here", name)
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``: the tokens that a text or a conversation has here."""
+        made = await self._read(request, self._checker.tokenized)
+        if isinstance(made, Response):
+            return made
+        tokens, with_texts = made
+        ids = tokens.tolist()
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": self.token_limits().total,
+                "tokens": ids,
+                "token_strs": [self.tokenizer.token_text(token)[0] for token in ids] if with_texts else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``: the text of tokens."""
+        made = await self._read(request, self._checker.detokenized)
+        return made if isinstance(made, Response) else _json({"prompt": made})
 
     def token_limits(self) -> TokenLimits:
         """What a request may have: the model's limit, the instances' and their KV pools'."""
         return limits_of(self.directory, self.servers, self.model.context_tokens_max)
 
-    async def tokens(self, call: Call) -> AsyncGenerator[Tokens, None]:
-        """A call's tokens; every failure as an :class:`ApiError`."""
+    async def tokens(self, job: Job) -> AsyncGenerator[Tokens, None]:
+        """A job's tokens; every failure as an :class:`ApiError`."""
         try:
-            async with contextlib.aclosing(self.dispatch.run(call.job)) as steps:
+            async with contextlib.aclosing(self.dispatch.run(job)) as steps:
                 async for tokens in steps:
                     yield tokens
         except LegError as error:
@@ -252,24 +330,38 @@ class FrontService:
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": [self._model_card()]})
+        return _json({"object": "list", "data": [self._model_card(name) for name in self.served_names]})
 
     async def one_model(self, request: Request) -> Response:
         """``GET /v1/models/{name}``."""
-        if request.path_params["name"] != self.served_name:
-            return _error(
-                ApiError(404, f"model {request.path_params['name'][:_ECHO_MAX]!r} is not served here", param="model")
-            )
-        return _json(self._model_card())
+        name = request.path_params["name"]
+        if not name:
+            return await self.models(request)
+        if name not in self.served_names:
+            return _error(ApiError(404, f"model {name[:_ECHO_MAX]!r} is not served here", param="model"))
+        return _json(self._model_card(name))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.served_name,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "meta-executor",
+            "root": self.served_names[0],
             "max_model_len": self.token_limits().total,
         }
+
+    async def load(self, request: Request) -> Response:
+        """``GET /load``: answers that are being made now."""
+        return _json({"server_load": self.running})
+
+    async def document(self, request: Request) -> Response:
+        """``GET /openapi.json``."""
+        return _json(openapi_document())
+
+    async def documentation(self, request: Request) -> Response:
+        """``GET /docs``."""
+        return Response(documentation_page(), media_type="text/html; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 means that a request can be served now."""
@@ -317,7 +409,8 @@ class FrontService:
                 "ready": self.can_serve(),
                 "state": "draining" if self.draining else "serving",
                 "version": __version__,
-                "model": self.served_name,
+                "model": self.served_names[0],
+                "model_names": list(self.served_names),
                 "schedule_style": self.schedule_style,
                 "token_limit": self.token_limits().total,
                 "running": self.running,
@@ -328,6 +421,32 @@ class FrontService:
             }
         )
 
+    async def one_request(self, request: Request) -> Response:
+        """``GET /debug/requests/{id}``: what happened to a request, and where it went inside the instances."""
+        story = self.stories.find(request.path_params["id"])
+        if story is None:
+            return _error(
+                ApiError(
+                    404, f"no request {request.path_params['id'][:_ECHO_MAX]!r} among the last ones", code="not_found"
+                )
+            )
+        shown = story.shown(self._owner_of)
+        routing = await self.choices.shown(wire.ROUTING_SHOWN_MAX)
+        shown["decisions"] = [one for one in routing.decisions if one.request_id in story.answers]
+        shown["instances"] = {
+            instance.owner_id: [one for one in instance.decisions if one.request_id in story.answers]
+            for instance in routing.instances
+        }
+        shown["unknown"] = routing.unknown
+        return _json(shown)
+
+    async def perf_metrics(self, request: Request) -> Response:
+        """``GET /perf_metrics``: both legs of what has ended since the last call."""
+        return _json(self.stories.drain(self._owner_of))
+
+    def _owner_of(self, server: str) -> str:
+        return self._owners.get(server, server)
+
     async def metrics_text(self, request: Request) -> Response:
         """``GET /metrics`` and ``/prometheus/metrics``."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -337,160 +456,6 @@ class FrontService:
         running = self.running
         self.start_draining()
         return _json({"draining": True, "active": running})
-
-
-class _Answer(Response):
-    """Runs a call and sends its answer, in one piece or as a stream, while watching for the client to leave."""
-
-    def __init__(self, service: FrontService, call: Call) -> None:
-        self._service = service
-        self._call = call
-        self._started = False
-        self._ids_told = 0
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._service.metrics
-        run = asyncio.create_task(self._run(send), name=f"request {self._call.job.request_id}")
-        watch = asyncio.create_task(_client_left(receive))
-        self._service._runs.add(run)
-        run.add_done_callback(self._service._runs.discard)
-        try:
-            await asyncio.wait((run, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not run.done():
-                metrics.client_disconnects.inc()
-        finally:
-            watch.cancel()
-            if not run.done():
-                run.cancel()
-            # Its cleanup is short and bounded; a second cancellation of this task does not cut it.
-            await asyncio.wait((run, watch))
-        if run.cancelled():
-            return
-        error = run.exception()
-        if isinstance(error, OSError):
-            # The connection broke while sending: the client has left.
-            metrics.client_disconnects.inc()
-        elif error is not None:
-            raise error
-
-    async def _run(self, send: Send) -> None:
-        service = self._service
-        try:
-            try:
-                with service._admitted(self._call.caller):
-                    async with asyncio.timeout(max(self._call.job.deadline - service._clock(), 0.0)):
-                        await (self._stream(send) if self._call.stream else self._whole(send))
-            except ApiError:
-                raise
-            except TimeoutError as error:
-                limit_s = service.config.request_timeout_s
-                raise ApiError(504, f"no complete answer within {limit_s:g} s", code="deadline_exceeded") from error
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if not service._cutting or task is None:
-                    raise
-                task.uncancel()
-                raise ApiError(503, "the service was stopped", code="stopped") from None
-            except OSError:
-                raise
-            except Exception as error:
-                service.metrics.internal_errors.inc()
-                _LOG.exception(
-                    "request %x of %s failed in the front", self._call.job.request_id, self._call.caller.account
-                )
-                raise ApiError(500, "the front failed; its log says why", code="internal") from error
-        except ApiError as error:
-            service.metrics.http_exceptions.inc()
-            if not self._started:
-                await self._send_json(send, error.status, error.body())
-            else:
-                # After the first piece there is no status any more: the API's clients know an error event.
-                await self._send_event(send, msgspec.json.encode(error.body()))
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        else:
-            service.metrics.total_responses.inc()
-
-    async def _pieces(self) -> AsyncGenerator[tuple[str, AnswerText], None]:
-        service, call = self._service, self._call
-        answer = AnswerText(service.tokenizer, call.stops, call.end_token_ids)
-        async with contextlib.aclosing(service.tokens(call)) as batches:
-            async for tokens in batches:
-                text = answer.push(tokens.token_ids, tokens.finish_reason)
-                if answer.finish_reason is not None:
-                    # After a stop string the rest is of no use; leaving here stops the leg.
-                    call.job.satisfied = True
-                yield text, answer
-                if answer.finish_reason is not None:
-                    return
-
-    async def _whole(self, send: Send) -> None:
-        text: list[str] = []
-        answer: AnswerText | None = None
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for piece, progress in pieces:
-                text.append(piece)
-                answer = progress
-        if answer is None or answer.finish_reason is None:
-            raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
-        body = self._call.shape.whole("".join(text), answer.finish_reason, self._usage(answer), self._new_ids(answer))
-        await self._send_json(send, 200, body)
-
-    async def _stream(self, send: Send) -> None:
-        shape, with_usage = self._call.shape, self._call.with_usage
-        answer = None
-        async with contextlib.aclosing(self._pieces()) as pieces:
-            async for text, answer in pieces:
-                if not self._started:
-                    await self._start_stream(send)
-                    first = shape.first(with_usage=with_usage)
-                    if first is not None:
-                        await self._send_event(send, first)
-                if text or answer.finish_reason is not None:
-                    ids = self._new_ids(answer)
-                    piece = shape.piece(text, answer.finish_reason, with_usage=with_usage, ids=ids)
-                    await self._send_event(send, piece)
-        if answer is None or answer.finish_reason is None:
-            raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
-        if with_usage:
-            await self._send_event(send, shape.last(self._usage(answer)))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-    def _new_ids(self, answer: AnswerText) -> openai.AnswerIds | None:
-        """Ids of the answer's tokens since the last piece, if the client asked for them."""
-        if not self._call.with_ids:
-            return None
-        begun, self._ids_told = self._ids_told, len(answer.token_ids)
-        prompt = self._call.job.request.token_ids.tolist() if begun == 0 else None
-        return openai.AnswerIds(answer.token_ids[begun:], prompt)
-
-    def _usage(self, answer: AnswerText) -> dict[str, Any]:
-        job = self._call.job
-        return openai.usage(job.prompt_tokens or job.request.prompt_count, answer.completion_tokens, job.cached_tokens)
-
-    def _head(self, kind: bytes) -> list[tuple[bytes, bytes]]:
-        return [(b"content-type", kind), (b"x-request-id", f"{self._call.job.request_id:x}".encode())]
-
-    async def _start_stream(self, send: Send) -> None:
-        headers = [*self._head(b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._started = True
-
-    async def _send_event(self, send: Send, data: bytes) -> None:
-        await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-
-    async def _send_json(self, send: Send, status: int, data: Mapping[str, Any]) -> None:
-        body = msgspec.json.encode(data)
-        headers = [*self._head(b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        self._started = True
-        await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def _client_left(receive: Receive) -> None:
-    """Returns when the client has left; the body was read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _leg_failed(error: LegError) -> ApiError:
@@ -515,7 +480,9 @@ def _json(data: Any, status: int = 200) -> Response:
 
 
 def _error(error: ApiError) -> Response:
-    return _json(error.body(), error.status)
+    response = _json(error.body(), error.status)
+    response.headers.update(error.headers())
+    return response
 
 
 def worded(status: int, code: str, message: str) -> bytes:
@@ -540,7 +507,17 @@ def create_app(service: FrontService) -> ASGIApp:
         response = await handler(Request(scope, receive, send))
         await response(scope, receive, send)
 
-    return Guard(app, service.access, NEED_OF, worded, service.ledger)
+    guarded: ASGIApp = Guard(app, service.access, NEED_OF, worded, service.ledger)
+    if service.config.cors_origins:
+        # A browser asks whether it may before it has a key to show.
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=service.config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", UNKNOWN_HEADER.decode()],
+        )
+    return Envelope(guarded, access_log=service.config.access_log)
 
 
 def _routes(service: FrontService) -> Starlette:
@@ -565,7 +542,15 @@ def _routes(service: FrontService) -> Starlette:
             get("/v1/models/{name:path}", service.one_model),
             get("/health", service.health),
             get("/live", service.live),
+            Route("/ping", service.health, methods=["GET", "POST"]),
+            get("/load", service.load),
             get("/version", service.version),
+            get("/openapi.json", service.document),
+            get("/docs", service.documentation),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
+            get("/perf_metrics", service.perf_metrics),
+            get("/debug/requests/{id}", service.one_request),
             get("/cluster_info", service.cluster_info),
             get("/debug/reservations", service.reservations),
             get("/debug/routing", service.routing),

@@ -8,8 +8,9 @@ counted before it is read, read by typed code, and is one int32 buffer from then
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from endpoint_lifecycle import RequestIdGenerator
+from meta_executor.config import FrontConfig
 from meta_executor.engine.base import ModelInfo, SamplingParams
 from meta_executor.engine.errors import EngineError
 from meta_executor.engine.tokenizer import Tokenizer
@@ -25,6 +27,7 @@ from meta_executor.front import openai
 from meta_executor.front.dispatch import Job
 from meta_executor.front.openai import ApiError
 from meta_executor.front.servers import TokenLimits
+from meta_executor.front.shapes import Shape
 from meta_executor.front.tenants import Tenants
 from meta_executor.listener.access import Caller
 from meta_executor.listener.reading import BodyDecoder, StructureError
@@ -44,16 +47,79 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Call:
-    """A checked request."""
+    """A checked request.
 
-    job: Job
+    Attributes:
+        jobs: Its answers to be made: those of the first prompt, then those of the second.
+        candidates: Answers that are made of each prompt (count), and of which ``wanted`` are given, the best ones.
+        wanted: Answers of each prompt that the client gets (count).
+        caller: Who asks.
+        stream: In pieces as they come.
+        with_usage: The stream ends with its counts.
+        with_counts: And every piece has those so far.
+        with_ids: Tell token ids.
+        with_logprobs: Tell log probabilities.
+        echoes: What is put before the answers, by prompt; empty: nothing.
+        no_tokens: The answer has none; nothing is computed.
+        stops: Stop strings.
+        end_token_ids: Tokens that end an answer.
+        shape: Of what is sent.
+        request_id: Under which the client knows it.
+        unknown: Names in the body that nobody here knows.
+    """
+
+    jobs: tuple[Job, ...]
+    candidates: int
+    wanted: int
     caller: Caller
     stream: bool
     with_usage: bool
+    with_counts: bool
     with_ids: bool
+    with_logprobs: bool
+    echoes: tuple[str, ...]
+    no_tokens: bool
     stops: tuple[str, ...]
     end_token_ids: frozenset[int]
-    shape: openai.Shape
+    shape: Shape
+    request_id: str
+    unknown: tuple[str, ...]
+
+    @property
+    def deadline(self) -> float:
+        """On the dispatcher's clock (s)."""
+        return self.jobs[0].deadline
+
+    @property
+    def tokens_min(self) -> int:
+        """The first so many tokens do not end an answer (count)."""
+        return self.jobs[0].request.sampling.min_tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What of a request is no matter of its body.
+
+    Attributes:
+        caller: Who sent it.
+        accepted: When it came, on the dispatcher's clock (s).
+        request_id: Under which the client knows it.
+    """
+
+    caller: Caller
+    accepted: float
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """How many answers, how long, and what is told of them."""
+
+    tokens: int
+    candidates: int = 1
+    answers: int = 1
+    logprobs: int | None = None
+    echo: bool = False
 
 
 class Checker:
@@ -61,10 +127,10 @@ class Checker:
 
     Args:
         model: Shape of the model that is served.
-        served_name: Name under which clients ask for it.
+        names: Names under which clients may ask for it, the one that is shown first.
         tokenizer: The model's.
         schedule_style: Order of the legs.
-        request_timeout_s: Longest time that a request may take.
+        config: Bounds.
         limits: What a request may have now.
         tenants: Keep clients apart.
         bodies: Decodes.
@@ -74,50 +140,54 @@ class Checker:
         self,
         *,
         model: ModelInfo,
-        served_name: str,
+        names: Sequence[str],
         tokenizer: Tokenizer,
         schedule_style: ScheduleStyle,
-        request_timeout_s: float,
+        config: FrontConfig,
         limits: Callable[[], TokenLimits],
         tenants: Tenants,
         bodies: BodyDecoder,
     ) -> None:
         self._model = model
-        self._served_name = served_name
+        self._names = tuple(names)
         self._tokenizer = tokenizer
         self._schedule_style = schedule_style
-        self._request_timeout_s = request_timeout_s
+        self._config = config
         self._limits = limits
         self._tenants = tenants
         self._bodies = bodies
         self._ids = RequestIdGenerator(node_id=0)
 
-    async def chat(self, body: bytes, accepted: float, caller: Caller) -> Call:
+    async def chat(self, body: bytes, asked: Asked) -> Call:
         """A body of ``POST /v1/chat/completions``.
 
         Raises:
             ApiError: Names the field.
         """
-        request = await self._decoded(body, lambda text: openai.decode_request(text, openai.ChatRequest))
-        self._check_model(request.model)
-        limits = self._limits()
-        if len(request.messages) * _MESSAGE_TOKENS_MIN > min(limits.prompt, limits.total):
-            raise _too_long("messages", f"{len(request.messages)} messages", limits)
-        messages = openai.messages_of(request)
-        texts = [message["content"] for message in messages]
-        inline = len(messages) <= _ENCODE_INLINE_MESSAGES
-        encoded = await self._encoded(
-            lambda: self._tokenizer.apply_chat_template(messages), texts, "messages", inline=inline
+        strict = self._config.strict_fields
+        request, unknown = await self._decoded(
+            body, lambda text: openai.decode_request(text, openai.ChatRequest, strict=strict)
         )
+        self._check_model(request.model)
+        encoded = await self._conversation(request)
         named = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-        wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-        room = self._room("messages", len(encoded))
-        if wanted is None:
-            wanted = min(room, openai.CHAT_TOKENS_DEFAULT_MAX)
-        self._check_wanted(named, wanted, room, len(encoded))
-        return self._call(request, encoded, wanted, accepted, caller, chat=True)
+        tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+        room = self._room("messages", len(encoded), tokens == 0)
+        if tokens is None:
+            tokens = min(room, openai.CHAT_TOKENS_DEFAULT_MAX)
+        self._check_tokens(named, tokens, room, len(encoded))
+        if request.top_logprobs is not None and not request.logprobs:
+            raise _invalid("top_logprobs", "only with logprobs true")
+        wanted = _Wanted(
+            tokens=tokens,
+            candidates=request.n or 1,
+            answers=request.n or 1,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        self._check_answers(1, wanted, "n")
+        return self._call(request, [encoded], wanted, asked, unknown, chat=True)
 
-    async def completion(self, body: bytes, accepted: float, caller: Caller) -> Call:
+    async def completion(self, body: bytes, asked: Asked) -> Call:
         """A body of ``POST /v1/completions``.
 
         Raises:
@@ -125,23 +195,76 @@ class Checker:
         """
         limits = self._limits()
 
-        def read(text: bytes) -> tuple[openai.CompletionRequest, str | npt.NDArray[np.int32]]:
-            request = openai.decode_request(text, openai.CompletionRequest)
+        def read(text: bytes) -> tuple[openai.CompletionRequest, tuple[str, ...], list[openai.Prompt]]:
+            request, unknown = openai.decode_request(text, openai.CompletionRequest, strict=self._config.strict_fields)
             self._check_model(request.model)
-            return request, openai.prompt_of(request, tokens_max=min(limits.prompt, limits.total))
+            prompts_max = self._config.answers_max
+            tokens_max = min(limits.prompt, limits.total)
+            return request, unknown, openai.prompts_of(request, tokens_max=tokens_max, prompts_max=prompts_max)
 
-        request, prompt = await self._decoded(body, read)
-        if isinstance(prompt, str):
-            text = prompt
-            encoded = await self._encoded(lambda: self._tokenizer.encode_user_text(text), [text], "prompt")
-        else:
-            encoded = prompt
-            if len(encoded) and int(encoded.max()) >= self._model.vocab_size:
-                raise _invalid("prompt", f"token ids must be in 0..{self._model.vocab_size - 1}")
-        wanted = openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens
-        room = self._room("prompt", len(encoded))
-        self._check_wanted("max_tokens", wanted, room, len(encoded))
-        return self._call(request, encoded, wanted, accepted, caller, chat=False)
+        request, unknown, prompts = await self._decoded(body, read)
+        answers = request.n or 1
+        candidates = request.best_of or answers
+        if candidates < answers:
+            raise _invalid("best_of", f"must be at least n ({answers}), got {candidates}")
+        if candidates > answers and request.stream:
+            raise _invalid("best_of", "not with stream true: the best answer is known at the end only")
+        if request.echo and request.logprobs is not None:
+            raise _invalid("echo", "not with logprobs: log probabilities of a prompt's tokens are not computed here")
+        wanted = _Wanted(
+            tokens=openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens,
+            candidates=candidates,
+            answers=answers,
+            logprobs=request.logprobs,
+            echo=bool(request.echo),
+        )
+        self._check_answers(len(prompts), wanted, "prompt" if candidates == 1 else "n" if request.n else "best_of")
+        encoded = []
+        # All of them count: many short ones are as much work as a long one.
+        inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= _ENCODE_INLINE_CHARACTERS
+        for prompt in prompts:
+            tokens = await self._prompt(prompt, inline=inline)
+            room = self._room("prompt", len(tokens), wanted.tokens == 0)
+            self._check_tokens("max_tokens", wanted.tokens, room, len(tokens))
+            encoded.append(tokens)
+        return self._call(request, encoded, wanted, asked, unknown, chat=False)
+
+    async def tokenized(self, body: bytes) -> tuple[npt.NDArray[np.int32], bool]:
+        """A body of ``POST /tokenize``: the tokens that a completion or a chat would have, and whether their texts are wanted.
+
+        Raises:
+            ApiError: Names the field.
+        """
+        request = await self._decoded(body, lambda text: openai.decoded(text, openai.TokenizeRequest))
+        self._check_model_if_given(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise _invalid("prompt", "want either prompt or messages")
+        if request.prompt is not None:
+            return await self._prompt(request.prompt), bool(request.return_token_strs)
+        conversation = openai.ChatRequest(
+            model=self._names[0],
+            messages=request.messages or [],
+            add_generation_prompt=request.add_generation_prompt,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        return await self._conversation(conversation), bool(request.return_token_strs)
+
+    async def detokenized(self, body: bytes) -> str:
+        """A body of ``POST /detokenize``: the text of its tokens.
+
+        Raises:
+            ApiError: Names the field.
+        """
+        limits = self._limits()
+
+        def read(text: bytes) -> str:
+            request = openai.decoded(text, openai.DetokenizeRequest)
+            self._check_model_if_given(request.model)
+            tokens = openai.token_ids_of(request.tokens, "tokens", tokens_max=limits.total)
+            self._check_tokens_known("tokens", tokens)
+            return self._tokenizer.decode(tokens.tolist())
+
+        return await self._decoded(body, read)
 
     # -- parts of it --------------------------------------------------------------------------------------------------
 
@@ -156,11 +279,51 @@ class Checker:
                            code="too_complex") from error  # fmt: skip
 
     def _check_model(self, name: str) -> None:
-        if name != self._served_name:
+        if name not in self._names:
+            served = " or ".join(repr(one) for one in self._names)
             raise ApiError(
-                404, f"model: {name!r} is not served here, {self._served_name!r} is", param="model",
-                code="model_not_found",
-            )  # fmt: skip
+                404, f"model: {name!r} is not served here, {served} is", param="model", code="model_not_found"
+            )
+
+    def _check_model_if_given(self, name: str | None) -> None:
+        if name is not None:
+            self._check_model(name)
+
+    async def _prompt(self, prompt: openai.Prompt, *, inline: bool = True) -> npt.NDArray[np.int32]:
+        """One prompt's tokens."""
+        if isinstance(prompt, str):
+            return await self._encoded(
+                lambda: self._tokenizer.encode_user_text(prompt), [prompt], "prompt", inline=inline
+            )
+        self._check_tokens_known("prompt", prompt)
+        return prompt
+
+    def _check_tokens_known(self, field: str, tokens: npt.NDArray[np.int32]) -> None:
+        if len(tokens) and int(tokens.max()) >= self._model.vocab_size:
+            raise _invalid(field, f"token ids must be in 0..{self._model.vocab_size - 1}")
+
+    async def _conversation(self, request: openai.ChatRequest) -> npt.NDArray[np.int32]:
+        """A conversation's tokens."""
+        limits = self._limits()
+        if len(request.messages) * _MESSAGE_TOKENS_MIN > min(limits.prompt, limits.total):
+            raise _too_long("messages", f"{len(request.messages)} messages", limits)
+        messages = openai.messages_of(request)
+        variables = openai.template_variables(request)
+        begins = request.add_generation_prompt is not False
+
+        def encode() -> list[int]:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=begins, variables=variables)
+
+        texts = [message["content"] for message in messages]
+        inline = len(messages) <= _ENCODE_INLINE_MESSAGES
+        return await self._encoded(encode, texts, "messages", inline=inline)
+
+    def _check_answers(self, prompts: int, wanted: _Wanted, field: str) -> None:
+        """All answers of a request are made at once; more than may run are never begun."""
+        most = min(self._config.answers_max, self._config.requests_per_client_max, self._config.max_requests)
+        count = prompts * wanted.candidates
+        if count > most:
+            raise _invalid(field, f"{count} answers of one request, at most {most}")
 
     async def _encoded(
         self, encode: Callable[[], list[int]], texts: list[str], field: str, *, inline: bool = True
@@ -176,8 +339,8 @@ class Checker:
         except EngineError as error:
             raise _invalid(field, str(error)) from error
 
-    def _room(self, field: str, prompt_tokens: int) -> int:
-        """Tokens that the answer to a prompt of so many may have."""
+    def _room(self, field: str, prompt_tokens: int, no_tokens: bool) -> int:
+        """Tokens that the answer to a prompt of so many may have; one without tokens needs no room."""
         limits = self._limits()
         if prompt_tokens == 0:
             raise _invalid(field, "encodes to no token")
@@ -188,7 +351,7 @@ class Checker:
                 param=field,
                 code="context_length_exceeded",
             )
-        if prompt_tokens >= limits.total:
+        if prompt_tokens >= limits.total + no_tokens:
             raise ApiError(
                 400, f"{field}: {prompt_tokens} tokens leave no room for an answer; prompt and answer together may "
                 f"have {limits.total}", param=field, code="context_length_exceeded",
@@ -196,7 +359,7 @@ class Checker:
         return limits.total - prompt_tokens
 
     @staticmethod
-    def _check_wanted(field: str, wanted: int, room: int, prompt_tokens: int) -> None:
+    def _check_tokens(field: str, wanted: int, room: int, prompt_tokens: int) -> None:
         if wanted > room:
             raise ApiError(
                 400, f"{field}: {wanted} after a prompt of {prompt_tokens} tokens exceeds the {room + prompt_tokens} "
@@ -206,46 +369,81 @@ class Checker:
     def _call(
         self,
         request: openai.ChatRequest | openai.CompletionRequest,
-        prompt: npt.NDArray[np.int32],
-        wanted: int,
-        accepted: float,
-        caller: Caller,
+        prompts: Sequence[npt.NDArray[np.int32]],
+        wanted: _Wanted,
+        asked: Asked,
+        unknown: tuple[str, ...],
         *,
         chat: bool,
     ) -> Call:
-        if any(token >= self._model.vocab_size for token in request.stop_token_ids):
+        sampling = self._sampling(request, wanted)
+        jobs = []
+        for prompt in prompts:
+            for candidate in range(wanted.candidates):
+                # The first answer is the one that a request for one answer gets.
+                seed = (sampling.seed + candidate) % 2**63
+                made = Request(
+                    request_id=self._ids.next_id(),
+                    token_ids=prompt,
+                    sampling=sampling if not candidate else dataclasses.replace(sampling, seed=seed),
+                    schedule_style=self._schedule_style,
+                    conversation_id=self._tenants.conversation(asked.caller, request.conversation_id),
+                    cache_salt=self._tenants.cache_salt(asked.caller),
+                )
+                jobs.append(
+                    Job(made, deadline=asked.accepted + self._config.request_timeout_s, accepted=asked.accepted)
+                )
+        options = request.stream_options
+        with_usage = bool(options is not None and options.include_usage)
+        return Call(
+            jobs=tuple(jobs),
+            candidates=wanted.candidates,
+            wanted=wanted.answers,
+            caller=asked.caller,
+            stream=bool(request.stream),
+            with_usage=with_usage,
+            with_counts=with_usage and bool(options is not None and options.continuous_usage_stats),
+            with_ids=bool(request.return_token_ids),
+            with_logprobs=wanted.logprobs is not None,
+            echoes=tuple(self._tokenizer.decode(prompt.tolist()) for prompt in prompts) if wanted.echo else (),
+            no_tokens=wanted.tokens == 0,
+            stops=openai.stop_strings(request),
+            end_token_ids=frozenset(sampling.stop_token_ids),
+            shape=Shape(chat=chat, answer_id=f"{jobs[0].request_id:x}", created=int(time.time()), model=request.model),
+            request_id=asked.request_id,
+            unknown=unknown,
+        )
+
+    def _sampling(self, request: openai.ChatRequest | openai.CompletionRequest, wanted: _Wanted) -> SamplingParams:
+        if any(token >= self._model.vocab_size for token in request.stop_token_ids or ()):
             raise _invalid("stop_token_ids", f"must be in 0..{self._model.vocab_size - 1}")
+        tokens = max(wanted.tokens, 1)
+        tokens_min = request.min_tokens or 0
+        if tokens_min > wanted.tokens:
+            raise _invalid("min_tokens", f"must be at most the answer's length ({wanted.tokens}), got {tokens_min}")
         # End tokens are resolved here, once: behind this point a request stops at its stop tokens and nothing else.
-        ends = dict.fromkeys(request.stop_token_ids)
+        ends = dict.fromkeys(request.stop_token_ids or ())
         if not request.ignore_eos:
             ends.update(dict.fromkeys(self._model.eos_token_ids))
-        made = Request(
-            request_id=self._ids.next_id(),
-            token_ids=prompt,
-            sampling=SamplingParams(
-                max_tokens=wanted,
-                temperature=1.0 if request.temperature is None else request.temperature,
-                top_p=1.0 if request.top_p is None else request.top_p,
-                seed=openai.seed_of(request),
-                ignore_eos=True,
-                stop_token_ids=tuple(ends),
-            ),
-            schedule_style=self._schedule_style,
-            conversation_id=self._tenants.conversation(caller, request.conversation_id),
-            cache_salt=self._tenants.cache_salt(caller),
-        )
-        options = request.stream_options
-        return Call(
-            job=Job(made, deadline=accepted + self._request_timeout_s, accepted=accepted),
-            caller=caller,
-            stream=bool(request.stream),
-            with_usage=bool(options is not None and options.include_usage),
-            with_ids=bool(request.return_token_ids),
-            stops=openai.stop_strings(request),
-            end_token_ids=frozenset(ends),
-            shape=openai.Shape(
-                chat=chat, answer_id=f"{made.request_id:x}", created=int(time.time()), model=self._served_name
-            ),
+        logprobs = wanted.logprobs
+        if logprobs is None and wanted.candidates > wanted.answers:
+            # What the best answer is chosen by.
+            logprobs = 0
+        return SamplingParams(
+            max_tokens=tokens,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            min_tokens=tokens_min,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+            logit_bias=openai.logit_biases(request, vocab_size=self._model.vocab_size),
+            logprobs=logprobs,
+            seed=openai.seed_of(request),
+            ignore_eos=True,
+            stop_token_ids=tuple(ends),
         )
 
 

@@ -28,6 +28,8 @@ from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
+from meta_executor.front.stories import ENDED, FIRST_TOKEN, GIVEN, SENT, STOPPED, Story
+from meta_executor.wire import TokenLogprobs
 
 #: Servers that are tried when connecting fails (count).
 _CONNECT_TRIES = 3
@@ -48,6 +50,8 @@ class Job:
         satisfied: Its reader has all that it wants (a stop string was met): the leg that still runs is stopped, not failed.
         prompt_tokens, cached_tokens: What the context instance counted.
         servers: Role -> server that took the leg.
+        story: What happens to it is told here; None: to nobody.
+        first_token_s: When its first token was known, on that clock (s).
     """
 
     request: Request
@@ -57,6 +61,8 @@ class Job:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     servers: dict[str, str] = field(default_factory=dict)
+    story: Story | None = None
+    first_token_s: float | None = None
 
     @property
     def request_id(self) -> int:
@@ -71,17 +77,20 @@ class Tokens:
     Attributes:
         token_ids: New tokens of the answer.
         finish_reason: ``stop`` or ``length`` on the last.
+        logprobs: Of each of them, where the request asks for them.
     """
 
     token_ids: list[int]
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class _Leg:
     """A leg's reservation, and whether its instance must be told when the request ends early."""
 
-    def __init__(self, role: str, reservation: AsyncReservation) -> None:
+    def __init__(self, role: str, reservation: AsyncReservation, job: Job) -> None:
         self.role = role
+        self.job = job
         self.reservation = reservation
         self.server = reservation.server
         self.sent_s: float | None = None
@@ -160,9 +169,9 @@ class Dispatch:
             job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
             if answer.finish_reason is not None:
                 self._ended(context)
-                yield Tokens([answer.first_token], answer.finish_reason)
+                yield Tokens([answer.first_token], answer.finish_reason, answer.logprobs)
                 return
-            yield Tokens([answer.first_token], None)
+            yield Tokens([answer.first_token], None, answer.logprobs)
             peer = self._peer(context, str(context.reservation.generation))
 
             async def ask_generation(leg: _Leg, stack: contextlib.AsyncExitStack) -> AsyncIterator[Chunk]:
@@ -179,7 +188,7 @@ class Dispatch:
                         generation.renew(self._clock())
                         if chunk.finish_reason is not None:
                             self._ended(generation)
-                        yield Tokens(chunk.tokens, chunk.finish_reason)
+                        yield Tokens(chunk.tokens, chunk.finish_reason, chunk.logprobs)
             except LegError as error:
                 if _context_is_stale(error):
                     await self._refresh(context)
@@ -225,7 +234,7 @@ class Dispatch:
                     prefilled(prefilling.result())
 
             try:
-                finished = False
+                finished, wants_first = False, job.request.sampling.logprobs is not None
                 while not (finished and context.ended):
                     event = await events.get()
                     if isinstance(event, asyncio.Task):
@@ -237,7 +246,13 @@ class Dispatch:
                         self._ended(generation)
                         # The counts are in the context leg's answer, which is on its way: the last piece waits for it.
                         await judge(prefilling)
-                    yield Tokens(event.tokens, event.finish_reason)
+                    logprobs = event.logprobs
+                    if wants_first and event.tokens:
+                        # What is told of the first token is in the context leg's answer.
+                        wants_first = False
+                        await judge(prefilling)
+                        logprobs = (*prefilling.result().logprobs, *logprobs)
+                    yield Tokens(event.tokens, event.finish_reason, logprobs)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -262,7 +277,8 @@ class Dispatch:
             exclude=exclude,
             affinity=job.request.conversation_id,
         ) as reservation:
-            leg = _Leg(role, reservation)
+            leg = _Leg(role, reservation, job)
+            self._tell(leg, GIVEN)
             if self._choices is not None:
                 self._choices.chosen(job.request_id, reservation, weight, job.request.conversation_id, exclude)
             try:
@@ -273,6 +289,7 @@ class Dispatch:
                         self._ended(leg)
                     else:
                         self._metrics.role(role).error.inc()
+                    self._tell(leg, STOPPED)
                     self._abort(leg.server, job.request_id)
 
     @contextlib.asynccontextmanager
@@ -298,6 +315,7 @@ class Dispatch:
                     if error.code != UNREACHABLE:
                         raise
                     leg.reservation.unreachable()
+                    self._tell(leg, "cannot be reached")
                     unreachable = (*unreachable, leg.server)
                     if len(unreachable) >= _CONNECT_TRIES or len(unreachable) >= len(self._directory.servers(role)):
                         raise
@@ -323,6 +341,7 @@ class Dispatch:
             if error.code != wire.STALE_GENERATION or _context_is_stale(error):
                 raise
         self._metrics.role(leg.role).retry.inc()
+        self._tell(leg, "was replaced: asked again")
         await leg.reservation.prove_stale()
         return await ask(leg, stack)
 
@@ -347,6 +366,7 @@ class Dispatch:
         answer = await self._legs.context(leg.server, request, generation)
         if leg.sent_s is not None:
             self._metrics.context.first_token.observe(self._clock() - leg.sent_s)
+        self._first_token(leg)
         return answer
 
     @contextlib.asynccontextmanager
@@ -369,6 +389,7 @@ class Dispatch:
             now_s = self._clock()
             if first_s is None and leg.sent_s is not None:
                 first_s = now_s
+                self._first_token(leg)
                 self._metrics.generation.first_token.observe(now_s - leg.sent_s)
             else:
                 count += len(chunk.tokens)
@@ -384,6 +405,16 @@ class Dispatch:
         if not job.servers:
             self._metrics.queue_latency.observe(max(leg.sent_s - job.accepted, 0.0))
         job.servers[leg.role] = leg.server
+        self._tell(leg, SENT)
+
+    def _first_token(self, leg: _Leg) -> None:
+        if leg.job.first_token_s is None:
+            leg.job.first_token_s = self._clock()
+        self._tell(leg, FIRST_TOKEN)
+
+    def _tell(self, leg: _Leg, what: str) -> None:
+        if leg.job.story is not None:
+            leg.job.story.tell(self._clock(), what, leg.job.request_id, leg.role, leg.server)
 
     def _ended(self, leg: _Leg) -> None:
         if not leg.ended and leg.sent_s is not None:
@@ -391,6 +422,7 @@ class Dispatch:
             metrics = self._metrics.role(leg.role)
             metrics.completed.inc()
             metrics.complete.observe(self._clock() - leg.sent_s)
+            self._tell(leg, ENDED)
 
     @staticmethod
     def _peer(context: _Leg, generation: str) -> wire.PeerContext:

@@ -111,7 +111,9 @@ class HttpLegs:
             raise LegError(
                 "context", server, MALFORMED, f"answer for request {answer.request_id}", status=200, received=True
             )
-        return Prefilled(answer.first_token, answer.finish_reason, answer.prompt_tokens, answer.cached_tokens)
+        return Prefilled(
+            answer.first_token, answer.finish_reason, answer.prompt_tokens, answer.cached_tokens, answer.logprobs
+        )
 
     @contextlib.asynccontextmanager
     async def generation(
@@ -204,7 +206,7 @@ def _chunk(server: str, line: bytes) -> Chunk:
         code = chunk.error.error if chunk.error else str(chunk.finish_reason).upper()
         message = chunk.error.message if chunk.error else f"ended with {chunk.finish_reason}"
         raise LegError("generation", server, code, message, status=200, received=True)
-    return Chunk(chunk.tokens, chunk.finish_reason)
+    return Chunk(chunk.tokens, chunk.finish_reason, chunk.logprobs)
 
 
 def _refusal(role: str, server: str, status: int, body: bytes) -> LegError:
@@ -225,6 +227,14 @@ def _sampling(request: Request) -> wire.Sampling:
         seed=sampling.seed,
         ignore_eos=True,
         stop_token_ids=list(sampling.stop_token_ids),
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=list(sampling.logit_bias),
+        logprobs=sampling.logprobs,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meta_executor import wire
+from meta_executor.wire import TokenLogprobs
 
 UNREACHABLE = "UNREACHABLE"
 CUT = "CUT"
@@ -63,11 +64,15 @@ class Prefilled:
     finish_reason: str | None
     prompt_tokens: int
     cached_tokens: int
+    #: Of the first token, where the request asks for them.
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What the generation leg brought at once. The last one, and only it, has a ``finish_reason``."""
+    """What the generation leg brought at once. The last one, and only it, has a ``finish_reason``. ``logprobs``: of the tokens,
+    where the request asks for them; those of the first token come with the context leg."""
 
     tokens: list[int]
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -1,18 +1,20 @@
-"""The public wire: what clients send and get, in the shapes of the OpenAI API.
+"""The public wire: what clients send, in the shapes of the OpenAI API.
 
-Requests are read strictly: a wrong type, a value out of range or an unknown name is an error that names the field. What
-the API knows and this service does not is refused by name too, unless it has the value that changes nothing.
+A wrong type or a value out of range is an error that names the field. What the API knows and this service does not is
+refused by name, in words that say why, unless it has the value that changes nothing. A name that nobody here knows is told
+and taken, because clients of other servers send what only those know; a strict service refuses it.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from meta_executor.wire import LOGPROBS_MAX
 
 #: Tokens of an answer where a completion does not say (the API's own default).
 COMPLETION_TOKENS_DEFAULT = 16
@@ -21,13 +23,31 @@ CHAT_TOKENS_DEFAULT_MAX = 2048
 STOPS_MAX = 16
 _STOP_CHARACTERS_MAX = 256
 
+#: Answers of one request (count), whatever the service's configuration allows.
+ANSWERS_MAX = 1024
+#: Tokens that a request may give a bias (count).
+BIASES_MAX = 1024
+#: Variables of a chat template (bytes of their JSON).
+_TEMPLATE_BYTES_MAX = 16 * 1024
+#: Names that are told of those that nobody knows (count), and what of each is shown (characters).
+_UNKNOWN_MAX, _NAME_MAX = 8, 64
+
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
-TokenCount = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+AnswerCount = Annotated[int, msgspec.Meta(ge=1, le=ANSWERS_MAX)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Stop = str | Annotated[list[str], msgspec.Meta(max_length=STOPS_MAX)] | None
 #: What is only looked at stays a slice of the body; this is one that was not sent.
 _NOTHING = msgspec.Raw(b"null")
+
+
+def _unsent() -> Any:
+    """The default of a field that is only looked at; not a plain value, which a schema could not show."""
+    return msgspec.field(default_factory=lambda: _NOTHING)
+
+
 #: Slices of more bytes are not read to compare them with what asks for nothing.
 _NEUTRAL_BYTES_MAX = 64
 #: What of a body is repeated in an error (characters).
@@ -52,6 +72,10 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
+    def headers(self) -> dict[str, str]:
+        """What goes with it: a client that may try again is told when."""
+        return {"retry-after": "1"} if self.status in (429, 503) else {}
+
     def body(self) -> dict[str, Any]:
         """The error as the API shows it."""
         if self.status in (401, 403):
@@ -65,18 +89,20 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: keyword only, closed set of names."""
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    """Base: keyword only. Names that are not among the fields are looked for apart."""
 
 
-class StreamOptions(_Strict, frozen=True, kw_only=True):
-    """How a stream ends."""
+class StreamOptions(_Body, frozen=True, kw_only=True):
+    """How a stream tells its counts."""
 
     include_usage: bool | None = None
+    #: The counts so far in every chunk; with ``include_usage``.
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class _Common(_Strict, frozen=True, kw_only=True):
+class _Common(_Body, frozen=True, kw_only=True):
     """What both endpoints take."""
 
     model: Name
@@ -84,38 +110,51 @@ class _Common(_Strict, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
+    #: -1 and 0: all.
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = None
+    #: Token id, as JSON's names are, to what is added to its logit.
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]], msgspec.Meta(max_length=BIASES_MAX)]
+        | None
+    ) = None
+    n: AnswerCount | None = None
     max_tokens: TokenCount | None = None
+    #: The first so many tokens of the answer do not end it.
+    min_tokens: TokenCount | None = None
     seed: Seed | None = None
     stop: Stop = None
     #: Go on past the model's end token (for measurements).
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=64)] = []
+    stop_token_ids: (
+        Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=64)] | None
+    ) = None
     #: Also give the token ids of prompt and answer, where vLLM gives them.
     return_token_ids: bool | None = None
     #: Keeps the requests of one conversation on one place where a router is set to.
     conversation_id: Name | None = None
     # Known, without effect on the answer.
     user: str | None = None
-    metadata: msgspec.Raw = _NOTHING
+    metadata: msgspec.Raw = _unsent()
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    # Known, refused unless it asks for nothing.
-    n: msgspec.Raw = _NOTHING
-    logprobs: msgspec.Raw = _NOTHING
-    logit_bias: msgspec.Raw = _NOTHING
-    presence_penalty: msgspec.Raw = _NOTHING
-    frequency_penalty: msgspec.Raw = _NOTHING
 
 
 class CompletionRequest(_Common, frozen=True, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
     prompt: msgspec.Raw
-    best_of: msgspec.Raw = _NOTHING
-    echo: msgspec.Raw = _NOTHING
-    suffix: msgspec.Raw = _NOTHING
+    best_of: AnswerCount | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    # Known, refused unless it asks for nothing.
+    suffix: msgspec.Raw = _unsent()
+    response_format: msgspec.Raw = _unsent()
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,17 +164,17 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     text: str | None = None
 
 
-class Message(_Strict, frozen=True, kw_only=True):
-    """One message of a conversation."""
+class Message(_Body, frozen=True, kw_only=True):
+    """One message of a conversation. What an earlier answer had besides (its reasoning, say) is not looked at."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], msgspec.Meta(max_length=1024)] | None = None
     name: str | None = None
-    refusal: msgspec.Raw = _NOTHING
-    annotations: msgspec.Raw = _NOTHING
-    audio: msgspec.Raw = _NOTHING
-    tool_calls: msgspec.Raw = _NOTHING
-    function_call: msgspec.Raw = _NOTHING
+    refusal: msgspec.Raw = _unsent()
+    annotations: msgspec.Raw = _unsent()
+    audio: msgspec.Raw = _unsent()
+    tool_calls: msgspec.Raw = _unsent()
+    function_call: msgspec.Raw = _unsent()
 
 
 class ChatRequest(_Common, frozen=True, kw_only=True):
@@ -143,67 +182,100 @@ class ChatRequest(_Common, frozen=True, kw_only=True):
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)]
     max_completion_tokens: TokenCount | None = None
-    top_logprobs: msgspec.Raw = _NOTHING
-    tools: msgspec.Raw = _NOTHING
-    tool_choice: msgspec.Raw = _NOTHING
-    parallel_tool_calls: msgspec.Raw = _NOTHING
-    functions: msgspec.Raw = _NOTHING
-    function_call: msgspec.Raw = _NOTHING
-    response_format: msgspec.Raw = _NOTHING
-    modalities: msgspec.Raw = _NOTHING
-    audio: msgspec.Raw = _NOTHING
-    prediction: msgspec.Raw = _NOTHING
-    reasoning_effort: msgspec.Raw = _NOTHING
-    verbosity: msgspec.Raw = _NOTHING
-    web_search_options: msgspec.Raw = _NOTHING
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+    #: What else the model's chat template may look at.
+    chat_template_kwargs: msgspec.Raw = _unsent()
+    # Known, refused unless it asks for nothing.
+    continue_final_message: msgspec.Raw = _unsent()
+    chat_template: msgspec.Raw = _unsent()
+    tools: msgspec.Raw = _unsent()
+    tool_choice: msgspec.Raw = _unsent()
+    parallel_tool_calls: msgspec.Raw = _unsent()
+    functions: msgspec.Raw = _unsent()
+    function_call: msgspec.Raw = _unsent()
+    response_format: msgspec.Raw = _unsent()
+    modalities: msgspec.Raw = _unsent()
+    audio: msgspec.Raw = _unsent()
+    prediction: msgspec.Raw = _unsent()
+    reasoning_effort: msgspec.Raw = _unsent()
+    verbosity: msgspec.Raw = _unsent()
+    web_search_options: msgspec.Raw = _unsent()
 
 
-#: Field -> values besides null that ask for nothing this service lacks.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logprobs": (False,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
+class TokenizeRequest(_Body, frozen=True, kw_only=True):
+    """Body of ``POST /tokenize``: a text, or a conversation."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=4096)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: msgspec.Raw = _unsent()
+    #: Also give the tokens' texts.
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Body, frozen=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    model: Name | None = None
+    tokens: msgspec.Raw
+
+
+_NO_TOOLS = "tool calls are not served here: they need constrained decoding, which this service does not do"
+_TEXT_ONLY = "this service takes and gives text only"
+_NO_EFFORT = "the model here has no such setting; leave it out"
+#: Field -> values besides null that ask for nothing this service lacks, and why others are refused.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "the model here continues texts and does not fill gaps"),
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (
+        ({"type": "text"},),
+        "answers are plain text: a JSON or grammar format needs constrained decoding, which this service does not do",
+    ),
+    "modalities": ((["text"],), _TEXT_ONLY),
+    "audio": ((), _TEXT_ONLY),
+    "prediction": ((), "predicted outputs are not used here"),
+    "reasoning_effort": ((), _NO_EFFORT),
+    "verbosity": ((), _NO_EFFORT),
+    "web_search_options": ((), "this service searches nothing"),
+    "continue_final_message": ((False,), "a last message is not continued here; /v1/completions continues a text"),
+    "chat_template": ((), "only the model's own chat template is used"),
 }
 
 _Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 
 
-def decode_request(body: bytes, kind: type[_Request]) -> _Request:
+def decode_request(body: bytes, kind: type[_Request], *, strict: bool = False) -> tuple[_Request, tuple[str, ...]]:
     """Read a body.
+
+    Args:
+        body: JSON.
+        kind: Of which endpoint.
+        strict: Refuse names that nobody here knows.
+
+    Returns:
+        The request, and the names at its top that nobody here knows (some of them, shortened).
 
     Raises:
         ApiError: 400 that names the field.
     """
-    try:
-        request = msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as error:
-        field, reason = _field_of(str(error))
-        raise ApiError(400, f"{field}: {reason}" if field else reason, param=field, code="invalid_value") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:_ECHO_MAX]}", code="invalid_json") from error
-    for field, neutral in _NEUTRAL.items():
+    request = decoded(body, kind)
+    unknown = [name for name in decoded(body, dict[str, msgspec.Raw]) if name not in kind.__struct_fields__]
+    if strict and unknown:
+        shown = unknown[0][:_ECHO_MAX]
+        raise ApiError(400, f"{shown}: unknown field", param=shown, code="invalid_value")
+    for field, (neutral, why) in _REFUSED.items():
         raw = getattr(request, field, _NOTHING)
         if not _is_empty(raw) and not _is_one_of(raw, neutral):
-            allowed = " or ".join(repr(one) for one in neutral) or "null"
-            raise ApiError(400, f"{field}: only {allowed} is supported", param=field, code="unsupported_value")
+            allowed = " or ".join(json_of(one) for one in neutral)
+            words = f"{field}: {why}" + (f"; {allowed} is taken" if allowed else "")
+            raise ApiError(400, words, param=field, code="unsupported_value")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: only with stream true", param="stream_options", code="invalid_value")
     for stop in stop_strings(request):
@@ -211,7 +283,30 @@ def decode_request(body: bytes, kind: type[_Request]) -> _Request:
             raise ApiError(
                 400, f"stop: strings of 1 to {_STOP_CHARACTERS_MAX} characters", param="stop", code="invalid_value"
             )
-    return request
+    return request, tuple(name[:_NAME_MAX] for name in unknown[:_UNKNOWN_MAX])
+
+
+_Any = TypeVar("_Any")
+
+
+def decoded(body: bytes, kind: type[_Any]) -> _Any:
+    """A body as one of the types here.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        field, reason = _field_of(str(error))
+        raise ApiError(400, f"{field}: {reason}" if field else reason, param=field, code="invalid_value") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:_ECHO_MAX]}", code="invalid_json") from error
+
+
+def json_of(value: Any) -> str:
+    """JSON of a small value."""
+    return msgspec.json.encode(value).decode()
 
 
 def _same(value: Any, allowed: Any) -> bool:
@@ -237,7 +332,7 @@ def _is_one_of(raw: msgspec.Raw, allowed: tuple[Any, ...]) -> bool:
 
 
 _AT = " - at `$"
-_UNKNOWN, _MISSING = "Object contains unknown field `", "Object missing required field `"
+_MISSING = "Object missing required field `"
 
 
 def _field_of(message: str) -> tuple[str | None, str]:
@@ -250,10 +345,9 @@ def _field_of(message: str) -> tuple[str | None, str]:
     path = ""
     if at >= 0 and message.endswith("`"):
         message, path = message[:at], message[at + len(_AT) : -1].lstrip(".")
-    for start, reason in ((_UNKNOWN, "unknown field"), (_MISSING, "is required")):
-        if message.startswith(start):
-            name = message[len(start) : len(start) + _ECHO_MAX].removesuffix("`")
-            return (f"{path}.{name}" if path else name), reason
+    if message.startswith(_MISSING):
+        name = message[len(_MISSING) : len(_MISSING) + _ECHO_MAX].removesuffix("`")
+        return (f"{path}.{name}" if path else name), "is required"
     reason = message[:_ECHO_MAX]
     return (path or None), reason[:1].lower() + reason[1:]
 
@@ -272,54 +366,57 @@ def seed_of(request: CompletionRequest | ChatRequest) -> int:
 
 _TEXT = msgspec.json.Decoder(str)
 _TOKENS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]])
-_ONE_TEXT = msgspec.json.Decoder(Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+Prompt = str | npt.NDArray[np.int32]
 
 
-def prompt_of(request: CompletionRequest, *, tokens_max: int) -> str | npt.NDArray[np.int32]:
-    """The one prompt of a completion: text, or token ids (int32, shape (tokens,)).
+def prompts_of(request: CompletionRequest, *, tokens_max: int, prompts_max: int) -> list[Prompt]:
+    """The prompts of a completion: each a text, or token ids (int32, shape (tokens,)).
 
     Args:
         request: The body.
-        tokens_max: More token ids are refused before they are read.
+        tokens_max: More token ids of one prompt are refused before they are read.
+        prompts_max: More prompts are refused (count).
 
     Raises:
-        ApiError: Several prompts, an empty one, too long a one, or something else.
+        ApiError: Too many prompts, an empty one, too long a one, or something else.
     """
     data = bytes(request.prompt).strip()
     try:
-        if data.startswith(b'"'):
-            text = _TEXT.decode(data)
-        elif data.startswith(b"[") and data[1:].lstrip().startswith((b'"', b"[")):
-            inner = data[1:].lstrip()
-            if inner.startswith(b"["):
-                return _token_ids(_only_one(inner, tokens_max), tokens_max)
-            text = _ONE_TEXT.decode(data)[0]
-        elif data.startswith(b"["):
-            return _token_ids(data, tokens_max)
-        else:
+        inner = data[1:].lstrip()[:1] if data.startswith(b"[") else b""
+        if inner not in (b'"', b"["):
+            return [_prompt_of(data, tokens_max)]
+        several = _LIST.decode(data)
+        if len(several) > prompts_max:
+            raise ApiError(
+                400, f"prompt: {len(several)} prompts, at most {prompts_max} in one request", param="prompt",
+                code="invalid_value",
+            )  # fmt: skip
+        parts = [bytes(part).strip() for part in several]
+        if any(part[:1] != inner for part in parts):
             raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type")
-    except msgspec.ValidationError:
-        if data.startswith(b"[") and not data[1:].lstrip().startswith((b'"', b"[")):
-            raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type") from None
-        raise _several() from None
+        return [_prompt_of(part, tokens_max) for part in parts]
+    except msgspec.ValidationError as error:
+        raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(
             400, f"prompt: is not JSON: {str(error)[:_ECHO_MAX]}", param="prompt", code="invalid_json"
         ) from error
+
+
+_PROMPT_WANTED = "prompt: want a string, a list of token ids, or a list of either"
+
+
+def _prompt_of(data: bytes, tokens_max: int) -> Prompt:
+    """One prompt."""
+    if data.startswith(b"["):
+        return _token_ids(data, tokens_max)
+    if not data.startswith(b'"'):
+        raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type")
+    text = _TEXT.decode(data)
     if not text:
         raise _empty()
     return text
-
-
-_PROMPT_WANTED = "prompt: want a string or a list of token ids"
-
-
-def _only_one(inner: bytes, tokens_max: int) -> bytes:
-    """The one list inside a list."""
-    end = inner.find(b"]") + 1
-    if inner[end:].strip() != b"]":
-        raise _several()
-    return inner[:end]
 
 
 def _token_ids(data: bytes, tokens_max: int) -> npt.NDArray[np.int32]:
@@ -334,12 +431,65 @@ def _token_ids(data: bytes, tokens_max: int) -> npt.NDArray[np.int32]:
     return np.asarray(tokens, np.int32)
 
 
+def token_ids_of(raw: msgspec.Raw, field: str, *, tokens_max: int) -> npt.NDArray[np.int32]:
+    """A list of token ids, int32, shape (tokens,); may be empty.
+
+    Raises:
+        ApiError: It is something else, or has more (looked at before they are read).
+    """
+    data = bytes(raw).strip()
+    count = data.count(b",") + 1
+    if count > tokens_max:
+        raise ApiError(
+            400, f"{field}: {count} tokens, at most {tokens_max}", param=field, code="context_length_exceeded"
+        )
+    try:
+        return np.asarray(_TOKENS.decode(data), np.int32)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"{field}: want a list of token ids", param=field, code="invalid_type") from error
+
+
 def _empty() -> ApiError:
     return ApiError(400, "prompt: is empty", param="prompt", code="invalid_value")
 
 
-def _several() -> ApiError:
-    return ApiError(400, "prompt: one prompt per request is supported", param="prompt", code="unsupported_value")
+_VARIABLES = msgspec.json.Decoder(dict[str, str | int | float | bool | None])
+
+
+def template_variables(request: ChatRequest) -> dict[str, str | int | float | bool | None]:
+    """``chat_template_kwargs``.
+
+    Raises:
+        ApiError: They are large, or have a value that is neither text, number, boolean nor null.
+    """
+    raw = request.chat_template_kwargs
+    if _is_empty(raw):
+        return {}
+    wanted = f"chat_template_kwargs: want names with texts, numbers, true, false or null, at most {_TEMPLATE_BYTES_MAX} bytes"
+    try:
+        if len(memoryview(raw)) <= _TEMPLATE_BYTES_MAX:
+            variables = _VARIABLES.decode(raw)
+            if all(name.isidentifier() for name in variables):
+                return variables
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, wanted, param="chat_template_kwargs", code="invalid_value") from error
+    raise ApiError(400, wanted, param="chat_template_kwargs", code="invalid_value")
+
+
+def logit_biases(request: CompletionRequest | ChatRequest, *, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Token ids and what is added to their logits.
+
+    Raises:
+        ApiError: A name that is not the id of a token.
+    """
+    biases = []
+    for name, bias in (request.logit_bias or {}).items():
+        token = int(name) if len(name) <= 10 and name.isascii() and name.isdecimal() else vocab_size
+        if token >= vocab_size:
+            words = f"logit_bias: {name[:_NAME_MAX]!r} is not the id of a token, 0..{vocab_size - 1}"
+            raise ApiError(400, words, param="logit_bias", code="invalid_value")
+        biases.append((token, bias))
+    return tuple(biases)
 
 
 def messages_of(request: ChatRequest) -> list[dict[str, str]]:
@@ -365,113 +515,10 @@ def messages_of(request: ChatRequest) -> list[dict[str, str]]:
                     )
                 parts.append(part.text)
             content = "".join(parts)
+        if content is None and message.role == "assistant":
+            content = ""
         if content is None:
             raise ApiError(400, f"{at}.content: is required", param=f"{at}.content", code="invalid_value")
         role = "system" if message.role == "developer" else message.role
         messages.append({"role": role, "content": content})
     return messages
-
-
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts of one answer."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-class AnswerIds(msgspec.Struct, frozen=True):
-    """Token ids for a client that asked for them.
-
-    Attributes:
-        answer: Of this piece, an end token included.
-        prompt: Of the prompt, with the first piece; else None.
-    """
-
-    answer: list[int]
-    prompt: list[int] | None
-
-
-class Shape:
-    """The two endpoints' answers: same life, different words. A stream's chunks are made as JSON: what is the same in all of
-    them is encoded once.
-
-    Args:
-        chat: ``/v1/chat/completions``, else ``/v1/completions``.
-        answer_id: Without prefix.
-        created: Unix time (s).
-        model: Served name.
-    """
-
-    def __init__(self, *, chat: bool, answer_id: str, created: int, model: str) -> None:
-        self._chat = chat
-        self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{answer_id}",
-            "created": created,
-            "model": model,
-        }
-        #: Everything before a chunk's own part of its one choice.
-        same = msgspec.json.encode({**self._head, "object": self._kind})
-        self._chunk_begin = same[:-1] + b',"choices":[{"index":0,"logprobs":null,'
-
-    def whole(
-        self, text: str, finish_reason: str, counts: Mapping[str, Any], ids: AnswerIds | None = None
-    ) -> dict[str, Any]:
-        """An answer in one piece."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        kind = "chat.completion" if self._chat else "text_completion"
-        answer = {**self._head, "object": kind, "choices": [choice], "usage": dict(counts)}
-        self._add_ids(answer, ids)
-        return answer
-
-    def first(self, *, with_usage: bool) -> bytes | None:
-        """The chunk that opens a chat stream (JSON)."""
-        if not self._chat:
-            return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, {}, with_usage)
-
-    def piece(self, text: str, finish_reason: str | None, *, with_usage: bool, ids: AnswerIds | None = None) -> bytes:
-        """A piece of a stream (JSON); the last has a finish reason."""
-        choice: dict[str, Any] = {"finish_reason": finish_reason}
-        if self._chat:
-            choice["delta"] = {"content": text} if text or finish_reason is None else {}
-        else:
-            choice["text"] = text
-        beside: dict[str, Any] = {}
-        if ids is not None:
-            choice["token_ids"] = ids.answer
-            if ids.prompt is not None:
-                # Where vLLM has them: in the choice of a completion, beside the choices of a chat.
-                (beside if self._chat else choice)["prompt_token_ids"] = ids.prompt
-        return self._chunk(choice, beside, with_usage)
-
-    def last(self, counts: Mapping[str, Any]) -> bytes:
-        """The chunk with the counts (JSON), which has no choices."""
-        return msgspec.json.encode({**self._head, "object": self._kind, "choices": [], "usage": dict(counts)})
-
-    def _add_ids(self, answer: dict[str, Any], ids: AnswerIds | None) -> None:
-        if ids is not None:
-            answer["choices"][0]["token_ids"] = ids.answer
-            if ids.prompt is not None:
-                # Where vLLM has them: in the choice of a completion, beside the choices of a chat.
-                (answer if self._chat else answer["choices"][0])["prompt_token_ids"] = ids.prompt
-
-    @property
-    def _kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
-
-    def _chunk(self, choice: dict[str, Any], beside: dict[str, Any], with_usage: bool) -> bytes:
-        """``choice`` completes the one choice, ``beside`` the chunk; neither is empty JSON where it is given."""
-        if with_usage:
-            beside["usage"] = None
-        end = b"]," + msgspec.json.encode(beside)[1:] if beside else b"]}"
-        return self._chunk_begin + msgspec.json.encode(choice)[1:] + end

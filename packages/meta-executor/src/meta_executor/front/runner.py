@@ -85,7 +85,10 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         await stack.enter_async_context(directory)
         service = FrontService(
             model=model,
-            served_name=service_config.served_model_name or model.name,
+            served_name=(*service_config.served_model_names, model.name)[0],
+            aliases=service_config.served_model_names,
+            # The name that it was started with, and its own.
+            known_as=(model.name, service_config.engine.model),
             tokenizer=tokenizer,
             config=front,
             schedule_style=service_config.schedule_style,

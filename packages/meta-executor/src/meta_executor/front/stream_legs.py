@@ -85,7 +85,9 @@ class StreamLegs:
         notice = notices[0]
         if notice.failed or not tokens:
             raise LegError.refused("context", self._url, _body_of(notice))
-        return Prefilled(tokens[0], notice.finish_reason or None, request.prompt_count, notice.cached_tokens)
+        return Prefilled(
+            tokens[0], notice.finish_reason or None, request.prompt_count, notice.cached_tokens, notice.logprobs
+        )
 
     @contextlib.asynccontextmanager
     async def generation(
@@ -113,15 +115,16 @@ class StreamLegs:
             except ProxyError as error:
                 raise self._failed("generation", error) from error
             end = next((notice for notice in notices if notice.finish_reason), None) if notices else None
+            logprobs = tuple(told for one in notices for told in one.logprobs) if notices else ()
             if end is None:
-                yield Chunk(tokens, None)
+                yield Chunk(tokens, None, logprobs)
                 continue
             if end.failed:
                 if tokens:
-                    yield Chunk(tokens, None)
+                    yield Chunk(tokens, None, logprobs)
                 body = _body_of(end)
                 raise LegError("generation", self._url, body.error, body.message, status=200, received=True)
-            yield Chunk(tokens, end.finish_reason)
+            yield Chunk(tokens, end.finish_reason, logprobs)
             return
 
     async def abort(self, request_id: int, reason: str) -> bool:

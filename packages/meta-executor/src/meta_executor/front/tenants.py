@@ -38,13 +38,13 @@ class Tenants:
         """Requests that this caller has now (count)."""
         return self._running[caller.account]
 
-    def begin(self, caller: Caller) -> None:
-        """One more of them."""
-        self._running[caller.account] += 1
+    def begin(self, caller: Caller, count: int) -> None:
+        """So many more of them."""
+        self._running[caller.account] += count
 
-    def end(self, caller: Caller) -> None:
-        """One less."""
-        self._running[caller.account] -= 1
+    def end(self, caller: Caller, count: int) -> None:
+        """So many less."""
+        self._running[caller.account] -= count
         if not self._running[caller.account]:
             del self._running[caller.account]
 

@@ -23,7 +23,7 @@ class LegStory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStory(msgspec.Struct, frozen=True, kw_only=True):
-    """A request, under the id that its answer's ``x-request-id`` has."""
+    """An answer, under the id that the client's has (behind ``cmpl-`` or ``chatcmpl-``)."""
 
     request_id: str
     #: Since its newest decision (s).
@@ -67,14 +67,14 @@ def _missing(routing: wire.ServiceRouting, owner_id: str) -> str:
 
 
 def chosen(told: Sequence[RequestStory], wanted: Collection[str], last: int) -> tuple[list[RequestStory], list[str]]:
-    """The last so many, or those that were asked for (ids in hexadecimal).
+    """The last so many, or those that were asked for (ids in hexadecimal, also with what answers have before them).
 
     Returns:
         Their stories, and the ids of which nothing is known.
     """
     if not wanted:
         return list(told[-last:]) if last else [], []
-    names = {name.lower().removeprefix("0x").lstrip("0") or "0" for name in wanted}
+    names = {name.lower().rsplit("-", 1)[-1].removeprefix("0x").lstrip("0") or "0" for name in wanted}
     found = [story for story in told if story.request_id in names]
     return found, sorted(names - {story.request_id for story in found})
 

@@ -590,7 +590,7 @@ def _server_info(
         world_size=len(layout.ranks),
         pipeline_parallel_size=len(layout.ranks) if context else 1,
         attention_dp_size=1 if context else len(layout.ranks),
-        model=spec.service.served_model_name or model.name,
+        model=next(iter(spec.service.served_model_names), model.name),
         vocab_size=model.vocab_size,
         eos_token_ids=list(model.eos_token_ids),
         limits=wire.Limits(
