@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from adp_router import RankState, RouteBatch, Router, RouterConfig, RouteRequest, batch_from
 from adp_router.testing import lower_bound
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tools"))
+from measure import Figure, Sample, counted, in_turn, ratio, run_benchmark, shown
 
 RANKS = 8
 TOKENS = 8192
@@ -51,20 +56,17 @@ def ranks() -> list[RankState]:
     return [RankState(r, r * 10, 0, *most, False, *most) for r in range(RANKS)]
 
 
-def in_turn_ms(bodies: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Times of several bodies, in turn: processor time of this thread, which holds the interpreter's lock (ms).
+def second_call(body: Callable[[], object]) -> Sample:
+    """Processor time of this thread, which holds the interpreter's lock (s), of a call that finds caches and allocator as the
+    same call left them, not as another body did."""
 
-    Each is called twice and the second call counts: it finds caches and allocator as it left them, not as the body before did.
-    """
-    times: list[list[float]] = [[] for _ in bodies]
-    gc.collect()
-    for _ in range(rounds):
-        for body, column in zip(bodies, times, strict=True):
-            body()
-            start = time.thread_time()
-            body()
-            column.append((time.thread_time() - start) * 1e3)
-    return times
+    def sample() -> float:
+        body()
+        began_s = time.thread_time()
+        body()
+        return time.thread_time() - began_s
+
+    return sample
 
 
 def two_reads(objects: list[Engine]) -> dict[int, list[int]]:
@@ -78,16 +80,6 @@ def two_reads(objects: list[Engine]) -> dict[int, list[int]]:
         found[rank].append(item.request_id)
         heapq.heappush(heap, (tokens + len(item.input_token_ids), count + 1, rank))
     return found
-
-
-def figure(
-    name: str, value: float, unit: str, baseline: Any, ratio: float | None, goal: str, met: bool | None
-) -> dict[str, Any]:
-    """One line."""
-    return {
-        "name": f"adp-router: {name}", "value": round(value, 4), "unit": unit, "baseline": baseline,
-        "ratio": None if ratio is None else round(ratio, 2), "goal": goal, "met": met,
-    }  # fmt: skip
 
 
 class Item:
@@ -125,76 +117,63 @@ def input_forms(router: Router, sizes: list[int]) -> dict[str, Callable[[], obje
     }
 
 
-def timings() -> list[dict[str, Any]]:
-    """Calls in each form, and the baseline, in turn: the ratio is the median of the rounds'."""
+def timings() -> list[Figure]:
+    """Calls in each form, and the baseline, in turn."""
     found = []
-    for count, goal, rounds in ((1, None, 101), (64, None, 31), (512, 200, 15), (4096, 350, 5)):
+    for count, goal, rounds in ((1, None, 101), (64, None, 31), (512, 200, 15), (4096, 350, 11)):
         rng = random.Random(count)
         sizes = [TOKENS + rng.randrange(100) for _ in range(count)]
-        forms = input_forms(Router(), sizes)
         engines = [Engine(i, n) for i, n in enumerate(sizes)]
-        base, *times = in_turn_ms([lambda engines=engines: two_reads(engines), *forms.values()], rounds)
-        for form, column in zip(forms, times, strict=True):
-            ratios = sorted(b / took for b, took in zip(base, column, strict=True))
-            ratio = statistics.median(ratios)
-            found.append(
-                figure(
-                    f"{count} requests, {form}",
-                    statistics.median(column),
-                    "ms",
-                    f"two reads {statistics.median(base):.2f} ms; 1/{ratios[0]:.0f}..1/{ratios[-1]:.0f}",
-                    ratio,
-                    "" if goal is None else f"<= 1/{goal}",
-                    None if goal is None else ratio >= goal,
-                )
+        baseline = "the same with two reads"
+        forms = {baseline: functools.partial(two_reads, engines), **input_forms(Router(), sizes)}
+        gc.collect()
+        samples = in_turn({name: second_call(body) for name, body in forms.items()}, rounds)
+        base = samples.pop(baseline)
+        found += [
+            ratio(
+                f"{count} requests, {form}, times less than {baseline}", base, column, unit="ms", scale=1e3,
+                goal=None if goal is None else f">= {goal}", against=form,
             )
+            for form, column in samples.items()
+        ]  # fmt: skip
     return found
 
 
-def conversations() -> list[dict[str, Any]]:
+def conversations() -> list[Figure]:
     """One call with one turn, at 100 homes and at 65,536, in turn."""
     states = ranks()
-    bodies = []
-    for homes in (100, 65_536):
+    bodies = {}
+    for homes in (65_536, 100):
         router = Router("conversation")
         for start in range(0, homes, 4096):
             several = range(start, min(start + 4096, homes))
             router.route([RouteRequest(i, 1, conversation_id=f"c{i}") for i in several], states)
         turns = iter(range(homes, 1 << 40))
-        bodies.append(
+        bodies[homes] = second_call(
             lambda router=router, turns=turns, homes=homes: router.route(
                 [RouteRequest(i := next(turns), 1, conversation_id=f"c{i * 7919 % homes}")], states
             )
         )
-    times = in_turn_ms(bodies, 1001)
-    few, many = map(statistics.median, times)
-    spread = [
-        f"{statistics.quantiles(column, n=20)[0]:.3f}..{statistics.quantiles(column, n=20)[-1]:.3f}" for column in times
-    ]
+    samples = in_turn(bodies, 1001)
     return [
-        figure(
-            "conversation, a call at 65,536 homes", many, "ms", f"100 homes {few:.3f} ms ({spread[0]}; {spread[1]})",
-            many / few, "<= 2", many <= 2 * few,
-        )
+        ratio("conversation, a call at 65,536 homes", samples[65_536], samples[100], unit="ms", scale=1e3, goal="<= 2.0",
+              against="the same at 100 homes")
     ]  # fmt: skip
 
 
-def reads() -> list[dict[str, Any]]:
+def reads() -> list[Figure]:
     """Token lists read: once each without a length, never with one."""
     objects = [Engine(i, TOKENS) for i in range(512)]
     Router().route(batch_from(objects), ranks())
     sealed = [Sealed(i, TOKENS) for i in range(512)]
     Router().route(batch_from(sealed, length=lambda e: e.count), ranks())
-    most = max(o.reads for o in objects)
     return [
-        figure(
-            "reads per token list without a length", most, "reads", "2", None, "= 1", {o.reads for o in objects} == {1}
-        ),
-        figure("reads per token list with a length", max(o.reads for o in sealed), "reads", "2", None, "= 0", True),
+        counted("reads per token list without a length", max(o.reads for o in objects), "reads", "<= 1"),
+        counted("reads per token list with a length", max(o.reads for o in sealed), "reads", "<= 0"),
     ]
 
 
-def balance() -> list[dict[str, Any]]:
+def balance() -> list[Figure]:
     """64 lognormal requests on 8 ranks: fullest over lower bound, mean of 300; the count limit relaxed and not; half pinned."""
     empty = [RankState(r) for r in range(RANKS)]
     found = []
@@ -212,26 +191,12 @@ def balance() -> list[dict[str, Any]]:
                 initial = [sum(sizes[i] for i, t in targets.items() if t == r) for r in range(RANKS)]
                 ratios.append(max(loads) / lower_bound(initial, [n for i, n in enumerate(sizes) if i not in targets]))
         for what, ratios in (("free", free), ("half pinned", pinned)):
-            mean = statistics.mean(ratios)
-            wanted = label == "relaxed"
-            found.append(
-                figure(
-                    f"balance, 64 lognormal, {what}, multiplier {label}", mean, "of the bound", f"worst {max(ratios):.3f}",
-                    None, "<= 1.01" if wanted else "", mean <= 1.01 if wanted else None,
-                )
-            )  # fmt: skip
+            name = f"balance, 64 lognormal, {what}, multiplier {label}, fullest over lower bound"
+            if label == "relaxed":
+                found.append(counted(f"{name}, mean", statistics.mean(ratios), "share", "<= 1.01"))
+            found.append(shown(name, ratios, unit="share"))
     return found
 
 
-def main() -> list[dict[str, Any]]:
-    """All figures."""
-    return timings() + conversations() + reads() + balance()
-
-
 if __name__ == "__main__":
-    figures = main()
-    for one in figures:
-        mark = {True: "met", False: "MISSED", None: ""}[one["met"]]
-        print(f"{one['name']:<75} {one['value']:>9} {one['unit']:<12} {one['baseline']:<22} {one['goal']:<9} {mark}")
-    for one in figures:
-        print(json.dumps(one))
+    run_benchmark(timings, conversations, reads, balance)

@@ -325,7 +325,7 @@ def test_attributes_that_are_not_named_are_not_looked_for():
     assert (batch.child_counts, batch.target_ranks, batch.conversation_ids) == (None, None, ["c"] * 3)
     assert batch.token_counts == [2] * 3
     batch = batch_from(items, length=lambda item: 5, attributes=())
-    assert (batch.request_ids, batch.token_counts, batch.conversation_ids) == ([0, 1, 2], [5] * 3, None)
+    assert (list(batch.request_ids), batch.token_counts, batch.conversation_ids) == ([0, 1, 2], [5] * 3, None)
     with pytest.raises(RouterConfigError, match=r"attributes: want some of request, .*, got 'requests'"):
         batch_from(items, attributes=("requests",))
 

@@ -304,6 +304,21 @@ def test_every_attribute_is_read_at_most_once():
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["request_id", "id", "request"])
+def test_what_a_class_computes_is_read_once_where_others_lack_it(name):
+    """Names that are read by code of their own, on plain objects without them and on objects whose class computes them."""
+    reads = []
+    values = {"request_id": 1, "id": 1, "request": Engine(0, 1)}
+    computing = type("Computing", (), {name: property(lambda self: reads.append(name) or values[name]), "count": 1})
+    first = computing()
+    if name == "request":
+        first.request_id = 1
+    lacking = Item(2, Engine(0, 1)) if name == "request_id" else Engine(2, 1)
+    batch = batch_from([first, lacking], length=lambda r: 1)
+    assert list(batch.request_ids) == [1, 2]
+    assert reads == [name]
+
+
 def test_parameters_of_either_name_are_found():
     """``scheduling_params`` where it says something, else the other; all objects of one kind, or some of each."""
     first, second = Parameters(1, False), Parameters(0, False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, countOf
 from typing import Any
 
-from adp_router._batch import RouteBatch, listed
+from adp_router._batch import PlainIntegers, RouteBatch, listed
 from adp_router._errors import RouterConfigError
 from adp_router._plain import plain_flag
 from adp_router._text import shown
@@ -19,6 +21,13 @@ ATTRIBUTES = ("request", "scheduling_params", "py_scheduling_params", "child_req
 _OF_ITEMS = frozenset({"request", "child_req_ids"})
 #: Names from which on it pays to ask for what is missing first (count).
 _ASKED_MIN = 2
+_NONE = type(None)
+#: Reads an attribute of many objects; written out, which the interpreter makes twice as fast as a name that is looked up.
+_READ: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "request_id": lambda objects: [item.request_id for item in objects],
+    "id": lambda objects: [item.id for item in objects],
+    "request": lambda objects: [item.request for item in objects],
+}
 
 
 def batch_from(
@@ -51,29 +60,30 @@ def batch_from(
         RouterConfigError: A name that is none of ``ATTRIBUTES``.
     """
     wanted = _names(attributes)
-    items = listed("objects", objects)
-    absent = _absent(items, (wanted & _OF_ITEMS) | {"request_id"})
-    inner = items
+    outer = _Objects(listed("objects", objects))
+    absent = outer.absent((wanted & _OF_ITEMS) | {"request_id"})
+    inner = outer
     if "request" in wanted - absent:
-        requests = _values(items, "request")
-        if missing := _lacking(requests):
-            requests = [i if r is None else r for i, r in zip(items, requests, strict=True)]
-        if missing < len(items):
-            inner = requests
-    ids = _identities(items, inner, named="request_id" not in absent)
-    children = _read(items, "child_req_ids") if "child_req_ids" in wanted - absent else None
+        found = _Objects(outer.values("request"))
+        if _NONE not in found.kinds:
+            inner = found
+        elif len(found.kinds) > 1:
+            inner = _Objects([o if r is None else r for o, r in zip(outer.items, found.items, strict=True)])
+    ids = _identities(outer, inner, named="request_id" not in absent)
+    children = _read(outer, "child_req_ids") if "child_req_ids" in wanted - absent else None
     said = wanted - _OF_ITEMS
-    said -= _absent(inner, said)
+    said -= inner.absent(said)
     parameters = _read(inner, "scheduling_params") if "scheduling_params" in said else None
     if "py_scheduling_params" in said and (parameters is None or _lacking(parameters)):
         other = _read(inner, "py_scheduling_params")
         parameters = _first_said(parameters, other)
-    counts = list(map(length, inner)) if length is not None else [_token_count(r) for r in inner]
+    counts = list(map(length, inner.items)) if length is not None else [_token_count(r) for r in inner.items]
     targets = strict = None
     if parameters is not None:
-        targets = _read(parameters, "attention_dp_rank")
+        settings = _Objects(parameters)
+        targets = _read(settings, "attention_dp_rank")
     if parameters is not None and targets is not None:
-        relax = _read(parameters, "attention_dp_relax") or repeat(None)
+        relax = _read(settings, "attention_dp_relax") or repeat(None)
         strict = [t is not None and _strict(r) for t, r in zip(targets, relax, strict=False)]
     return RouteBatch(
         ids,
@@ -81,7 +91,7 @@ def batch_from(
         targets,
         strict,
         None if children is None else [0 if c is None else _child_count(c) for c in children],
-        None if kv_blocks is None else list(map(kv_blocks, inner)),
+        None if kv_blocks is None else list(map(kv_blocks, inner.items)),
         _read(inner, "conversation_id") if "conversation_id" in said else None,
         minus_one_is_no_target=False,
     )
@@ -139,57 +149,83 @@ def _child_count(children: Any) -> Any:
         return (children,)
 
 
-def _values(items: list[Any], name: str) -> list[Any]:
-    """An attribute of every object, None where it is missing; each is read once."""
-    values: list[Any] = []
-    try:
-        values.extend(map(attrgetter(name), items))
-    except AttributeError:
-        # What was read stays read; from the first that lacks it on, each is asked whether it has it.
-        values.append(None)
-        values.extend(map(getattr, items[len(values) :], repeat(name), repeat(None)))
-    return values
+class _Objects:
+    """A list of objects, and what their classes tell of them.
+
+    Attributes:
+        items: The objects.
+        kinds: Their classes.
+    """
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        alike = bool(items) and countOf(map(type, items), type(items[0])) == len(items)
+        self.kinds: set[Any] = {type(items[0])} if alike else set(map(type, items))
+
+    @cached_property
+    def _declared(self) -> set[str] | None:
+        """What the classes declare; None where one computes attributes."""
+        declared: set[str] = set()
+        for kind in self.kinds:
+            if kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__"):
+                return None
+            declared.update(*(vars(base) for base in kind.__mro__))
+        return declared
+
+    def values(self, name: str) -> list[Any]:
+        """An attribute of every object, None where it is missing; what may be computed is read once each."""
+        items, read = self.items, _READ.get(name)
+        if read is not None and self._declared is not None and name not in self._declared:
+            with suppress(AttributeError):
+                return read(items)
+        values: list[Any] = []
+        try:
+            values.extend(map(attrgetter(name), items))
+        except AttributeError:
+            # What was read stays read; from the first that lacks it on, each is asked whether it has it.
+            values.append(None)
+            values.extend(map(getattr, items[len(values) :], repeat(name), repeat(None)))
+        return values
+
+    def absent(self, names: frozenset[str]) -> frozenset[str]:
+        """Names that no object has: to ask for one that is missing costs less than to read it and see that nothing came.
+
+        Where a class computes its attributes nobody asks twice: nothing is known to be absent, and of what it declares neither.
+        Objects that have nothing but what their classes declare need not be asked.
+        """
+        if len(names) < _ASKED_MIN or self._declared is None:
+            return frozenset()
+        unknown = names - self._declared
+        if not any(kind.__dictoffset__ for kind in self.kinds):
+            return unknown
+        return frozenset(name for name in unknown if not any(map(hasattr, self.items, repeat(name))))
 
 
-def _read(items: list[Any], name: str) -> list[Any] | None:
-    """The same; None when nothing was said at all."""
-    values = _values(items, name)
+def _read(objects: _Objects, name: str) -> list[Any] | None:
+    """The values; None when nothing was said at all."""
+    values = objects.values(name)
     return None if _lacking(values) == len(values) else values
 
 
 def _lacking(values: list[Any]) -> int:
     """How many are None; by type, for a value's equality may cost or fail."""
-    return countOf(map(type, values), type(None))
+    return countOf(map(type, values), _NONE)
 
 
-def _absent(items: list[Any], names: frozenset[str]) -> frozenset[str]:
-    """Names that no object has: to ask for one that is missing costs less than to read it and see that nothing came.
-
-    Where a class computes its attributes nobody asks twice: nothing is known to be absent, and of what it declares neither.
-    """
-    if len(names) < _ASKED_MIN:
-        return frozenset()
-    declared: set[str] = set()
-    kinds: set[Any] = set(map(type, items))
-    for kind in kinds:
-        if kind.__getattribute__ is not object.__getattribute__ or hasattr(kind, "__getattr__"):
-            return frozenset()
-        declared.update(*(vars(base) for base in kind.__mro__))
-    return frozenset(name for name in names - declared if not any(map(hasattr, items, repeat(name))))
-
-
-def _identities(items: list[Any], inner: list[Any], *, named: bool) -> list[Any]:
+def _identities(outer: _Objects, inner: _Objects, *, named: bool) -> Sequence[Any]:
     """An item's ``request_id``, or else its ``id``, or else its request's ``request_id``.
 
     Args:
         named: Whether any item has a ``request_id``.
     """
-    ids = _values(items, "request_id") if named else _values(items, "id")
+    ids = outer.values("request_id") if named else outer.values("id")
+    if countOf(map(type, ids), int) == len(ids):
+        return PlainIntegers(ids)
     if not _lacking(ids):
         return ids
     if named:
-        ids = [getattr(item, "id", None) if a is None else a for a, item in zip(ids, items, strict=True)]
-    return [r.request_id if a is None else a for a, r in zip(ids, inner, strict=True)]
+        ids = [getattr(item, "id", None) if a is None else a for a, item in zip(ids, outer.items, strict=True)]
+    return [r.request_id if a is None else a for a, r in zip(ids, inner.items, strict=True)]
 
 
 def _first_said(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:

@@ -26,6 +26,12 @@ _SAID: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 
 
+class PlainIntegers(tuple[int, ...]):
+    """A column whose entries were seen to be plain integers. Nobody can change it, so nobody has to look again."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, eq=False)
 class RouteBatch:
     """Requests as columns of equal length, in order of arrival; see :class:`RouteRequest` for each column's meaning.
@@ -142,8 +148,10 @@ def _look_at(place: int, request: RouteRequest) -> None:
 
 
 def holds_integers(column: Any) -> bool:
-    """Whether a column's type says that every entry is an integer, and no truth value: an array's of Python or of NumPy."""
+    """Whether a column's type says that every entry is an integer, and no truth value: as an array's of Python or of NumPy."""
     kind = type(column)
+    if kind is PlainIntegers:
+        return True
     if kind is array:
         return column.typecode in "bBhHiIlLqQ"
     if kind.__module__ != "numpy" or kind.__name__ != "ndarray":
