@@ -242,6 +242,9 @@ class Peer:
     def seal(self, request: int, incarnation: int = 0) -> None:
         self.shell.seal(RequestKey(request, incarnation))
 
+    def forget(self, request: int, incarnation: int = 0) -> None:
+        self.shell.forget(RequestKey(request, incarnation))
+
     def snapshot(self, request: int, incarnation: int = 0) -> Any:
         snapshot = self.shell.snapshot(RequestKey(request, incarnation))
         return (
@@ -264,10 +267,33 @@ class Peer:
         counters = self.transport.statistics()
         return {name: getattr(counters, name) for name in ("posts", "post_longest_s", "poll_longest_s", "errors")}
 
-    def open_files(self) -> list[int]:
-        """(descriptors, threads) of this process."""
-        threads = len(os.listdir("/proc/self/task"))
-        return [len(os.listdir("/proc/self/fd")), threads]
+    def census(self) -> dict[str, int]:
+        """What this process holds: everything here is as before when peers that came have gone."""
+        sizes = {
+            name: len(getattr(holder, name))
+            for holder, names in (
+                (self.transport, ("_agents",)),
+                (self.channel, ("_links", "_dialled", "_numbers")),
+                (self.shell, ("_lives", "_strangers", "_inbox", "_jobs", "_marks", "_lost", "_link_news")),
+            )
+            for name in names
+        }
+        for name in ("_high_water", "_flying", "_clocked", "_of_operation", "_transfers", "_draining"):
+            sizes[name] = len(getattr(self.shell, name, ()))
+        statistics = self.shell.statistics()
+        return sizes | {
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+            "quarantined": statistics["quarantined_count"],
+            "undelivered": statistics["undelivered"],
+            "open": len(self.shell.drain().open),
+        }
+
+    def close_all(self) -> None:
+        """Session, channel and transport end, the process lives on."""
+        self.shell.close()
+        self.transport.deregister(self.registration)
+        self.transport.close()
 
     def outside(self, value: int, requests: list[list[int]]) -> bool:
         """Whether every byte outside the destinations of these (request, count, size) still has a value."""

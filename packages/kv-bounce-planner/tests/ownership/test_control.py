@@ -274,6 +274,17 @@ def test_a_gap_ends_the_link_and_is_an_event(pair):
         listener.send(LEFT, b"answer")
 
 
+def test_a_late_frame_of_a_peer_that_was_disconnected_leaves_no_record(pair):
+    """It was under way when the listening side forgot its peer: refused, and nothing is kept for a peer that is gone."""
+    dialler, listener = pair
+    dialler.send(RIGHT, b"one")
+    assert receive(listener) == [b"one"]
+    dialler.send(RIGHT, b"late")
+    listener.disconnect(LEFT)
+    wait_refused(listener, "sequence")
+    assert not listener._links and not listener._numbers
+
+
 def test_unstructured_frames_are_counted_and_dropped(pair):
     _, listener = pair
     sockets = [stranger(listener.address, parts) for parts in ([b"x"], [b"x"] * 4, [b""] * 9)]

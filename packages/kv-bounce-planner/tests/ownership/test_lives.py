@@ -413,6 +413,92 @@ def test_a_sender_retires_a_dead_receiver_too(make_lab):
     assert not sender._lives and not sender._flying and not sender._high_water
 
 
+def other_of(lab, name="c9", **more):
+    """Another sender's process over the lab's fakes."""
+    peer = PeerId("ctx", name, 0)
+    resources = SessionResources(
+        lab.world.transport(peer), lab.network.channel(peer, linked=lab.linked), clock=lab.clock, **more
+    )
+    return Sender(peer, resources, lab.config)
+
+
+def bury(lab, peer):
+    lab.receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
+    lab.receiver.retire_peer(*peer.instance)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_the_last_frames_of_a_dead_process_bring_nothing_of_it_back(make_lab, heard):
+    """It introduced itself and died; its hello comes after its records went, whether it was ever heard before or not."""
+    lab = make_lab(1, linked=True)
+    dead = other_of(lab)
+    dead.introduce([lab.peer])
+    dead.poll()
+    (hello,) = lab.network._queues[(dead.self_id, lab.peer)]
+    if not heard:
+        lab.network._queues.pop((dead.self_id, lab.peer))
+    lab.run(1)
+    bury(lab, dead.self_id)
+    before = (set(lab.receiver._lives), len(lab.receiver._transport._agents))
+    lab.network.inject(dead.self_id, lab.peer, hello)
+    assert lab.run(3, senders=[]) == []
+    assert (set(lab.receiver._lives), len(lab.receiver._transport._agents)) == before
+    assert lab.receiver.statistics()["of_the_dead"] == 1
+    if heard:  # of a session that is known to be dead nothing counts, whatever it names
+        answer = dead._hello_frame(dead._lives[lab.peer], lab.receiver.session, is_reply=True)
+        lab.network.inject(dead.self_id, lab.peer, answer)
+        lab.network.inject(dead.self_id, lab.peer, answer)
+        assert lab.run(3, senders=[]) == [] and lab.receiver.statistics()["of_the_dead"] == 3
+    lab.clock.advance(lab.config.introduction_timeout_s + 1)
+    lab.run(2, senders=[])
+    assert not lab.receiver._strangers and lab.receiver._channel.disconnected[-1] == dead.self_id
+
+
+def test_an_answer_that_a_dead_process_sent_before_is_no_sign_of_life(make_lab):
+    """It names our session, which it heard of while it lived: only what it says after it was asked again counts."""
+    lab = make_lab(1)
+    dead = other_of(lab)
+    lab.receiver.introduce([dead.self_id])
+    lab.receiver.poll()
+    lab.network.hold(dead.self_id, lab.peer)
+    dead.poll()
+    bury(lab, dead.self_id)
+    lab.network.let(dead.self_id, lab.peer)
+    lab.run(3, senders=[])
+    assert dead.self_id not in lab.receiver._lives and lab.receiver.statistics()["of_the_dead"] == 1
+
+
+@pytest.mark.parametrize("first", ["it", "we", "both"])
+@pytest.mark.parametrize("retired", [True, False])
+def test_a_process_under_a_dead_ones_name_is_another_life(make_lab, first, retired):
+    """Restored under the same name and generation: known as soon as it shows that it hears us, whoever speaks first."""
+    lab = make_lab(1, linked=True)
+    dead = other_of(lab)
+    lab.receiver.introduce([dead.self_id])
+    for _ in range(3):
+        lab.receiver.poll()
+        dead.poll()
+    lab.world.kill(dead.self_id)
+    lab.receiver.peer_died(dead.self_id, PeerEvidence.PROCESS_REAPED)
+    if retired:
+        lab.receiver.retire_peer(*dead.self_id.instance)
+    lab.world.killed.discard(dead.self_id)
+    again = other_of(lab)
+    again.peer_died(lab.peer, PeerEvidence.PROCESS_REAPED)  # each side takes the other for dead
+    if first != "it":
+        lab.receiver.introduce([again.self_id])
+    if first != "we":
+        again.introduce([lab.peer])
+    for _ in range(8):
+        lab.receiver.poll()
+        again.poll()
+    if first == "we" and not retired:  # a dead life is not spoken to before it was retired
+        assert lab.receiver._lives[again.self_id].dead
+        return
+    assert lab.receiver.peers()[again.self_id] == "ready" and again.peers()[lab.peer] == "ready"
+    assert lab.receiver._lives[again.self_id].session == again.session and not lab.receiver._gone
+
+
 # --- proof for RDMA -------------------------------------------------------------------------------------------------
 
 

@@ -213,33 +213,66 @@ def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_p
     proxy.close()
 
 
+#: What a process holds of its peers: nothing, when they have gone.
+OF_PEERS = (
+    "_agents", "_links", "_dialled", "_numbers", "_lives", "_strangers", "_inbox", "_jobs", "_marks", "_lost",
+    "_link_news", "_high_water", "_flying", "_clocked", "_of_operation", "_transfers", "_draining", "quarantined",
+    "undelivered", "open",
+)  # fmt: skip
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp"])
-def test_two_hundred_peers_that_die_leave_everything_as_it_was(make_peer, together, transport):
-    """Created, a transfer each, killed before, during or after it, retired: descriptors, threads, links, quarantine."""
-    receiver = make_peer("gen", "g1")
-    receiver.init("tcp", NBYTES)
-    receiver("session", role="receiver", config=CONFIG)
-    baseline = None
-    for life in range(200):
-        sender = make_peer("ctx", f"c{life}", 1)
-        sender.init("tcp", NBYTES)
-        sender("session", role="sender", config=CONFIG)
-        sender("fill_pattern", seed=5)
+@pytest.mark.parametrize("lives", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("killed", "transport", "tiers"),
+    [
+        ("sender", "tcp", ("direct", "bounce", "pull")),
+        ("sender", "cma", ("direct", "bounce", "pull")),
+        ("receiver", "tcp", ("direct", "bounce")),  # over tcp the library ends a source that serves a dying reader
+        ("receiver", "cma", ("direct", "bounce", "pull")),
+    ],
+)
+def test_peers_that_die_leave_everything_as_it_was(make_peer, together, killed, transport, tiers, lives):
+    """Peers of either side come, transfer, are killed before, during or after it, and are retired; the survivor's whole
+    stack is closed and made again among them: descriptors, threads, agents, links, records and quarantine as before."""
+    roles = ("receiver", "sender") if killed == "sender" else ("sender", "receiver")
+    survivor, name = make_peer("a", "a1", 1), "b"
+    baseline, released = {}, 0
+
+    def start(peer, role):
+        peer.init({"tcp": "tcp", "cma": None}[transport], NBYTES, 1 << 20)
+        peer("session", role=role, config=CONFIG)
+        if role == "sender":
+            peer("fill_pattern", seed=5)
+
+    start(survivor, roles[0])
+    for life in range(lives):
+        mortal = make_peer(name, f"b{life}", 1)
+        start(mortal, roles[1])
+        receiver, sender = (survivor, mortal) if killed == "sender" else (mortal, survivor)
         receiver("connect", peer=sender.peer, address=sender.address)
-        receiver("open", request=life, incarnation=0, writers=[sender.peer], count=64, size=SIZE, tier="direct")
-        if life % 3:
-            sender("ready", request=life)
-            for _ in range(life % 7):
-                together((receiver, "poll", {"count": 3}), (sender, "poll", {"count": 3}))
-        sender.kill()
-        receiver("peer_died", peer=sender.peer, evidence="process reaped")
-        receiver("retire", instance="ctx", generation=f"c{life}")
-        receiver("poll", count=3)
-        if life == 20:
-            baseline = receiver("open_files")
-    files, threads = receiver("open_files")
-    assert files <= baseline[0] + 2 and threads <= baseline[1] + 1, (baseline, files, threads)
-    statistics = receiver("statistics")
-    assert statistics["quarantined_count"] == 0 and statistics["released"] == 200 and statistics["peers"] == 0
+        tier = tiers[life % len(tiers)]
+        receiver("open", request=life, incarnation=0, writers=[sender.peer], count=COUNT, size=SIZE, tier=tier)
+        sender("ready", request=life)
+        for _ in range((0, 2, 3, 4, 5, 6, 40)[life % 7]):
+            together((receiver, "poll", {"count": 2}), (sender, "poll", {"count": 2}))
+        mortal.kill()
+        mortal.close()
+        survivor("peer_died", peer=mortal.peer, evidence="process reaped")
+        survivor("retire", instance=name, generation=f"b{life}")
+        if killed == "receiver":
+            survivor("seal", request=life)
+        survivor("poll", count=3)
+        if killed == "receiver":
+            survivor("forget", request=life)
+        census = survivor("census")
+        assert {each: census[each] for each in OF_PEERS if census[each]} == {}, (life, tier)
+        released += 1
+        if life % 5 == 4:
+            assert survivor("statistics")["released"] == released
+            survivor("close_all")
+            start(survivor, roles[0])
+            released = 0
+        if life == min(lives // 2, 20):
+            baseline = census
+    assert census["files"] <= baseline["files"] + 2 and census["threads"] <= baseline["threads"] + 1, (baseline, census)

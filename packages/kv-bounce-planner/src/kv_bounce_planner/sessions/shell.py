@@ -9,6 +9,10 @@ A link that breaks is not a life that ends. While a link is away nothing new is 
 both sides show their numbers first, and the receiver asks again for whatever it has not seen the end of: every message may
 be repeated without harm. Only a link that stays away longer than its time puts the open operations in doubt.
 
+A process that ended may still be heard: its last frames arrive after it was reported dead and its records are gone. So its name
+is remembered with the number of its session. A hello under that name counts only if it is another session's and names ours,
+after it was asked (``Stranger``, or our hello): so it heard us since, and is alive.
+
 Memory that was registered after a peer was introduced is announced to it before the first message that names any of it
 (``MemoryChanged``): the transport's version says when.
 
@@ -94,6 +98,8 @@ if TYPE_CHECKING:
 OVER_MAX: Final = 262_144
 #: Frames that were meant for another session are answered once per writer; so many writers are remembered (count).
 STRANGERS_MAX: Final = 4096
+#: Names of processes that ended, whose late frames are told from a new life's (count).
+GONE_MAX: Final = 4096
 #: Last words about operations that are kept, to be said again (count).
 RECEIPTS_MAX: Final = 262_144
 
@@ -158,6 +164,19 @@ class PeerLife:
         return self.state is PeerState.READY
 
 
+@dataclass
+class _Gone:
+    """A name whose process ended: the session that it had (none, if it was never heard).
+
+    ``asked``: something that only a living process can answer left since; if that was an answer to a hello, it is waited for
+    until ``answer_until_s``, and then nothing stays of the link.
+    """
+
+    session: bytes
+    asked: bool = False
+    answer_until_s: float | None = None
+
+
 class Shell(Generic[OpenT]):
     """Base of ``Receiver`` and ``Sender``."""
 
@@ -186,6 +205,7 @@ class Shell(Generic[OpenT]):
         self._on_memory = on_memory
         self._lock = threading.RLock()
         self._lives: dict[PeerId, PeerLife] = {}
+        self._gone: OrderedDict[PeerId, _Gone] = OrderedDict()
         self._inbox: deque[tuple[PeerId, bytes]] = deque()
         self._link_news: deque[LinkEvent] = deque()
         self._lost: deque[PeerId] = deque()
@@ -297,6 +317,8 @@ class Shell(Generic[OpenT]):
         with self._lock:
             self._lives[peer] = life
             life.outbox.append(frame)
+            if peer in self._gone:
+                self._gone[peer].asked = True
         return life
 
     def _hello_frame(self, life: PeerLife, target: bytes, *, is_reply: bool) -> bytes:
@@ -355,6 +377,8 @@ class Shell(Generic[OpenT]):
         if hello.peer != peer or frame.source == NO_SESSION:
             self._counters["foreign"] += 1
             return
+        if peer in self._gone and not self._lives_again(peer, frame):
+            return
         life = self._lives.get(peer)
         if frame.target not in (NO_SESSION, self.session):
             # It answers another session of our name: made before us, or living beside us.
@@ -397,6 +421,25 @@ class Shell(Generic[OpenT]):
                 self._ask_again(life)
             elif was is not PeerState.READY:
                 self._events.append(PeerIntroduced(peer))
+
+    def _lives_again(self, peer: PeerId, frame: Frame) -> bool:
+        """Whether a hello under the name of a process that ended is a new life's. One that has not heard us is asked."""
+        gone = self._gone[peer]
+        if frame.source == gone.session:
+            self._counters["of_the_dead"] += 1
+            self._forget_link(peer)
+            return False
+        if frame.target != self.session or not gone.asked:
+            self._counters["of_the_dead"] += 1
+            gone.asked, gone.answer_until_s = True, self._clock() + self.config.introduction_timeout_s
+            self._strangers.pop((peer, frame.source), None)  # asked each time: an answer may be lost with its link
+            self._answer_stranger(peer, frame.source)
+            return False
+        del self._gone[peer]
+        life = self._lives.get(peer)
+        if life is not None and life.dead:
+            self._replaced(life, "another process has taken its name")
+        return True
 
     def _connect(self, life: PeerLife, info: AgentInfo) -> str:
         """Learn the peer's agent, or what is new of it. Returns why not, or nothing."""
@@ -536,10 +579,10 @@ class Shell(Generic[OpenT]):
         life = self._lives.get(peer)
         if frame.target != self.session:
             self._counters["other_session"] += 1
-            self._answer_stranger(peer, frame.source, frame.target)
+            if frame.target != NO_SESSION and peer not in self._gone:
+                self._answer_stranger(peer, frame.source)
         elif isinstance(message, Stranger):
-            if life is not None and life.session not in (NO_SESSION, frame.source):
-                self._replaced(life, "another session lives there now")
+            self._strange(life, frame.source)
         elif isinstance(message, Refused) and life is not None and life.session in (NO_SESSION, frame.source):
             self._refused(life, f"it refuses this side: {message.reason}")
         elif life is None or life.session != frame.source:
@@ -562,9 +605,20 @@ class Shell(Generic[OpenT]):
             case _:
                 self._counters["unexpected"] += 1
 
-    def _answer_stranger(self, peer: PeerId, source: bytes, target: bytes) -> None:
-        """Tell who wrote to an earlier session of our name, once: it learns at its first frame."""
-        if source == NO_SESSION or target == NO_SESSION or (peer, source) in self._strangers:
+    def _strange(self, life: PeerLife | None, source: bytes) -> None:
+        """We wrote to a session that is not there any more, or as one that is not believed to be alive."""
+        if life is None:
+            return
+        if life.session not in (NO_SESSION, source):
+            self._replaced(life, "another session lives there now")
+        elif life.state is PeerState.INTRODUCING:
+            frame = self._hello_frame(life, source, is_reply=False)  # names its number: we heard it
+            with self._lock:
+                life.outbox.append(frame)
+
+    def _answer_stranger(self, peer: PeerId, source: bytes) -> None:
+        """Tell a session that does not know this one of it, once."""
+        if source == NO_SESSION or (peer, source) in self._strangers:
             return
         self._strangers[(peer, source)] = None
         bound(self._strangers, STRANGERS_MAX)
@@ -630,6 +684,10 @@ class Shell(Generic[OpenT]):
         if now_s - self._beat_at_s < self.config.heartbeat_s:
             return
         self._beat_at_s = now_s
+        for peer, gone in self._gone.items():
+            if gone.answer_until_s is not None and now_s >= gone.answer_until_s:
+                gone.answer_until_s = None
+                self._forget_link(peer)
         interested = self._interested()
         for life in list(self._lives.values()):
             if life.state is PeerState.LOST and self._links is None and not life.dead and life.peer in interested:
@@ -646,6 +704,13 @@ class Shell(Generic[OpenT]):
             else:
                 with self._lock:
                     self._queue(life.peer, Beat(True))
+
+    def _forget_link(self, peer: PeerId) -> None:
+        """Nothing of a peer stays that nobody answers for."""
+        for key in [each for each in self._strangers if each[0] == peer]:
+            del self._strangers[key]
+        if self._links is not None:
+            self._guarded(self._links.disconnect, peer)
 
     def _try_again(self, life: PeerLife) -> None:
         """A channel that does not say when a link is back: show ourselves again, and see."""
@@ -848,6 +913,10 @@ class Shell(Generic[OpenT]):
                 life.relinked = life.session != NO_SESSION
                 life.state, life.reason, life.lost_until_s = PeerState.LOST, evidence, None
                 life.dead = evidence == PeerEvidence.PROCESS_REAPED
+            if evidence == PeerEvidence.PROCESS_REAPED:
+                self._gone[peer] = _Gone(life.session if life is not None else NO_SESSION)
+                self._gone.move_to_end(peer)
+                bound(self._gone, GONE_MAX)
         self._peer_in_doubt(peer, f"peer {peer}: {evidence}")
         if evidence == PeerEvidence.PROCESS_REAPED:
             self._peer_gone(peer, f"peer {peer} has died")

@@ -56,10 +56,11 @@ HEARTBEAT_TIMEOUT_MS: Final = 5000
 
 
 class _Link:
-    __slots__ = ("broken", "number", "received", "remote_number", "route", "sent", "socket")
+    __slots__ = ("broken", "incoming", "number", "outgoing", "received", "remote_number", "route", "sent", "socket")
 
-    def __init__(self, socket: Any, route: bytes | None) -> None:
+    def __init__(self, socket: Any, route: bytes | None, keys: tuple[bytes, bytes]) -> None:
         self.socket = socket
+        self.outgoing, self.incoming = keys  # one key per direction
         self.route = route  # ROUTER's name of the link; None on a DEALER
         self.number = secrets.token_bytes(16)
         self.remote_number = b""
@@ -110,7 +111,6 @@ class ZmqControlChannel:
         self.self_id = self_id
         self._key = bytes(key)
         self._clock = clock
-        self._keys: dict[tuple[PeerId, PeerId], bytes] = {}
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context(1)
         self._router: Any = None
@@ -167,7 +167,7 @@ class ZmqControlChannel:
             socket.close()
             raise ChannelError(f"cannot connect to {peer} at {dialled.address}: {error}") from error
         dialled.monitor = monitor
-        dialled.link = self._links[peer] = _Link(socket, None)
+        dialled.link = self._links[peer] = _Link(socket, None, self._keys_with(peer))
 
     def disconnect(self, peer: PeerId) -> None:
         """Close the link to a peer for good and forget it."""
@@ -176,8 +176,6 @@ class ZmqControlChannel:
             self._hang_up(dialled)
         self._links.pop(peer, None)
         self._numbers.pop(peer, None)
-        for pair in [each for each in self._keys if peer in each]:
-            del self._keys[pair]
 
     def reset(self, peer: PeerId) -> None:
         """Give up a link that seems dead; where this side dials, it dials again."""
@@ -275,7 +273,7 @@ class ZmqControlChannel:
     def _put(self, peer: PeerId, link: _Link, frame: bytes) -> None:
         head = _HEAD.pack(_MAGIC, link.number, link.sent)
         names = msgspec.msgpack.encode((self.self_id, peer))
-        parts = [head, names, frame, self._tag(self.self_id, peer, head, names, frame)]
+        parts = [head, names, frame, _tag(link.outgoing, head, names, frame)]
         if link.route is not None:
             parts.insert(0, link.route)
         link.socket.send_multipart(parts, zmq.DONTWAIT)
@@ -351,7 +349,9 @@ class ZmqControlChannel:
             return self._refuse("structure")
         if target != self.self_id or (dialled is not None and source != dialled):
             return self._refuse("address")
-        if not hmac.compare_digest(self._tag(source, target, head, names, frame), tag):
+        present = self._links.get(source)
+        key = present.incoming if present is not None else self._key_of(source, target)
+        if not hmac.compare_digest(_tag(key, head, names, frame), tag):
             return self._refuse("authentication")
         link = self._link_of(source, number, sequence, route)
         if link is None:
@@ -375,17 +375,15 @@ class ZmqControlChannel:
         link = self._links.get(source)
         if link is not None and link.remote_number == number and route == link.route:
             return link
-        seen = self._numbers.setdefault(source, OrderedDict()) if len(self._numbers) < LINKS_MAX else None
-        if seen is None:
-            self._refuse("capacity")
-            return None
+        seen = self._numbers.get(source, ())
         if number in seen or sequence != 0 or (link is not None and link.route is None and link.remote_number):
             self._refuse("replay" if number in seen else "sequence")
             return None
-        if len(seen) >= NUMBERS_MAX:
+        if len(seen) >= NUMBERS_MAX or (not seen and len(self._numbers) >= LINKS_MAX):
             self._refuse("capacity")
             return None
-        seen[number] = None
+        # Only now: a late frame of a peer that was disconnected leaves no record of it.
+        self._numbers.setdefault(source, OrderedDict())[number] = None
         if link is not None and link.route is None:
             link.remote_number = number  # the first answer on a link that this side dialled
             return link
@@ -394,7 +392,7 @@ class ZmqControlChannel:
         elif source not in self._dialled and len(self._links) >= LINKS_MAX:
             self._refuse("capacity")
             return None
-        link = _Link(self._router, route)
+        link = _Link(self._router, route, self._keys_with(source))
         link.remote_number = number
         self._links[source] = link
         return link
@@ -405,15 +403,17 @@ class ZmqControlChannel:
             self._put(peer, link, _TAKEN)
         self._break(peer, link, "the peer has dialled again")
 
-    def _tag(self, source: PeerId, target: PeerId, head: bytes, names: bytes, frame: bytes) -> bytes:
-        key = self._keys.get((source, target))
-        if key is None:
-            key = hmac.digest(self._key, b"kv-control" + msgspec.msgpack.encode((source, target)), "sha256")
-            if len(self._keys) < 2 * LINKS_MAX:
-                self._keys[(source, target)] = key
-        mac = hmac.new(key, digestmod=hashlib.sha256)
-        mac.update(head)
-        mac.update(len(names).to_bytes(4, "little"))
-        mac.update(names)
-        mac.update(frame)
-        return mac.digest()
+    def _key_of(self, source: PeerId, target: PeerId) -> bytes:
+        return hmac.digest(self._key, b"kv-control" + msgspec.msgpack.encode((source, target)), "sha256")
+
+    def _keys_with(self, peer: PeerId) -> tuple[bytes, bytes]:
+        return self._key_of(self.self_id, peer), self._key_of(peer, self.self_id)
+
+
+def _tag(key: bytes, head: bytes, names: bytes, frame: bytes) -> bytes:
+    mac = hmac.new(key, digestmod=hashlib.sha256)
+    mac.update(head)
+    mac.update(len(names).to_bytes(4, "little"))
+    mac.update(names)
+    mac.update(frame)
+    return mac.digest()
