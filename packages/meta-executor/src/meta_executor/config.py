@@ -102,9 +102,21 @@ class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
 
 
 class RouterConfig(_Section, frozen=True, kw_only=True):
-    """How a request finds a rank (attention data parallelism) or an instance (front)."""
+    """How a request finds a rank inside an instance (attention data parallelism)."""
 
     type: Literal["balanced", "round_robin", "prefix", "conversation"] = "balanced"
+
+
+class FrontRouterConfig(_Section, frozen=True, kw_only=True):
+    """How a request finds one of several instances of a role."""
+
+    type: Literal["load_balancing", "round_robin", "kv_cache_aware", "conversation"] = "load_balancing"
+    #: Load is counted in tokens; else in requests.
+    use_tokens: bool = True
+    #: Tokens of the blocks that ``kv_cache_aware`` remembers (count); best the instances' own ``tokens_per_block``.
+    tokens_per_block: PositiveInt = 16
+    #: Blocks of each instance (``kv_cache_aware``), or conversations, that are remembered (count).
+    remembered_max: PositiveInt = 65536
 
 
 class RpcSettings(_Section, frozen=True, kw_only=True):
@@ -228,7 +240,9 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     max_requests: PositiveInt = 4096
     #: Of one API key, or where there are no keys of one client address (count); more get 429. None: half of ``max_requests``.
     max_requests_per_client: PositiveInt | None = None
-    router: RouterConfig = RouterConfig()
+    #: Among context instances, and among generation instances.
+    context_router: FrontRouterConfig = FrontRouterConfig()
+    generation_router: FrontRouterConfig = FrontRouterConfig()
     #: Answers that one request may ask for, prompts times ``n`` or ``best_of`` (count); more are a 400.
     answers_max: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 128
     #: Refuse fields of a body that nobody here knows (for tests of clients); else they are told and taken.

@@ -42,6 +42,8 @@ def test_nothing_is_the_default_topology():
         ({"served_model_name": []}, "served_model_name", ["want a name or several"]),
         ({"served_model_name": ["a", ""]}, "served_model_name", ["want a name or several"]),
         ({"front": {"answers_max": 0}}, "front.answers_max", ["1"]),
+        ({"front": {"context_router": {"type": "balanced"}}}, "front.context_router.type", ["balanced"]),
+        ({"front": {"router": {"type": "round_robin"}}}, "front.router", ["did you mean front.context_router?"]),
         ({"schedule_style": "both"}, "schedule_style", ["'both'"]),
         ({"port": 70000}, "port", ["65535", "70000"]),
         ({"context_servers": {"max_batch_size": 0}}, "context_servers.max_batch_size", ["1", "got 0"]),

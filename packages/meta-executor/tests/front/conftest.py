@@ -24,6 +24,7 @@ from meta_executor.engine.synthetic import synthetic_model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient
+from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.access import KeyFile
 from meta_executor.listener.serving import listen, server_of, url_of
@@ -375,7 +376,8 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
             legs = LegClient(KEY)
             stack.push_async_callback(legs.close)
             front = FrontConfig(**config)
-            directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, router="balanced")
+            routers = Routers(front.context_router, front.generation_router)
+            directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, routers=routers)
             if prepare:
                 await stack.enter_async_context(directory)
                 await directory.prepare()
@@ -387,6 +389,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
                 schedule_style=style,  # type: ignore[arg-type]
                 servers=servers,
                 directory=directory,
+                routers=routers,
                 legs=legs,
                 key=KEY,
                 keys=keys,

@@ -37,7 +37,7 @@ async def test_both_legs_of_a_request_are_shown_with_the_instances_own_decisions
             ("ctx-0", request_id),
             ("gen-0", request_id),
         ]
-        assert routing.unknown == {} and routing.policy == "balanced"
+        assert routing.unknown == {} and routing.policy == "load_balancing"
         await cluster.settled()
 
 

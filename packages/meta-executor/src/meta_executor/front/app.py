@@ -47,6 +47,7 @@ from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
 from meta_executor.front.replies import UNKNOWN_HEADER, Reply
+from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
 from meta_executor.front.stories import Stories, Story
 from meta_executor.front.tenants import Tenants
@@ -96,6 +97,7 @@ class FrontService:
         schedule_style: Order of the legs.
         servers: Instances.
         directory: Of them; entered by the caller.
+        routers: How one of several is chosen.
         legs: HTTP to them.
         key: The run's key (hex).
         keys: API keys of clients; None: none are asked for.
@@ -114,6 +116,7 @@ class FrontService:
         schedule_style: wire.ScheduleStyle,
         servers: Sequence[FrontServer],
         directory: AsyncEndpointDirectory,
+        routers: Routers,
         legs: LegClient,
         key: str,
         keys: KeyFile | None = None,
@@ -134,8 +137,10 @@ class FrontService:
         self.ledger = Ledger(config.http)
         self.metrics = FrontMetrics(self.ledger, served_name)
         self.stories = Stories(_STORIES_MAX, config.perf_metrics_max_requests)
-        self.choices = Choices(directory, self.servers, legs, config.router.type, clock)
-        self.dispatch = Dispatch(directory, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices)
+        self.choices = Choices(directory, self.servers, legs, routers, clock)
+        self.dispatch = Dispatch(
+            directory, routers, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices
+        )
         self.running = 0
         self.draining = False
         self.created = int(time.time())

@@ -15,6 +15,7 @@ from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, ServerS
 from meta_executor import wire
 from meta_executor.front.leg import LegError
 from meta_executor.front.legs import LegClient
+from meta_executor.front.routers import Hint, Routers
 from meta_executor.front.servers import FrontServer
 from meta_executor.recent import Recent
 
@@ -26,7 +27,7 @@ class Choices:
         directory: Knows loads and who can be picked.
         servers: Instances of both roles.
         legs: HTTP to them.
-        policy: How one of several instances of a role is chosen.
+        routers: How one of several instances of a role is chosen.
         clock: Monotonic time (s).
     """
 
@@ -35,14 +36,14 @@ class Choices:
         directory: AsyncEndpointDirectory,
         servers: Sequence[FrontServer],
         legs: LegClient,
-        policy: str,
+        routers: Routers,
         clock: Callable[[], float],
     ) -> None:
         self._directory = directory
         self._servers = tuple(servers)
         self._owners = {server.url: server.owner_id for server in servers}
         self._legs = legs
-        self._policy = policy
+        self._routers = routers
         self._clock = clock
         self._recent: Recent[tuple[float, wire.LegDecision]] = Recent(wire.ROUTING_SHOWN_MAX)
 
@@ -51,7 +52,7 @@ class Choices:
         request_id: int,
         reservation: AsyncReservation,
         weight: int,
-        affinity: str | None,
+        hint: Hint,
         excluded: Collection[str],
     ) -> None:
         """A leg was given to an instance; its claim is on the instance's load already."""
@@ -61,14 +62,14 @@ class Choices:
             request_id=request_id,
             role=role,
             owner_id=self._owners.get(server, server),
-            why=self._why(role, affinity, excluded),
+            why=self._why(role, hint, excluded),
             weight=weight,
             load_weight=load.weight - weight,
             load_requests=load.count - 1,
         )
         self._recent.add((self._clock(), decision))
 
-    def _why(self, role: str, affinity: str | None, excluded: Collection[str]) -> str:
+    def _why(self, role: str, hint: Hint, excluded: Collection[str]) -> str:
         pickable = [
             server
             for server in self._directory.servers(role)
@@ -76,12 +77,8 @@ class Choices:
         ]
         if len(pickable) <= 1:
             why = "the only one that can be picked"
-        elif self._policy == "round_robin":
-            why = f"next in turn of {len(pickable)}"
-        elif self._policy in ("conversation", "prefix") and affinity is not None:
-            why = f"home of its conversation, of {len(pickable)}"
         else:
-            why = f"least loaded of {len(pickable)}"
+            why = self._routers.why(role, hint, len(pickable))
         if excluded:
             names = ", ".join(self._owners.get(server, server) for server in excluded)
             why += f"; {names} could not be reached"
@@ -104,7 +101,7 @@ class Choices:
         decided, held = self._recent.last(count_max)
         now_s = self._clock()
         return wire.ServiceRouting(
-            policy=self._policy,
+            policy=" and ".join(dict.fromkeys(self._routers.name(role) for role in ("context", "generation"))),
             decided=decided,
             decisions=[msgspec.structs.replace(d, age_s=max(now_s - at_s, 0.0)) for at_s, d in held],
             instances=instances,

@@ -28,6 +28,7 @@ from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
+from meta_executor.front.routers import Routers
 from meta_executor.front.stories import ENDED, FIRST_TOKEN, GIVEN, SENT, STOPPED, Story
 from meta_executor.wire import TokenLogprobs
 
@@ -118,6 +119,7 @@ class Dispatch:
 
     Args:
         directory: Of both roles' instances.
+        routers: Choose among them.
         legs: HTTP to them.
         metrics: Counted here.
         clock: Monotonic time (s).
@@ -128,6 +130,7 @@ class Dispatch:
     def __init__(
         self,
         directory: AsyncEndpointDirectory,
+        routers: Routers,
         legs: LegClient,
         metrics: FrontMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -137,6 +140,7 @@ class Dispatch:
         self._choices = choices
         self._order = order or LegOrder(1)
         self._directory = directory
+        self._routers = routers
         self._legs = legs
         self._metrics = metrics
         self._clock = clock
@@ -268,6 +272,7 @@ class Dispatch:
         """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
         left_s = max(job.deadline - self._clock(), 0.001)
         weight = job.request.prompt_count + (job.request.sampling.max_tokens if role == "generation" else 0)
+        hint = self._routers.hint(role, job.request)
         async with self._directory.reserve(
             role,
             job.request_id,
@@ -275,12 +280,12 @@ class Dispatch:
             revalidate=revalidate,
             timeout_s=min(left_s, 3.0),
             exclude=exclude,
-            affinity=job.request.conversation_id,
+            affinity=hint,
         ) as reservation:
             leg = _Leg(role, reservation, job)
             self._tell(leg, GIVEN)
             if self._choices is not None:
-                self._choices.chosen(job.request_id, reservation, weight, job.request.conversation_id, exclude)
+                self._choices.chosen(job.request_id, reservation, weight, hint, exclude)
             try:
                 yield leg
             finally:

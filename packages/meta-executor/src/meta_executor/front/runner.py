@@ -22,6 +22,7 @@ from meta_executor.engine.factory import model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
 from meta_executor.front.legs import LegClient
+from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.credentials import credentials
 from meta_executor.listener.serving import listen, server_of, url_of
@@ -76,7 +77,8 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
     listener = listen(service_config.hostname, service_config.port)
     key = run.key().hex()
     legs = LegClient(key)
-    directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, router=front.router.type)
+    routers = Routers(front.context_router, front.generation_router)
+    directory = make_directory(servers, legs, request_timeout_s=front.request_timeout_s, routers=routers)
     drain = asyncio.Event()
     cut = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -94,6 +96,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
             schedule_style=service_config.schedule_style,
             servers=servers,
             directory=directory,
+            routers=routers,
             legs=legs,
             key=key,
             keys=keys,

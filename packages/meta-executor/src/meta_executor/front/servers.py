@@ -6,17 +6,16 @@ things that it cannot know: how to fetch a record from our instances, and how to
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from endpoint_lifecycle import AsyncEndpointDirectory, Candidate, DirectoryConfig, PickRequest
+from endpoint_lifecycle import AsyncEndpointDirectory, DirectoryConfig
 from meta_executor import wire
 from meta_executor.front.legs import LegClient
+from meta_executor.front.routers import Routers
 
 _SERVER_INFO = msgspec.json.Decoder(wire.ServerInfo)
 #: A reservation outlives its request's own deadline by this much; its expiry is a backstop, counted as a defect (s).
@@ -70,7 +69,7 @@ def record_of(body: bytes) -> Mapping[str, Any]:
 
 
 def make_directory(
-    servers: Sequence[FrontServer], legs: LegClient, *, request_timeout_s: float, router: str
+    servers: Sequence[FrontServer], legs: LegClient, *, request_timeout_s: float, routers: Routers
 ) -> AsyncEndpointDirectory:
     """A directory of these instances; its background work runs inside its ``async with``."""
 
@@ -80,29 +79,11 @@ def make_directory(
     directory = AsyncEndpointDirectory(
         fetch,
         DirectoryConfig(reservation_ttl_s=request_timeout_s + _RESERVATION_GRACE_S),
-        policy=pick_policy(router),
+        policy=routers.pick,
     )
     for server in servers:
         directory.add_server(server.url, server.role, owner_id=server.owner_id)
     return directory
-
-
-def pick_policy(router: str) -> Callable[[Sequence[Candidate], PickRequest], Candidate] | None:
-    """The configured way to choose among several instances of a role; None: the least loaded."""
-    if router == "round_robin":
-        turns = itertools.count()
-        return lambda candidates, request: candidates[next(turns) % len(candidates)]
-    if router in ("conversation", "prefix"):
-
-        def sticky(candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
-            # Rendezvous hashing: a server that comes or goes moves only its own share, and every process agrees.
-            if request.affinity is None:
-                return min(candidates, key=lambda candidate: (candidate.weight, candidate.count))
-            key = f"{request.affinity}\0".encode()
-            return max(candidates, key=lambda candidate: hashlib.blake2b(key + candidate.server.encode()).digest())
-
-        return sticky
-    return None
 
 
 @dataclass(frozen=True)
