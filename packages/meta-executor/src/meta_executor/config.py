@@ -273,6 +273,13 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
         return self.max_requests_per_client or max(1, self.max_requests // 2)
 
 
+class ConditionalDisaggConfig(_Section, frozen=True, kw_only=True):
+    """Which prompts are not worth a context leg."""
+
+    #: Prompts of at most so many tokens are computed by the generation instance itself (count); 0: none are.
+    max_local_prefill_length: NonNegativeInt = 0
+
+
 class ServiceConfig(_Section, frozen=True, kw_only=True):
     """Everything that ``meta-executor up`` starts."""
 
@@ -283,6 +290,7 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     served_model_name: str | tuple[str, ...] | None = None
     engine: EngineConfig = EngineConfig()
     front: FrontConfig = FrontConfig()
+    conditional_disagg_config: ConditionalDisaggConfig = ConditionalDisaggConfig()
     context_servers: InstanceConfig = InstanceConfig(pipeline_parallel_size=4)
     generation_servers: InstanceConfig = InstanceConfig(tensor_parallel_size=2, enable_attention_dp=True)
     #: Where sockets, the key, logs and evidence of a run go: a folder of this user's that others may not write to. None: one

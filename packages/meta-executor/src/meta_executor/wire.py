@@ -168,6 +168,8 @@ class ContextResponse(msgspec.Struct, frozen=True, kw_only=True):
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Pull the KV of one prompt from a context instance and generate.
 
+    Without ``context`` the prompt is computed here: ``first_token`` is None and the stream holds all tokens.
+
     Context-first: ``first_token`` is the one that the context instance answered; the stream holds the tokens after it.
     Generation-first: ``first_token`` is None; the stream holds all tokens, the first one included. It is then sent while the
     context leg runs; read the stream in a task of its own, because its first line comes only after the transfer.
@@ -177,7 +179,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: TokenIds
     sampling: Sampling
     first_token: int | None = None
-    context: PeerContext
+    context: PeerContext | None
     schedule_style: ScheduleStyle = "context_first"
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     #: Generation of this generation instance that the front chose.
@@ -201,6 +203,8 @@ class GenerationChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     rank: int | None = None
     #: Of ``tokens`` in order, where the request asks for them; the context instance alone tells those of the first token.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Of the prompt, found in the prefix cache here; with the first token, where the prompt is computed here.
+    cached_tokens: int = 0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,6 +317,8 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     #: Why a transfer took its tier: reason code to count.
     tier_reasons: dict[str, int] = {}
     prefix_hit_tokens: int = 0
+    #: Prompts that a generation rank computed itself (count).
+    prompts_computed: int = 0
     #: Iterations of the loop, and those that took longer: while one runs, nothing else of the rank does.
     turns: int = 0
     turns_over_1ms: int = 0

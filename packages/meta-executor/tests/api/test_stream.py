@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -143,6 +144,8 @@ async def test_refusals_are_typed_and_touch_nothing(instance: Instance) -> None:
         (Submit(ask(2, logit_bias=((500, 1.0),)), "g1"), wire.INVALID_REQUEST),
         (Submit(ask(2, logit_bias=((-1, 1.0),)), "g1"), wire.INVALID_REQUEST),
         (Submit(ask(2, stop_token_ids=(500,), min_tokens=1), "g1"), wire.INVALID_REQUEST),
+        (Submit(msgspec.structs.replace(ask(2), first_token=None), "g1"), wire.INVALID_REQUEST),
+        (Submit(msgspec.structs.replace(ask(2), prefills_here=True), "g1"), wire.INVALID_REQUEST),
         (Submit(ask(1), "g1"), wire.DUPLICATE_REQUEST),
     ):
         with pytest.raises(ProxyError) as caught:

@@ -44,6 +44,7 @@ WAITING       LEASED     PREPARED      context             generation_first
 WAITING       SCHEDULED  ACTIVATED     context             context_first
 PREPARED      SCHEDULED  ACTIVATED     context             generation_first
 WAITING       PUBLISHED  TRANSFERRING  generation          context_first,generation_first
+WAITING       OWNED      ACTIVATED     generation          context_first
 TRANSFERRING  ARRIVED    ACTIVATED     generation          context_first,generation_first
 ACTIVATED     LAUNCHED   COMPUTING     context,generation  context_first,generation_first
 COMPUTING     LAUNCHED   COMPUTING     context,generation  context_first,generation_first

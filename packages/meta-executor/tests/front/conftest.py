@@ -248,7 +248,10 @@ class FakeInstance:
         if self.gate is not None:
             await self.gate.wait()
         tokens, reason = self.tokens(body.sampling)
-        if body.schedule_style == "context_first":
+        alone = body.context is None
+        if alone:
+            assert body.first_token is None and body.schedule_style == "context_first"
+        elif body.schedule_style == "context_first":
             assert body.first_token == tokens[0]
             tokens = tokens[1:]
         else:
@@ -269,7 +272,10 @@ class FakeInstance:
                 # What is told of the first token comes with the context leg.
                 told = part[1:]
             chunk = wire.GenerationChunk(
-                tokens=part, finish_reason=reason if last else None, logprobs=self.logprobs(body.sampling, told)
+                tokens=part,
+                finish_reason=reason if last else None,
+                logprobs=self.logprobs(body.sampling, told),
+                cached_tokens=2 if alone and place == 0 else 0,
             )
             yield wire.encode_json(chunk) + b"\n"
 
@@ -359,6 +365,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
         tls: ssl.SSLContext | None = None,
         hostname: str = "127.0.0.1",
         names: dict[str, Any] | None = None,
+        local_prefill_max: int = 0,
         **config: Any,
     ) -> AsyncIterator[Cluster]:
         instances = [FakeInstance("context", f"ctx-{i}", byte_tokenizer) for i in range(contexts)]
@@ -393,6 +400,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
                 legs=legs,
                 key=KEY,
                 keys=keys,
+                local_prefill_max=local_prefill_max,
                 **(names or {}),
             )
             stack.callback(service.close)

@@ -106,8 +106,8 @@ def test_prefixes_are_named_by_all_before_them_and_by_who_may_share_them() -> No
 
 
 def test_prefix_hits_against_the_least_loaded() -> None:
-    """Forty conversations of eight turns at four instances, the same load for both policies: of the blocks that a conversation's
-    instance could have, nearly all are found, by load alone far fewer."""
+    """Forty conversations of eight turns at four instances, the same load for both policies: of the
+    blocks that could be found nearly all are, by load alone far fewer."""
 
     def hit_share(kind: str) -> float:
         chance = random.Random(5)

@@ -168,8 +168,11 @@ class ApiServer:
 
     async def _generation(self, request: Request) -> Response:
         body = await _decoded(request, _GENERATION)
-        peer = await self._known_peer(body.context)
-        made = msgspec.structs.replace(self._request_of(body), first_token=body.first_token, peer=peer)
+        made = msgspec.structs.replace(self._request_of(body), first_token=body.first_token)
+        if body.context is None:
+            made = msgspec.structs.replace(made, prefills_here=True)
+        else:
+            made = msgspec.structs.replace(made, peer=await self._known_peer(body.context))
         tracked = await self._submitted(request, made, body.endpoint_generation)
         return _Stream(self._lines(tracked), media_type="application/x-ndjson")
 
@@ -184,6 +187,7 @@ class ApiServer:
                     error=_error_of(notice) if notice is not None and notice.failed else None,
                     rank=None if notice is None else notice.rank,
                     logprobs=tuple(told for one in notices for told in one.logprobs),
+                    cached_tokens=sum(one.cached_tokens for one in notices),
                 )
                 yield wire.encode_json(chunk) + b"\n"
                 if notice is not None:

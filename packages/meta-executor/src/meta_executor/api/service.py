@@ -150,9 +150,12 @@ class ExecutorService:
         sampling = request.sampling
         if request.prompt_count == 0:
             return _invalid("token_ids", "is empty")
-        if self._role == "generation" and request.generation_first != (request.first_token is None):
-            needs = "must be null in the generation_first schedule" if request.generation_first else "is required"
-            return _invalid("first_token", needs)
+        if self._role == "generation":
+            expected = not (request.generation_first or request.prefills_here)
+            if expected != (request.first_token is not None):
+                return _invalid("first_token", "is required" if expected else "must be null: it comes from elsewhere")
+        if request.prefills_here and (self._role == "context" or request.generation_first):
+            return _invalid("prefills_here", "is for context_first requests of a generation instance")
         if info.vocab_size and not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
             return _invalid("token_ids", f"has a token outside 0..{info.vocab_size - 1}")
         if info.vocab_size:

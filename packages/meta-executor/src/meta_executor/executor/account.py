@@ -48,6 +48,7 @@ def rank_statistics(made: ComposedRank, agreement: AnyAgreement | None, block_by
         bytes_sent=counters.bytes_moved if context else 0,
         bytes_received=0 if context else counters.bytes_moved,
         tier_reasons=dict(counters.reasons or {}),
+        prompts_computed=loop.compute.prompt_count,
         prefix_hit_tokens=blocks.pool.statistics().prefix_hit_tokens if isinstance(blocks, PlannedBlocks) else 0,
     )
 

@@ -4,14 +4,17 @@ A row is a sequence whose KV has arrived; rows stand in the order of arrival. A 
 step costs this thread is a handful of array operations, whatever the number of rows; only rows that begin or end in it are
 touched one by one.
 
+A prompt without a context leg is computed here, in chunks behind the rows of a step; its first token makes it a row.
+
 One step is in flight at a time. Rows of a step in flight stay until it has retired, also where their request was stopped
 meanwhile: the engine reads their blocks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,16 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor import wire
-from meta_executor.engine.base import Engine, SamplingParams, StepHandle, StepInput, Told
+from meta_executor.engine.base import Engine, SamplingParams, SequenceStep, StepHandle, StepInput, Told
 from meta_executor.engine.sampling import finish_reason
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.messages import Result, Schedule
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence
 from meta_executor.executor.request import AnswerBook, Notice
-from meta_executor.executor.scheduler import StepLimits
+from meta_executor.executor.scheduler import Chunk, StepLimits, plan_step
 from meta_executor.executor.steps import output_of
 from meta_executor.executor.transceiver import Transceiver
+from meta_executor.wire import TokenLogprobs
 
 _ROWS_MIN = 64
 
@@ -124,13 +128,48 @@ def _widened(table: npt.NDArray[_Integer], rows: int, width: int) -> npt.NDArray
     return wider
 
 
+def _with_chunks(step: StepInput, chunks: tuple[tuple[Sequence, Chunk], ...]) -> StepInput:
+    """A step of rows, with chunks of prompts behind them."""
+    prompts = StepInput.of(
+        step.step_id,
+        (
+            SequenceStep(
+                request_id=chunk.request_id,
+                token_ids=sequence.request.token_ids[chunk.start : chunk.start + chunk.count],
+                start_position=chunk.start,
+                block_ids=sequence.block_array(),
+                sampling=sequence.request.sampling if chunk.wants_token else None,
+                told=Told(sequence.request.token_ids, []) if chunk.wants_token else None,
+            )
+            for sequence, chunk in chunks
+        ),
+    )
+    if not step.sequence_count:
+        return prompts
+    width = max(step.block_tables.shape[1], prompts.block_tables.shape[1])
+    tables = np.full((step.sequence_count + prompts.sequence_count, width), -1, np.int64)
+    tables[: step.sequence_count, : step.block_tables.shape[1]] = step.block_tables
+    tables[step.sequence_count :, : prompts.block_tables.shape[1]] = prompts.block_tables
+    return StepInput(
+        step_id=step.step_id,
+        request_ids=np.concatenate([step.request_ids, prompts.request_ids]),
+        token_ids=np.concatenate([step.token_ids, prompts.token_ids]),
+        counts=np.concatenate([step.counts, prompts.counts]),
+        starts=np.concatenate([step.starts, prompts.starts]),
+        block_tables=tables,
+        sampling=(*step.sampling, *prompts.sampling),
+        told=(*step.told, *prompts.told),
+    )
+
+
 @dataclass(slots=True)
 class _Flight:
-    """The step that the engine has: the first ``count`` rows."""
+    """The step that the engine has: the first ``count`` rows, then chunks of prompts."""
 
     handle: StepHandle
     count: int
     launched_s: float
+    chunks: tuple[tuple[Sequence, Chunk], ...] = ()
 
 
 class DecodeCompute:
@@ -163,6 +202,7 @@ class DecodeCompute:
         self._engine = engine
         self._registry = registry
         self._blocks = blocks
+        self._limits = limits
         self._rows_max = min(limits.sequences_max, limits.tokens_max)
         self._transceiver = transceiver
         self._answers = answers
@@ -171,6 +211,9 @@ class DecodeCompute:
         #: Leading rows that were in a step already (count).
         self._named = 0
         self._flight: _Flight | None = None
+        #: Prompts that are computed here, in order of arrival.
+        self._prompts: deque[Sequence] = deque()
+        self.prompt_count = 0
         #: Stopped while their rows were in flight.
         self._stopped: set[int] = set()
         #: Of the leading rows, until rows come or go.
@@ -200,18 +243,23 @@ class DecodeCompute:
         self._blocks.store_prefix(sequence)
         if request.generation_first:
             self._answers.token(request.request_id, first_token)
-        reason = finish_reason(first_token, 1, request.sampling, ())
-        if reason:
-            self._finish(sequence, reason)
-            return
-        self._rows.add(sequence, first_token)
-        self._sampling = ()
+        self._first_token(sequence, first_token)
+
+    def own_prompt(self, sequence: Sequence) -> None:
+        """Its blocks are owned: it is computed from now on."""
+        self._registry.open_leg(sequence, Leg.COMPUTE)
+        self._prompts.append(sequence)
 
     def stopped(self, sequence: Sequence) -> None:
         """Its outcome is set: no later step has it; compute's leg ends with the step in flight."""
         row = self._rows.row_of(sequence.request_id)
         if row < 0:
-            self._end_compute(sequence)
+            if sequence in self._prompts:
+                self._prompts.remove(sequence)
+            if self._flight is not None and any(flown is sequence for flown, _ in self._flight.chunks):
+                self._stopped.add(sequence.request_id)
+            else:
+                self._end_compute(sequence)
         elif self._flight is not None and row < self._flight.count:
             self._stopped.add(sequence.request_id)
         else:
@@ -231,7 +279,7 @@ class DecodeCompute:
     @property
     def busy(self) -> bool:
         """A step is in flight, or rows wait for one."""
-        return self._flight is not None or self._rows.count > 0
+        return self._flight is not None or self._rows.count > 0 or bool(self._prompts)
 
     @property
     def stepping(self) -> bool:
@@ -245,10 +293,11 @@ class DecodeCompute:
         return False
 
     def run_layers(self, now_s: float) -> bool:
-        """Launch a step of the first rows, if none is in flight. Returns whether one was launched."""
+        """Launch a step of the first rows and of prompts, if none is in flight. Returns whether one was launched."""
         rows = self._rows
-        count = min(rows.count, self._rows_max)
-        if self._flight is not None or count == 0:
+        # A prompt always has a place: rows that fill every step would keep it out for as long as they live.
+        count = min(rows.count, self._rows_max - bool(self._prompts))
+        if self._flight is not None or (count == 0 and not self._prompts):
             return False
         for sequence in rows.sequences[self._named : count]:
             self._registry.apply(sequence, Event.LAUNCHED)
@@ -267,13 +316,31 @@ class DecodeCompute:
             sampling=self._sampling,
             told=self._told,
         )
+        chunks = self._plan_chunks(count) if self._prompts else ()
+        if chunks:
+            step = _with_chunks(step, chunks)
         self._next_step_id += 1
         handle = self._engine.launch(step)
         handle.add_done_callback(self._wake)
-        self._flight = _Flight(handle, count, now_s)
+        self._flight = _Flight(handle, count, now_s, chunks)
         self.step_count += 1
-        self.token_count += count
+        self.token_count += step.token_count
         return True
+
+    def _plan_chunks(self, row_count: int) -> tuple[tuple[Sequence, Chunk], ...]:
+        """What of the waiting prompts fits behind so many rows; it is in a step from now on."""
+        limits = dataclasses.replace(
+            self._limits,
+            sequences_max=self._limits.sequences_max - row_count,
+            tokens_max=self._limits.tokens_max - row_count,
+        )
+        chunks = []
+        for chunk in plan_step(self._prompts, limits):
+            sequence = self._registry.require(chunk.request_id)
+            sequence.launched = chunk.start + chunk.count
+            self._registry.apply(sequence, Event.LAUNCHED)
+            chunks.append((sequence, chunk))
+        return tuple(chunks)
 
     def retire(self, now_s: float) -> bool:
         """Take a finished step's tokens; end the rows that it ended. Returns whether a step was taken."""
@@ -284,10 +351,19 @@ class DecodeCompute:
         self.step_times_s.append(now_s - flight.launched_s)
         output, failed = output_of(flight.handle, self._rank)
         if output is None or output.token_ids is None:
-            self._fail(flight.count, failed or f"rank {self._rank}: the step made no tokens")
+            self._fail(flight, failed or f"rank {self._rank}: the step made no tokens")
             return True
-        rows, count = self._rows, flight.count
-        tokens = np.asarray(output.token_ids, np.int32)
+        made = np.asarray(output.token_ids, np.int32)
+        if flight.count:
+            self._retire_rows(flight.count, made[: flight.count], output.logprobs)
+        for place, (sequence, chunk) in enumerate(flight.chunks, flight.count):
+            told = output.logprobs.get(place)
+            self._retire_chunk(sequence, chunk, int(made[place]), () if told is None else (told,))
+        return True
+
+    def _retire_rows(self, count: int, tokens: npt.NDArray[np.int32], logprobs: Mapping[int, TokenLogprobs]) -> None:
+        """The leading rows have a token more; end those that it ended."""
+        rows = self._rows
         rows.last_tokens[:count] = tokens
         rows.known[:count] += 1
         if self._remembers:
@@ -302,12 +378,36 @@ class DecodeCompute:
             ended |= cut
         else:
             self._answers.step(request_ids, tokens)
-        for index, one in output.logprobs.items():
-            if int(request_ids[index]) not in self._stopped:
+        for index, one in logprobs.items():
+            if index < count and int(request_ids[index]) not in self._stopped:
                 self._answers.notice(Notice(int(request_ids[index]), rank=self._rank, logprobs=(one,)))
         if ended.any():
             self._end_rows([int(row) for row in np.flatnonzero(ended)], stopping)
-        return True
+
+    def _retire_chunk(self, sequence: Sequence, chunk: Chunk, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """A part of a prompt is computed; with its last one the first token is known."""
+        sequence.retired = chunk.start + chunk.count
+        if sequence.request_id in self._stopped:
+            self._stopped.discard(sequence.request_id)
+            self._end_compute(sequence)
+        elif chunk.wants_token:
+            self._prompts.remove(sequence)
+            self.prompt_count += 1
+            self._blocks.store_prefix(sequence)
+            self._answers.token(sequence.request_id, token)
+            self._answers.notice(
+                Notice(sequence.request_id, cached_tokens=sequence.cached_count, rank=self._rank, logprobs=logprobs)
+            )
+            self._first_token(sequence, token)
+
+    def _first_token(self, sequence: Sequence, token: int) -> None:
+        """It becomes a row, unless its first token ends the answer."""
+        reason = finish_reason(token, 1, sequence.request.sampling, ())
+        if reason:
+            self._finish(sequence, reason)
+            return
+        self._rows.add(sequence, token)
+        self._sampling = ()
 
     def _end_rows(self, ended: list[int], stopping: npt.NDArray[np.bool_]) -> None:
         """Rows whose answer is complete, or whose request was stopped while they were in flight."""
@@ -320,10 +420,14 @@ class DecodeCompute:
             else:
                 self._finish(sequence, "stop" if stopping[row] else "length")
 
-    def _fail(self, count: int, message: str) -> None:
+    def _fail(self, flight: _Flight, message: str) -> None:
         """The engine could not compute the step: its requests end with the engine's words."""
-        sequences = self._rows.sequences[:count]
-        self._remove(list(range(count)))
+        chunked = [sequence for sequence, _ in flight.chunks]
+        sequences = [*self._rows.sequences[: flight.count], *chunked]
+        self._remove(list(range(flight.count)))
+        for sequence in chunked:
+            if sequence in self._prompts:
+                self._prompts.remove(sequence)
         for sequence in sequences:
             self._stopped.discard(sequence.request_id)
             if self._registry.end(sequence, Outcome.FAILED, message, wire.ENGINE_FAILED):

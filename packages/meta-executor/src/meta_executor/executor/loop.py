@@ -45,6 +45,7 @@ from meta_executor.executor.transceiver import (
     Ended,
     Expired,
     Fault,
+    Owned,
     PeerCancelled,
     PeerReady,
     ReceivingTransceiver,
@@ -61,6 +62,8 @@ class Compute(Protocol):
 
     step_count: int
     token_count: int
+    #: Prompts that a generation rank computed itself (count).
+    prompt_count: int
     step_times_s: deque[float]
 
     def take_schedule(self, schedule: Schedule, activations: Float32Array | None) -> None:
@@ -73,6 +76,10 @@ class Compute(Protocol):
 
     def arrived(self, sequence: Sequence, first_token: int) -> None:
         """A prompt's KV has come, with its first token."""
+        ...
+
+    def own_prompt(self, sequence: Sequence) -> None:
+        """A request without a context leg has its blocks: its prompt is computed here."""
         ...
 
     def stopped(self, sequence: Sequence) -> None:
@@ -288,6 +295,8 @@ class RankLoop:
     def _take_event(self, event: TransceiverEvent) -> None:
         if isinstance(event, Arrived):
             self._arrived(event)
+        elif isinstance(event, Owned):
+            self.compute.own_prompt(event.sequence)
         elif isinstance(event, TransferFailed):
             self._answer_end(event.sequence)
         elif isinstance(event, PeerReady):

@@ -12,6 +12,7 @@ The paths::
     context, context-first      WAITING            -> ACTIVATED -> COMPUTING -> TRANSFERRING -> QUIESCENT -> TERMINAL
     context, generation-first   WAITING -> PREPARED -> ACTIVATED -> COMPUTING -> TRANSFERRING -> QUIESCENT -> TERMINAL
     generation, both            WAITING -> TRANSFERRING -> ACTIVATED -> COMPUTING -> QUIESCENT -> TERMINAL
+    generation, no context leg  WAITING ------------------> ACTIVATED -> COMPUTING -> QUIESCENT -> TERMINAL
     never activated             WAITING | PREPARED -> ABORTED -> WAITING (another attempt) | QUIESCENT | TERMINAL
     ended early                 ACTIVATED | COMPUTING | TRANSFERRING -> ENDING -> QUIESCENT -> TERMINAL
 
@@ -60,6 +61,7 @@ class Event(StrEnum):
 
     LEASED = "LEASED"  # this rank acknowledged PREPARE: its lease is irrevocable
     PUBLISHED = "PUBLISHED"  # generation: blocks owned, destination published to the writers
+    OWNED = "OWNED"  # generation: blocks owned for a prompt that is computed here
     ARRIVED = "ARRIVED"  # generation: every writer's bytes are in place
     SCHEDULED = "SCHEDULED"  # the propagated schedule named it
     LAUNCHED = "LAUNCHED"  # a step that holds its blocks was given to the engine
@@ -111,6 +113,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Edge] = {
     (State.WAITING, Event.SCHEDULED): Edge(State.ACTIVATED, _CONTEXT, _CONTEXT_FIRST),
     (State.PREPARED, Event.SCHEDULED): Edge(State.ACTIVATED, _CONTEXT, _GENERATION_FIRST),
     (State.WAITING, Event.PUBLISHED): Edge(State.TRANSFERRING, _GENERATION),
+    (State.WAITING, Event.OWNED): Edge(State.ACTIVATED, _GENERATION, _CONTEXT_FIRST),
     (State.TRANSFERRING, Event.ARRIVED): Edge(State.ACTIVATED, _GENERATION),
     (State.ACTIVATED, Event.LAUNCHED): Edge(State.COMPUTING),
     (State.COMPUTING, Event.LAUNCHED): Edge(State.COMPUTING),

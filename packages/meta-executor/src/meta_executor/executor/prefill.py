@@ -81,6 +81,7 @@ class PrefillCompute:
         self._retired_step_id = -1
         self.step_count = 0
         self.token_count = 0
+        self.prompt_count = 0
         #: Durations of the last steps on this rank, launch to retirement as this thread saw them (s).
         self.step_times_s: deque[float] = deque(maxlen=2048)
 
@@ -97,6 +98,10 @@ class PrefillCompute:
     def arrived(self, sequence: Sequence, first_token: int) -> None:
         """KV arrives at generation instances only."""
         raise TypeError(f"{sequence.describe()}: KV arrived at a context instance")
+
+    def own_prompt(self, sequence: Sequence) -> None:
+        """Prompts come by a schedule here."""
+        raise TypeError(f"{sequence.describe()}: a prompt without a context leg at a context instance")
 
     def stopped(self, sequence: Sequence) -> None:
         """Its outcome is set: no later plan names it; compute's leg ends with the last step that does."""

@@ -38,6 +38,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults
         schedule_style: Which instance begins.
         first_token: Generation, context-first: the token that the context instance computed.
         peer: Generation: the context instance to pull from, as "instance_id/generation".
+        prefills_here: Generation: there is no context leg; the prompt is computed here.
         conversation_id: Keeps the requests of a conversation on one rank where the router is set to.
         cache_salt: Cached prefixes are shared among requests with the same one.
         deadline_s: It is of no use so long after its arrival at an instance (s); None: no deadline.
@@ -49,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, eq=False, omit_defaults
     schedule_style: ScheduleStyle = "context_first"
     first_token: int | None = None
     peer: str = ""
+    prefills_here: bool = False
     conversation_id: str | None = None
     cache_salt: str = ""
     deadline_s: float | None = None

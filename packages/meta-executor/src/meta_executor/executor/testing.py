@@ -324,6 +324,17 @@ class Pair:
             )
         )
 
+    def submit_alone(self, request_id: int, prompt: list[int], *, max_tokens: int = 4) -> None:
+        """A generation leg without a context leg."""
+        self.generation.desk.submit(
+            Request(
+                request_id=request_id,
+                token_ids=np.asarray(prompt, np.int32),
+                sampling=SamplingParams(max_tokens),
+                prefills_here=True,
+            )
+        )
+
     def serve(self, request_id: int, prompt: list[int], *, max_tokens: int = 4) -> list[int]:
         """One context-first request from end to end. Returns all its tokens."""
         self.submit_context(request_id, prompt, max_tokens=max_tokens)

@@ -58,6 +58,13 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Owned:
+    """Generation: a request without a context leg has its blocks; its prompt is to be computed here."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
 class TransferFailed:
     """The transfer has logically ended without success; memory follows by proof (or has just come back, and the record with
     it is gone from the registry). The client can be told now."""
@@ -92,7 +99,9 @@ STEPPING_CAP_S = 0.004
 EXPOSED_CAP_S = 0.002
 ROUND_CAP_S = 0.01
 
-TransceiverEvent: TypeAlias = PeerReady | PeerCancelled | Expired | Revoked | Arrived | TransferFailed | Ended | Fault
+TransceiverEvent: TypeAlias = (
+    PeerReady | PeerCancelled | Expired | Revoked | Arrived | Owned | TransferFailed | Ended | Fault
+)
 
 
 @dataclass(slots=True)

@@ -49,6 +49,7 @@ from meta_executor.executor.transceiver import (
     Arrived,
     Ended,
     Fault,
+    Owned,
     ReceivePayload,
     TransceiverEvent,
     TransferCounters,
@@ -261,6 +262,8 @@ class GenerationTransceiver:
     def _publish(self, sequence: Sequence, now_s: float) -> bool:
         """Own blocks and tell every writer. False: no room now, nothing changed."""
         request = sequence.request
+        if request.prefills_here:
+            return self._own(sequence)
         source = self._peers.get(request.peer)
         if source is None:
             # The item that names a peer comes before the request in the same broadcast: this one has gone since.
@@ -270,10 +273,7 @@ class GenerationTransceiver:
             return True
         if self._aux.free_count == 0:
             return False
-        # The last token's own KV is never needed.
-        if not self._blocks.acquire(
-            sequence, max(request.prompt_count, request.prompt_count + request.sampling.max_tokens - 1)
-        ):
+        if not self._acquire(sequence):
             return False
         self._registry.open_leg(sequence, Leg.TRANSCEIVER)
         self._registry.apply(sequence, Event.PUBLISHED)
@@ -293,6 +293,21 @@ class GenerationTransceiver:
         self._open[identity] = sequence
         self._begun += not request.generation_first
         self.counters.opened += 1
+        return True
+
+    def _acquire(self, sequence: Sequence) -> bool:
+        """Blocks for prompt and answer; the last token's own KV is never needed."""
+        request = sequence.request
+        tokens = max(request.prompt_count, request.prompt_count + request.sampling.max_tokens - 1)
+        return self._blocks.acquire(sequence, tokens)
+
+    def _own(self, sequence: Sequence) -> bool:
+        """Own blocks for a prompt that is computed here: no peer ever hears of them. False: no room now."""
+        if not self._acquire(sequence):
+            return False
+        self._registry.apply(sequence, Event.OWNED)
+        sequence.launched = sequence.retired = sequence.cached_count
+        self._ended.append(Owned(sequence))
         return True
 
     def _operations(self, sequence: Sequence, source: InstanceLayout) -> list[ExpectedOperation]:

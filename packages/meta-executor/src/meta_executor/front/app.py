@@ -102,6 +102,7 @@ class FrontService:
         key: The run's key (hex).
         keys: API keys of clients; None: none are asked for.
         clock: Monotonic time (s).
+        local_prefill_max: Prompts of at most so many tokens are computed by the generation instance itself (tokens).
         wall_clock: Unix time (s), for stories alone.
         on_drain: Called once when a drain begins.
     """
@@ -123,6 +124,7 @@ class FrontService:
         aliases: Sequence[str] = (),
         known_as: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        local_prefill_max: int = 0,
         wall_clock: Callable[[], float] = time.time,
         on_drain: Callable[[], None] | None = None,
     ) -> None:
@@ -155,6 +157,7 @@ class FrontService:
             tokenizer=tokenizer,
             schedule_style=schedule_style,
             config=config,
+            local_prefill_max=local_prefill_max,
             limits=self.token_limits,
             tenants=self._tenants,
             bodies=self._bodies,

@@ -131,6 +131,7 @@ class Checker:
         tokenizer: The model's.
         schedule_style: Order of the legs.
         config: Bounds.
+        local_prefill_max: Prompts of at most so many tokens have no context leg (tokens).
         limits: What a request may have now.
         tenants: Keep clients apart.
         bodies: Decodes.
@@ -144,6 +145,7 @@ class Checker:
         tokenizer: Tokenizer,
         schedule_style: ScheduleStyle,
         config: FrontConfig,
+        local_prefill_max: int,
         limits: Callable[[], TokenLimits],
         tenants: Tenants,
         bodies: BodyDecoder,
@@ -153,6 +155,7 @@ class Checker:
         self._tokenizer = tokenizer
         self._schedule_style = schedule_style
         self._config = config
+        self._local_prefill_max = local_prefill_max
         self._limits = limits
         self._tenants = tenants
         self._bodies = bodies
@@ -382,11 +385,13 @@ class Checker:
             for candidate in range(wanted.candidates):
                 # The first answer is the one that a request for one answer gets.
                 seed = (sampling.seed + candidate) % 2**63
+                alone = len(prompt) <= self._local_prefill_max
                 made = Request(
                     request_id=self._ids.next_id(),
                     token_ids=prompt,
                     sampling=sampling if not candidate else dataclasses.replace(sampling, seed=seed),
-                    schedule_style=self._schedule_style,
+                    schedule_style="context_first" if alone else self._schedule_style,
+                    prefills_here=alone,
                     conversation_id=self._tenants.conversation(asked.caller, request.conversation_id),
                     cache_salt=self._tenants.cache_salt(asked.caller),
                 )

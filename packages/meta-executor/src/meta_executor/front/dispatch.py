@@ -1,8 +1,9 @@
-"""The two legs of a request: which instances, in which order, and what happens when one fails.
+"""The legs of a request: which instances, in which order, and what happens when one fails.
 
 Context-first: the context instance prefills and answers with the first token; then the generation instance pulls the KV
 and streams the rest. Generation-first: both are asked at once; the generation instance's stream is consumed by a task of
-its own from the start, because the context leg ends only after the generation leg has published its destination.
+its own from the start, because the context leg ends only after the generation leg has published its destination. Generation
+alone: a short prompt is computed where its answer is, which costs less than a transfer.
 
 Rules. A leg that certainly was not received may go to another server, or again to the same one after one refresh when the
 receiver answered STALE_GENERATION. Nothing that may have been received is ever sent again. However a request ends, each
@@ -153,7 +154,13 @@ class Dispatch:
             LegError: A leg failed.
             EndpointError: No instance can take it.
         """
-        steps = self._context_first(job) if not job.request.generation_first else self._generation_first(job)
+        if job.request.prefills_here:
+            self._metrics.without_context.inc()
+            steps = self._generation_alone(job)
+        elif job.request.generation_first:
+            steps = self._generation_first(job)
+        else:
+            steps = self._context_first(job)
         async with contextlib.aclosing(steps):
             async for tokens in steps:
                 yield tokens
@@ -173,6 +180,7 @@ class Dispatch:
             job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
             if answer.finish_reason is not None:
                 self._ended(context)
+                self._metrics.without_generation.inc()
                 yield Tokens([answer.first_token], answer.finish_reason, answer.logprobs)
                 return
             yield Tokens([answer.first_token], None, answer.logprobs)
@@ -197,6 +205,20 @@ class Dispatch:
                 if _context_is_stale(error):
                     await self._refresh(context)
                 raise
+
+    # -- generation alone ---------------------------------------------------------------------------------------------
+
+    async def _generation_alone(self, job: Job) -> AsyncGenerator[Tokens, None]:
+        async def ask(leg: _Leg, stack: contextlib.AsyncExitStack) -> AsyncIterator[Chunk]:
+            return await stack.enter_async_context(self._open_generation(leg, job, None, None))
+
+        async with self._sent("generation", job, ask) as (generation, chunks):
+            async for chunk in chunks:
+                job.cached_tokens += chunk.cached_tokens
+                generation.renew(self._clock())
+                if chunk.finish_reason is not None:
+                    self._ended(generation)
+                yield Tokens(chunk.tokens, chunk.finish_reason, chunk.logprobs)
 
     # -- generation first ---------------------------------------------------------------------------------------------
 
@@ -376,7 +398,7 @@ class Dispatch:
 
     @contextlib.asynccontextmanager
     async def _open_generation(
-        self, leg: _Leg, job: Job, peer: wire.PeerContext, first_token: int | None
+        self, leg: _Leg, job: Job, peer: wire.PeerContext | None, first_token: int | None
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         request = msgspec.structs.replace(job.request, deadline_s=self._left_s(job), first_token=first_token)
         generation = str(leg.reservation.generation)

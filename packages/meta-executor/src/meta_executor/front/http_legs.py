@@ -117,7 +117,7 @@ class HttpLegs:
 
     @contextlib.asynccontextmanager
     async def generation(
-        self, server: str, request: Request, generation: str, context: wire.PeerContext
+        self, server: str, request: Request, generation: str, context: wire.PeerContext | None
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Open a generation leg; inside, its chunks. Leaving closes the connection, which the instance notices.
 
@@ -206,7 +206,7 @@ def _chunk(server: str, line: bytes) -> Chunk:
         code = chunk.error.error if chunk.error else str(chunk.finish_reason).upper()
         message = chunk.error.message if chunk.error else f"ended with {chunk.finish_reason}"
         raise LegError("generation", server, code, message, status=200, received=True)
-    return Chunk(chunk.tokens, chunk.finish_reason, chunk.logprobs)
+    return Chunk(chunk.tokens, chunk.finish_reason, chunk.logprobs, chunk.cached_tokens)
 
 
 def _refusal(role: str, server: str, status: int, body: bytes) -> LegError:

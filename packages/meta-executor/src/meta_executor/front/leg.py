@@ -76,3 +76,5 @@ class Chunk:
     tokens: list[int]
     finish_reason: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Of the prompt, found in the instance's prefix cache; with the first token, where there is no context leg.
+    cached_tokens: int = 0

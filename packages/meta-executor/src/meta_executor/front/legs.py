@@ -81,7 +81,7 @@ class LegClient:
 
     @contextlib.asynccontextmanager
     async def generation(
-        self, server: str, request: Request, generation: str, context: wire.PeerContext
+        self, server: str, request: Request, generation: str, context: wire.PeerContext | None
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
         """Open a generation leg; inside, its chunks. Leaving early lets the instance know.
 
@@ -92,7 +92,7 @@ class LegClient:
         if stream is None:
             opened = self._http.generation(server, request, generation, context)
         else:
-            opened = stream.generation(request, generation, context, self._known.get(context.url))
+            opened = stream.generation(request, generation, context, self._known.get(context.url if context else ""))
         async with opened as chunks:
             yield chunks
 

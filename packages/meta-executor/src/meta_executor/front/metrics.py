@@ -79,6 +79,12 @@ class FrontMetrics:
         self.queue_latency = Histogram(
             "queue_latency_seconds", "Accepted to first leg sent (s)", buckets=_LATENCY_S, registry=registry
         )
+        self.without_context = counter(
+            "conditional_disagg_requests", "Answers whose prompt the generation instance computed: no context leg"
+        )
+        self.without_generation = counter(
+            "first_token_requests", "Answers that ended at their first token: no generation leg"
+        )
         self.running = Gauge("running_requests", "Requests being answered now", registry=registry)
         self._labels = {"model_name": model_name, "engine_type": "meta_executor"}
 

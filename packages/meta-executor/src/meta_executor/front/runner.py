@@ -100,6 +100,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
             legs=legs,
             key=key,
             keys=keys,
+            local_prefill_max=service_config.conditional_disagg_config.max_local_prefill_length,
             on_drain=drain.set,
         )
         stack.callback(service.close)

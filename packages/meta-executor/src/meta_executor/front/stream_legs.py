@@ -91,16 +91,18 @@ class StreamLegs:
 
     @contextlib.asynccontextmanager
     async def generation(
-        self, request: Request, generation: str, context: wire.PeerContext, source: Known | None
+        self, request: Request, generation: str, context: wire.PeerContext | None, source: Known | None
     ) -> AsyncIterator[AsyncIterator[Chunk]]:
-        """Open a generation leg; inside, its chunks.
+        """Open a generation leg; inside, its chunks. Without ``context`` the prompt is computed there.
 
         Raises:
             LegError: See there; also from the iterator.
         """
-        name = f"{context.instance_id}/{context.endpoint_generation}"
-        await self._introduce(name, source)
-        tracked = await self._sent("generation", msgspec.structs.replace(request, peer=name), generation)
+        if context is not None:
+            name = f"{context.instance_id}/{context.endpoint_generation}"
+            await self._introduce(name, source)
+            request = msgspec.structs.replace(request, peer=name)
+        tracked = await self._sent("generation", request, generation)
         try:
             async with contextlib.aclosing(self._chunks(tracked)) as chunks:
                 yield chunks
@@ -116,15 +118,16 @@ class StreamLegs:
                 raise self._failed("generation", error) from error
             end = next((notice for notice in notices if notice.finish_reason), None) if notices else None
             logprobs = tuple(told for one in notices for told in one.logprobs) if notices else ()
+            cached = sum(one.cached_tokens for one in notices)
             if end is None:
-                yield Chunk(tokens, None, logprobs)
+                yield Chunk(tokens, None, logprobs, cached)
                 continue
             if end.failed:
                 if tokens:
                     yield Chunk(tokens, None, logprobs)
                 body = _body_of(end)
                 raise LegError("generation", self._url, body.error, body.message, status=200, received=True)
-            yield Chunk(tokens, end.finish_reason, logprobs)
+            yield Chunk(tokens, end.finish_reason, logprobs, cached)
             return
 
     async def abort(self, request_id: int, reason: str) -> bool:
