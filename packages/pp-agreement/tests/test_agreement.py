@@ -121,7 +121,7 @@ def test_a_defect_inside_the_core_stops_the_domain(monkeypatch):
     def broken(*_arguments):
         raise OverflowError("defect")
 
-    monkeypatch.setattr(one._core.coordinator, "count_terminal", broken)
+    monkeypatch.setattr(one._core.coordinator, "hear", broken)
     zero.vote_terminal(key, Outcome.COMPLETED)
     zero.poll()
     with pytest.raises(OverflowError):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pp_agreement import AgreementConfig, Domain, RemoteProtocolError
 from pp_agreement._codec import Codec, frame_length
-from pp_agreement._config import HEADER_BYTES, RECORD_BYTES
+from pp_agreement._config import FRAME_BYTES, RECORD_BYTES
 from pp_agreement._events import Frame
 from pp_agreement.testing import mutate
 
@@ -25,7 +25,7 @@ frames = st.builds(Frame, st.integers(1, 2**64 - 1), u32, records, u64, st.just(
 @given(frames)
 def test_round_trip(frame):
     data = SENDER.encode(2, frame)
-    assert len(data) == HEADER_BYTES + RECORD_BYTES * len(frame.records) <= 1024
+    assert len(data) == FRAME_BYTES + RECORD_BYTES * len(frame.records) <= 1024
     assert READER.decode(0, data)[:4] == frame[:4]
     assert frame_length(data + b"\0" * 17) == len(data)
 

@@ -86,15 +86,13 @@ def test_the_same_outcomes_are_possible_in_every_mode(name):
 
 def test_a_violation_comes_with_its_trace(monkeypatch):
     """The explorer is only worth what it finds: a core that forgets one activation is caught, with a way to get there."""
-    from pp_agreement._machine import AgreementCore
+    from pp_agreement._coordinator import Coordinator
 
-    def forgetful(self, source, record):
-        kind = record[0]
-        if kind == Kind.ACTIVATE_ACK and source == 0:
-            return
-        original(self, source, record)
+    def forgetful(self, source, records, kinds, deliver):
+        kept = [record for record in records if record[0] != Kind.ACTIVATE_ACK or source != 0]
+        original(self, source, kept, kinds, deliver)
 
-    original = AgreementCore._from_member
-    monkeypatch.setattr(AgreementCore, "_from_member", forgetful)
+    original = Coordinator.hear
+    monkeypatch.setattr(Coordinator, "hear", forgetful)
     found = Explorer(World(2, terminal=(0, 0))).run()
     assert found.violation is not None and found.trace

@@ -61,7 +61,7 @@ class Group:
 
         def say(round_, slot, kind, outcome=0, disposition=0, reason=0):
             if kind in SAID:
-                key = Key(round_.request_id, round_.incarnation, round_.own.attempt)
+                key = Key(round_.request_id, round_.incarnation, round_.attempt)
                 self.monitor.did(me, SAID[kind], key, (outcome, disposition) if kind == 8 else ())
             said(round_, slot, kind, outcome, disposition, reason)
 
@@ -105,10 +105,10 @@ class Group:
                 continue
             if what == "publish":
                 odd = self.draw.random()
-                if round_.own.terminal < TerminalState.VOTED and key.attempt == round_.own.attempt:
+                if round_.terminal < TerminalState.VOTED and key.attempt == round_.attempt:
                     if odd < 0.1:
                         self.call(me, ev.WithdrawRequested(key, self.draw.choice((Reason.NOT_READY, Reason.CANCELLED))))
-                    elif odd < 0.15 and round_.own.ready is ReadyState.IDLE:
+                    elif odd < 0.15 and round_.ready is ReadyState.IDLE:
                         self.vote(me, key)
                     else:
                         self.call(me, ev.ReadyPublished(key))
@@ -121,11 +121,11 @@ class Group:
 
     def vote(self, me, key):
         round_ = self.cores[me].rounds.get(key.incarnation)
-        if round_ is None or round_.own.terminal >= TerminalState.VOTED:
+        if round_ is None or round_.terminal >= TerminalState.VOTED:
             return
         outcome = self.draw.choice(list(Outcome))
         vote = ev.TerminalVoted(key, outcome, Disposition.RELEASE, self.draw.choice(list(Reason)))
-        if round_.own.ready in FENCE[TerminalInput.VOTE]:
+        if round_.ready in FENCE[TerminalInput.VOTE]:
             self.call(me, vote)
             return
         with pytest.raises(LocalProtocolError, match="attempt is open"):

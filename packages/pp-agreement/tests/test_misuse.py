@@ -320,7 +320,7 @@ def interrupted(core, name, error):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("defect"), MemoryError(), ConcurrentCallError("x")]
 )
-@pytest.mark.parametrize("name", ["streams.fan_out", "book.note", "coordinator.count_terminal", "member.commit"])
+@pytest.mark.parametrize("name", ["streams.fan_out", "book.retire", "coordinator._commit", "member.hear"])
 def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     """An interrupt between two lines of a decision must not leave it in half of the queues."""
     _network, (zero, one) = pair()
@@ -373,6 +373,46 @@ def test_an_interrupt_after_a_fault_keeps_the_first_diagnosis(how):
         assert one.close(1.0, wait=lambda _s: told.extend(zero.poll())) is False
     told = [e for e in (*told, *zero.poll(), *one.poll()) if isinstance(e, Fault)]
     assert [fault.code for fault in told] == [FaultCode.HOST, FaultCode.HOST]
+
+
+def test_what_was_made_before_an_interrupt_takes_the_slot_and_the_failure_follows():
+    """With one slot free, the frame of the poll that was broken off and the FAIL_STOP must not both ask for it."""
+    network, (zero, one) = pair()
+    network.window = 1
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    zero.vote_terminal(key, Outcome.COMPLETED)
+    interrupted(zero._core, "streams.fill", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        zero.poll()
+    network.refuse(0, 1)
+    assert [type(e) for e in zero.poll()] == [Fault] and not network.links[0, 1]
+    network.release(0, 1)
+    events = [e for _ in range(3) for e in (*zero.poll(), *one.poll())]
+    assert [e.code for e in events if isinstance(e, Fault)] == [FaultCode.INTERNAL]
+    assert zero.stopped.code is FaultCode.INTERNAL and zero.statistics().core.frames_sent == 2
+
+
+def test_what_was_made_before_an_interrupt_is_overtaken_by_nothing():
+    """Its slot comes free between two looks: what was made later still leaves later, or the stream would have a gap."""
+    _network, (zero, one) = pair()
+    key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
+    zero.vote_terminal(key, Outcome.COMPLETED)
+    interrupted(zero._core, "streams.fill", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        zero.poll()
+    inner, looks = zero._transport, []
+
+    class Fickle:
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+        def can_send(self, peer):
+            looks.append(peer)
+            return len(looks) > 1 and inner.can_send(peer)
+
+    zero._transport = Fickle()
+    events = [e for _ in range(3) for e in (*zero.poll(), *one.poll())]
+    assert [e.code for e in events if isinstance(e, Fault)] == [FaultCode.INTERNAL, FaultCode.INTERNAL]
 
 
 def test_an_interrupt_between_two_events_stops_the_domain():
@@ -493,16 +533,16 @@ def test_a_signal_handler_may_stop_the_domain():
     """``fail`` is safe at any moment: noted while a step runs, in force with the next poll at the latest."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
-    honest = one._core.book.note
+    honest = one._core.streams.say
     before = signal.signal(signal.SIGUSR1, lambda *_: one.fail("SIGUSR1"))
 
     def noted(*arguments):
-        one._core.book.note = honest
+        one._core.streams.say = honest
         signal.raise_signal(signal.SIGUSR1)
         honest(*arguments)
 
     try:
-        one._core.book.note = noted
+        one._core.streams.say = noted
         assert one.vote_terminal(key, Outcome.COMPLETED) is True
         assert one.stopped is None
         (fault,) = one.poll()
@@ -528,7 +568,7 @@ def test_a_second_thread_is_refused_while_a_call_runs():
             except ConcurrentCallError as error:
                 found.append(error)
 
-    honest = one._core.coordinator.count_terminal
+    honest = one._core.coordinator.hear
 
     def counting(*arguments):
         thread = threading.Thread(target=other)
@@ -536,7 +576,7 @@ def test_a_second_thread_is_refused_while_a_call_runs():
         thread.join()
         honest(*arguments)
 
-    one._core.coordinator.count_terminal = counting
+    one._core.coordinator.hear = counting
     assert any(isinstance(e, Committed) for e in one.poll())
     assert len(found) == 4 and one.stopped is None
     one.validate()

@@ -190,7 +190,7 @@ def test_a_whole_life_uses_no_collective(mpi):
     both[0].start_drain(29)
     settle(both)
     assert "Free comm" not in [what for _rank, what in world.log]
-    both[1]._call(both[1]._core.ending.close)
+    both[1]._step(both[1]._core.ending.close, (), both[1]._clock())
     assert both[0].close(5.0, wait=lambda _s: both[1].poll())
     assert both[1].close(5.0)
     assert [what for _rank, what in world.log].count("Free comm") == 2

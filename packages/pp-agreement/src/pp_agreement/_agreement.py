@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pp_agreement import _events as ev
 from pp_agreement._codec import Codec
-from pp_agreement._config import AgreementConfig, Domain
+from pp_agreement._config import FRAME_BYTES, RECORD_BYTES, AgreementConfig, Domain
 from pp_agreement._errors import (
     ConcurrentCallError,
     ConfigurationError,
@@ -34,6 +34,7 @@ from pp_agreement._events import (
     PublishResult,
     Reason,
     RevokeResult,
+    Verdict,
     WithdrawResult,
 )
 from pp_agreement._evidence import evidence_of
@@ -63,14 +64,12 @@ class BaseAgreement:
         self.config = config
         self._clock = clock
         session = secrets.randbits(64) or 1
-        self._core = AgreementCore(domain, rank, config, replicated=replicated, session=session)
+        self._adopt(AgreementCore(domain, rank, config, replicated=replicated, session=session))
         self._events: list[AgreementEvent] = []  # what drain() and close() kept for the next poll
         self._opened = False
         self._ended = False
         self._clean = False
         self._polling = False
-        self._failing: tuple[FaultCode, str] | None = None  # said while a call was running
-        self.polls = 0
         self.poll_sum_s = 0.0
         self.poll_max_s = 0.0
         self.poll_gap_max_s = 0.0
@@ -81,59 +80,40 @@ class BaseAgreement:
 
     # -- plumbing ----------------------------------------------------------------------------------------------------------
 
-    def _call(self, work: Callable[..., Any], *given: Any) -> Any:
-        """One local call; its events wait in the core for the next poll."""
-        if self._ended:
-            raise LocalProtocolError("after close()", rank=self.rank)
-        if self._failing is not None:
-            self._fail_now()
-        answer = self._core.call(work, given, self._clock())
-        return None if answer is NOTHING else answer
-
-    def _fail_now(self) -> None:
-        failing, self._failing = self._failing, None
-        if failing is not None:
-            self._core.fail(*failing, self._clock())
+    def _adopt(self, core: AgreementCore) -> None:
+        """This is the core from now on."""
+        self._core = core
+        self._step: Callable[..., Any] = core.call  # a local call; its events wait in the core for the next poll
 
     def _take(self) -> tuple[AgreementEvent, ...]:
         """What the host has not been given yet, as far as it still binds."""
         core = self._core
+        looked_through = core.context.may_lapse
         events = core.take()
         if self._events:
             events, self._events = (*self._events, *events), []
+            looked_through = True
         if core.fault is not None:  # also what drain() and close() kept from before the fault
             return tuple([event for event in events if isinstance(event, SURVIVES_FAULT)])
-        return tuple([event for event in events if type(event) not in _REVOCABLE or self._binds(event)])
+        if looked_through:
+            return tuple([event for event in events if type(event) not in _REVOCABLE or self._binds(event)])
+        return events
 
     def _binds(self, event: Any) -> bool:
         """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
         round_ = self._core.rounds.get(event.key.incarnation)
         wanted = ReadyState.PREPARED if type(event) is ev.Prepared else ReadyState.RELEASED
-        return round_ is not None and round_.own.attempt == event.key.attempt and round_.own.ready is wanted
+        return round_ is not None and round_.attempt == event.key.attempt and round_.ready is wanted
 
-    def _begin_poll(self) -> float:
-        if not self._opened or self._ended:
-            raise LocalProtocolError("poll before open() or after close()", rank=self.rank)
+    def _may_poll(self) -> bool:
+        """False: only what is kept from before the end is told."""
         if self._polling:
             raise ConcurrentCallError(f"rank {self.rank}: poll while another poll runs")
-        self._polling = True
-        if self._failing is not None:
-            self._fail_now()
-        now_s = self._clock()
-        gap_s = now_s - self._last_poll_s
-        if gap_s > self.poll_gap_max_s:
-            self.poll_gap_max_s = gap_s
-        self._last_poll_s = now_s
-        self.polls += 1
-        return now_s
-
-    def _end_poll(self, began_s: float) -> None:
-        spent_s = self._clock() - began_s
-        self.poll_sum_s += spent_s
-        if spent_s > self.poll_max_s:
-            self.poll_max_s = spent_s
-        bucket = frexp(spent_s * 1e6)[1] if spent_s > 1e-6 else 0
-        self._poll_buckets[bucket if bucket < BUCKETS else BUCKETS - 1] += 1
+        if self._opened and not self._ended:
+            return True
+        if self._ended and (self._events or self._core.context.events):
+            return False
+        raise LocalProtocolError("poll before open() or after close()", rank=self.rank)
 
     # -- admission -----------------------------------------------------------------------------------------------------------
 
@@ -185,10 +165,10 @@ class BaseAgreement:
             LocalProtocolError: Out of order, in use, after the drain, or of a wrong type. Nothing changed.
             DomainStopped: After a fault, or by this call: the broadcast contradicts what peers said, or the drain.
         """
-        answer: Key | None = self._call(self._core.admit, request_id, incarnation, ready)
-        if answer is None:  # the broadcast contradicts what peers said, or the drain
+        answer = self._step(self._core.admit, (request_id, incarnation, ready), self._clock())
+        if answer is NOTHING:  # the broadcast contradicts what peers said, or the drain
             raise DomainStopped(cast(Fault, self._core.fault))
-        return answer
+        return cast(Key, answer)
 
     # -- readiness -----------------------------------------------------------------------------------------------------------
 
@@ -202,8 +182,8 @@ class BaseAgreement:
         Raises:
             LocalProtocolError: Not admitted here, readiness not used, or after the terminal vote. Nothing changed.
         """
-        answer: PublishResult = self._call(self._core.member.publish, key)
-        return answer
+        answer = self._step(self._core.member.publish, (key,), self._clock())
+        return cast(PublishResult, None if answer is NOTHING else answer)
 
     def withdraw(self, key: Key, reason: Reason = Reason.CANCELLED) -> WithdrawResult:
         """Take readiness back, or refuse it without having voted.
@@ -212,16 +192,16 @@ class BaseAgreement:
             WILL_ABORT is a promise: this attempt ends in ABORT at every rank. LEASED: this rank's lease is irrevocable,
             see ``revoke`` and ``recall``. ACTIVATED, FINAL, TERMINAL, NOT_USED: nothing to withdraw.
         """
-        answer: WithdrawResult = self._call(self._core.member.withdraw, key, reason)
-        return answer
+        answer = self._step(self._core.member.withdraw, (key, reason), self._clock())
+        return cast(WithdrawResult, None if answer is NOTHING else answer)
 
     def acknowledge_prepare(self, key: Key) -> bool:
         """Grant this rank's lease after ``Prepared``. False: the attempt is being aborted meanwhile."""
-        return self._call(self._core.member.acknowledge_prepare, key) is True
+        return self._step(self._core.member.acknowledge_prepare, (key,), self._clock()) is True
 
     def acknowledge_abort(self, key: Key) -> None:
         """Say that this rank let go of an attempt, after ``Aborted``."""
-        self._call(self._core.member.acknowledge_abort, key)
+        self._step(self._core.member.acknowledge_abort, (key,), self._clock())
 
     def activate(self, keys_in_schedule_order: Iterable[Key]) -> int:
         """The schedule names these requests: at the scheduling rank call it before anyone can see the schedule.
@@ -237,16 +217,17 @@ class BaseAgreement:
         """
         if not isinstance(keys_in_schedule_order, Iterable) or isinstance(keys_in_schedule_order, Key):
             raise LocalProtocolError(f"{keys_in_schedule_order!r} is not a sequence of keys", rank=self.rank)
-        return int(self._call(self._core.member.activate, tuple(keys_in_schedule_order)) or 0)
+        answer = self._step(self._core.member.activate, (tuple(keys_in_schedule_order),), self._clock())
+        return 0 if answer is NOTHING else int(answer)
 
     def revoke(self, key: Key, reason: Reason = Reason.CANCELLED) -> RevokeResult:
         """Scheduling rank: a leased request will not be scheduled."""
-        answer: RevokeResult = self._call(self._core.member.revoke, key, reason)
-        return answer
+        answer = self._step(self._core.member.revoke, (key, reason), self._clock())
+        return cast(RevokeResult, None if answer is NOTHING else answer)
 
     def recall(self, key: Key, reason: Reason = Reason.CANCELLED) -> bool:
         """A leased rank advises the scheduling rank to revoke. Promises nothing."""
-        return self._call(self._core.member.recall, key, reason) is True
+        return self._step(self._core.member.recall, (key, reason), self._clock()) is True
 
     # -- terminal ------------------------------------------------------------------------------------------------------------
 
@@ -266,11 +247,11 @@ class BaseAgreement:
             LocalProtocolError: A different vote was cast, readiness is open here, COMPLETED with QUARANTINE, or
                 QUARANTINE too early. Nothing changed.
         """
-        return self._call(self._core.member.vote, key, outcome, disposition, reason) is True
+        return self._step(self._core.member.vote, (key, outcome, disposition, reason), self._clock()) is True
 
     def doubt(self, key: Key, reason: Reason = Reason.DOUBT) -> bool:
         """This rank has no proof of quiescence. The first call starts the deadline; later ones do not move it."""
-        return self._call(self._core.member.doubt, key, reason) is True
+        return self._step(self._core.member.doubt, (key, reason), self._clock()) is True
 
     # -- domain --------------------------------------------------------------------------------------------------------------
 
@@ -282,18 +263,14 @@ class BaseAgreement:
         """
         if type(code) is not FaultCode:
             raise LocalProtocolError(f"{code!r} is not a FaultCode", rank=self.rank)
-        failing = (code, str(detail)[:1000])
-        if self._core.stepping:
-            self._failing = self._failing or failing
-        else:
-            self._core.fail(*failing, self._clock())
+        self._core.fail(code, str(detail)[:1000], self._clock())
 
     def start_drain(self, last_incarnation: int) -> None:
         """Nothing after ``last_incarnation`` is admitted. The scheduling rank's call starts the drain for all.
 
         Its unscheduled leases are revoked, its other undecided attempts withdrawn.
         """
-        self._call(self._core.ending.start, last_incarnation)
+        self._step(self._core.ending.start, (last_incarnation,), self._clock())
 
     def drain_state(self) -> DrainReport:
         """What is proven so far."""
@@ -311,7 +288,42 @@ class BaseAgreement:
         )
 
     def poll(self) -> tuple[AgreementEvent, ...]:
-        """Exchange frames and return what happened."""
+        """Exchange frames and return what happened; see the subclasses.
+
+        Returns:
+            Events in order, each once. A ``Fault`` is among them, not raised; afterwards polls return (). After ``close``:
+            what ``drain`` and ``close`` kept, once.
+
+        Raises:
+            LocalProtocolError: Not open.
+            ConcurrentCallError: Another poll of this agreement runs.
+        """
+        if (self._polling or self._ended or not self._opened) and not self._may_poll():
+            return self._take()
+        self._polling = True
+        core = self._core
+        try:
+            began_s = self._clock()
+            gap_s = began_s - self._last_poll_s
+            if gap_s > self.poll_gap_max_s:
+                self.poll_gap_max_s = gap_s
+            self._last_poll_s = began_s
+            self._turn(began_s)
+            spent_s = self._clock() - began_s
+            self.poll_sum_s += spent_s
+            if spent_s > self.poll_max_s:
+                self.poll_max_s = spent_s
+            bucket = frexp(spent_s * 1e6)[1] if spent_s > 1e-6 else 0
+            self._poll_buckets[bucket if bucket < BUCKETS else -1] += 1
+        except BaseException as error:  # a defect or an interrupt, with a frame in hand perhaps: nothing may follow it
+            core.fail(FaultCode.INTERNAL, f"broken off: {error!r}", self._last_poll_s)
+            raise
+        finally:
+            self._polling = False
+        return self._take() if self._events or core.context.events else ()
+
+    def _turn(self, now_s: float) -> None:
+        """One exchange with the others."""
         raise NotImplementedError
 
     def drain(
@@ -372,7 +384,12 @@ class BaseAgreement:
         self._core.validate()
 
     @property
-    def verdicts(self) -> list[AgreementEvent]:
+    def polls(self) -> int:
+        """Polls that ended."""
+        return sum(self._poll_buckets)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
         """The last verdicts about silence and death, oldest first."""
         return self._core.context.verdicts
 
@@ -438,6 +455,7 @@ class BaseAgreement:
         """The last thing that happens to an agreement, once."""
         if not self._ended:
             self._ended = True
+            self._core.end()
             self._clean = clean
             if self._opened:
                 self._let_go(clean)
@@ -495,8 +513,7 @@ class Agreement(BaseAgreement):
         super().__init__(domain, rank, AgreementConfig() if config is None else config, clock, replicated=False)
         self._transport = transport
         self._codec = Codec(domain, rank, self.config.frame_bytes_max)
-        self._bytes_sent = 0
-        self._bytes_received = 0
+        self._frames_max = self.config.frames_per_poll_max
         self._refused_slots = 0
         self._outstanding_max = 0
         self._dead: dict[int, str] = {}  # evidence that waits for the member's ring to be empty
@@ -522,77 +539,40 @@ class Agreement(BaseAgreement):
         return self._transport.name
 
     def _traffic(self) -> tuple[int, int, int, int]:
-        return self._bytes_sent, self._bytes_received, self._refused_slots, self._outstanding_max
+        streams = self._core.streams
+        sent = FRAME_BYTES * streams.frames_sent + RECORD_BYTES * sum(streams.sent_kinds)
+        received = FRAME_BYTES * streams.frames_received + RECORD_BYTES * sum(streams.received_kinds)
+        return sent, received, self._refused_slots, self._outstanding_max
 
-    def _send(self) -> None:
-        """Give the transport what the core has made: one frame, or also one of a poll that was broken off."""
-        frames = self._core.context.frames
-        while frames:
-            peer, frame = frames.pop(0)
-            try:
-                data = self._codec.encode(peer, frame)
-                self._transport.send(peer, data)
-            except BaseException as error:
-                # The records left their queue and may or may not arrive: nothing may be sent again, so the domain stops.
-                self._core.notice(ev.SendFailed(peer, str(error) or repr(error)), self._clock())
-                if not isinstance(error, (WouldBlock, TransportError)):
-                    raise  # a defect, or an interrupt
-            else:
-                self._bytes_sent += len(data)
-
-    def poll(self) -> tuple[AgreementEvent, ...]:
-        """Receive what has arrived, send at most one frame to each peer, judge silence; bounded, never blocks.
-
-        Returns:
-            Events in order, each once. A ``Fault`` is among them, not raised; afterwards polls return (). After ``close``:
-            what ``drain`` and ``close`` kept, once.
-
-        Raises:
-            LocalProtocolError: Not open.
-            ConcurrentCallError: Another poll of this agreement runs.
-        """
-        if self._ended and (self._events or self._core.context.events):
-            return self._take()
-        began_s = self._begin_poll()
+    def _turn(self, now_s: float) -> None:
+        """Receive what has arrived, send at most one frame to each peer, judge silence; bounded, never blocks."""
         core, transport = self._core, self._transport
         try:
-            try:
-                frames, empty = transport.receive(self.config.frames_per_poll_max)
-                if frames:
-                    self._receive(frames, empty, began_s)
-                else:
-                    core.call(core.sweep, ((), empty), began_s, PEER)
-                deaths = transport.deaths()
-                if deaths or self._dead:
-                    self._bury(deaths, empty, began_s)
-            except TransportError as error:
-                self.fail(str(error), FaultCode.TRANSPORT)
-            if self._failing is not None:
-                self._fail_now()
-            wanting = core.streams.wanting()
-            if wanting:
-                self._flush(wanting, began_s)
-            elif core.context.frames:  # of a poll that was broken off
-                self._send()
-            self._end_poll(began_s)
-        except BaseException as error:  # a defect or an interrupt, with a frame in hand perhaps: nothing may follow it
-            core.fail(FaultCode.INTERNAL, f"broken off: {error!r}", began_s)
-            raise
-        finally:
-            self._polling = False
-        return self._take() if self._events or core.context.events else ()
+            frames, empty = transport.receive(self._frames_max)
+            if frames:
+                self._hear(frames, empty, now_s)
+            else:
+                core.call(core.sweep, ((), empty), now_s, PEER)
+            deaths = transport.deaths()
+            if deaths or self._dead:
+                self._bury(deaths, empty, now_s)
+        except TransportError as error:
+            self.fail(str(error), FaultCode.TRANSPORT)
+        core.settle(now_s)
+        wanting = core.streams.wanting()
+        if wanting or core.context.frames:  # frames: of a poll that was broken off
+            self._flush(wanting, now_s)
 
-    def _receive(self, frames: list[tuple[int, bytes]], empty: int, now_s: float) -> None:
+    def _hear(self, frames: list[tuple[int, bytes]], empty: int, now_s: float) -> None:
         """One step of the core for a whole sweep; bytes that are no frame stop the domain after what came before them."""
         core, decode = self._core, self._codec.decode
         decoded: list[tuple[int, Frame]] = []
         try:
             for peer, data in frames:
-                self._bytes_received += len(data)
                 decoded.append((peer, decode(peer, data)))
         except RemoteProtocolError as error:
             core.call(core.hear, (decoded,), now_s, PEER)
-            self._core.notice(ev.FrameRejected(peer, str(error)), now_s)
+            core.notice(ev.FrameRejected(peer, str(error)), now_s)
         else:
             core.call(core.sweep, (decoded, empty), now_s, PEER)
 
@@ -609,22 +589,55 @@ class Agreement(BaseAgreement):
                 self._core.notice(ev.PeerDied(member, evidence), now_s)
 
     def _flush(self, wanting: Iterable[int], now_s: float) -> None:
+        """One frame to each of these peers that can take one; also what a poll that was broken off has left."""
         core, transport = self._core, self._transport
+        frames = core.context.frames
+        if frames:
+            wanting = self._send_left(frames, wanting, now_s)
+        left = len(frames)
+        slots: list[tuple[int, int]] = []
         for peer in wanting:
             try:
                 outstanding = transport.outstanding(peer)
                 free = transport.can_send(peer)
             except TransportError as error:
-                self._core.notice(ev.SendFailed(peer, str(error)), now_s)
+                core.notice(ev.SendFailed(peer, str(error)), now_s)
                 continue
             if outstanding > self._outstanding_max:
                 self._outstanding_max = outstanding
             if free:
-                core.call(core.streams.fill, (peer, outstanding), now_s, SLOT)
-                if core.context.frames:
-                    self._send()
+                slots.append((peer, outstanding))
             else:
                 self._refused_slots += 1
+        if slots:
+            core.call(core.streams.fill, (slots,), now_s, SLOT)
+        while len(frames) > left:
+            peer, frame = frames.pop(left)
+            self._send(peer, frame)
+
+    def _send(self, peer: int, frame: Frame) -> None:
+        try:
+            self._transport.send(peer, self._codec.encode(peer, frame))
+        except BaseException as error:
+            # The records left their queue and may or may not arrive: nothing may be sent again, so the domain stops.
+            self._core.notice(ev.SendFailed(peer, str(error) or repr(error)), self._clock())
+            if not isinstance(error, (WouldBlock, TransportError)):
+                raise  # a defect, or an interrupt
+
+    def _send_left(self, frames: list[tuple[int, Frame]], wanting: Iterable[int], now_s: float) -> list[int]:
+        """What a poll that was broken off had made leaves first, and takes the slots; the peers that may be asked for more."""
+        before = {peer for peer, _frame in frames}
+        for entry in tuple(frames):
+            peer, frame = entry
+            try:
+                free = self._transport.can_send(peer)
+            except TransportError as error:
+                self._core.notice(ev.SendFailed(peer, str(error)), now_s)
+                free = True  # it cannot leave any more: sending fails as well
+            if free:
+                frames.remove(entry)
+                self._send(peer, frame)
+        return [peer for peer in wanting if peer not in before]
 
     def busy(self, max_s: float, reason: str = "") -> bool:
         """Declare that this rank will not poll for up to ``max_s``; its observers extend their patience.
@@ -634,7 +647,7 @@ class Agreement(BaseAgreement):
         """
         if not self._opened or self._ended:
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
-        self._call(self._core.busy, max_s)
+        self._step(self._core.busy, (max_s,), self._clock())
         self.busy_reason = str(reason)[:200]
         self._flush(self._core.streams.wanting(), self._clock())
         return not self._core.streams.busy_pending
@@ -678,11 +691,10 @@ class Agreement(BaseAgreement):
             raise ConcurrentCallError(f"rank {self.rank}: close while another call runs")
         core = self._core
         try:
-            if self._failing is not None:
-                self._fail_now()
+            core.settle(self._clock())
             if self._opened:
                 if core.drained and core.fault is None:
-                    self._call(self._core.ending.close)
+                    self._step(self._core.ending.close, (), self._clock())
                 self._shake_hands(until_s, wait)
         except BaseException:  # an interrupt ends the waiting for good: nothing stays open
             self._end(False)

@@ -142,28 +142,17 @@ class AllgatherAgreement(BaseAgreement):
     def _traffic(self) -> tuple[int, int, int, int]:
         return self._bytes_sent, self._bytes_received, 0, 0
 
-    def poll(self) -> tuple[AgreementEvent, ...]:
-        """One exchange: blocks until every rank has called it as often. After a fault: one poisoned exchange, then ().
-
-        Returns:
-            Events in order, each once. After ``close``: what ``drain`` and ``close`` kept, once.
-        """
-        if self._ended and (self._events or self._core.context.events):
-            return self._take()
-        began_s = self._begin_poll()
-        try:
-            if self._core.fault is None or not self._poisoned:
-                self._exchange_once(began_s)
-            self._end_poll(began_s)
-        finally:
-            self._polling = False
-        return self._take()
+    def _turn(self, now_s: float) -> None:
+        """One exchange: blocks until every rank has polled as often. After a fault: one poisoned exchange, then none."""
+        self._core.settle(now_s)
+        if self._core.fault is None or not self._poisoned:
+            self._exchange_once(now_s)
 
     def _exchange_once(self, began_s: float) -> None:
         poison = self._core.fault is not None
         self._poisoned = poison
         if not poison:
-            self._core.call(self._core.streams.fill, (EXCHANGE, 0), began_s, SLOT)
+            self._core.call(self._core.streams.fill, (((EXCHANGE, 0),),), began_s, SLOT)
         frames, self._core.context.frames = self._core.context.frames, []
         flags = _LEAVING if self._leaving else 0
         mark = _POISON if poison else _MARK
@@ -189,8 +178,7 @@ class AllgatherAgreement(BaseAgreement):
             decoded = tuple(self._decode(member, data) for member, data in enumerate(contributions))
             self._bytes_received += sum(len(data) for data in contributions)
             if not poison:
-                if self._failing is not None:
-                    self._fail_now()
+                self._core.settle(began_s)
                 self._core.notice(ev.ExchangeCompleted(decoded), self._clock())
                 if self._core.fault is not None and any(d is None or isinstance(d, str) for d in decoded):
                     self._poisoned = True  # everybody saw the poison in this exchange
@@ -216,7 +204,7 @@ class AllgatherAgreement(BaseAgreement):
         """Nothing to declare: the others wait in their poll anyway."""
         if not self._opened or self._ended:
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
-        self._call(self._core.busy, max_s)
+        self._step(self._core.busy, (max_s,), self._clock())
         self.busy_reason = str(reason)[:200]
         return True
 
@@ -265,10 +253,9 @@ class AllgatherAgreement(BaseAgreement):
             raise ConcurrentCallError(f"rank {self.rank}: close while another call runs")
         clean = False
         try:
-            if self._failing is not None:
-                self._fail_now()
+            self._core.settle(self._clock())
             if self._opened and self._core.drained and self._core.fault is None:
-                self._call(self._core.ending.close)
+                self._step(self._core.ending.close, (), self._clock())
                 self._events[:0] = self.poll()
             clean = self._core.closed and self._core.fault is None
         finally:

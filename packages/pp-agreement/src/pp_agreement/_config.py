@@ -11,7 +11,7 @@ RANKS_MAX = 64  # a set of ranks travels as one 64-bit mask
 U32_MAX = 2**32 - 1
 FRAME_BYTES_MIN = 256
 RECORD_BYTES = 24
-HEADER_BYTES = 44
+FRAME_BYTES = 44  # without records: header and checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,8 @@ class AgreementConfig:
         lease_timeout_s: Age of an unscheduled lease at which the scheduling rank revokes it, > 0; None: never.
         doubt_deadline_s: Time from the first ``doubt()`` after which a QUARANTINE vote is accepted, >= 0.
         quarantine_rounds_max: QUARANTINE commits that a domain survives, >= 0; one more stops it.
-        story_entries_max: Entries kept per round for diagnosis, 0..1024; the first and the newest stay.
+        story_entries_max: Entries kept per round for diagnosis, 0..1024; the first and the newest stay. An admission and one
+            terminal vote of each member may stand beside them.
 
     Raises:
         ConfigurationError: A value is out of range; ``field`` names it.
@@ -144,7 +145,7 @@ class AgreementConfig:
     @property
     def records_per_frame_max(self) -> int:
         """Records that fit into one frame."""
-        return (self.frame_bytes_max - HEADER_BYTES) // RECORD_BYTES
+        return (self.frame_bytes_max - FRAME_BYTES) // RECORD_BYTES
 
     @property
     def queue_records_max(self) -> int:

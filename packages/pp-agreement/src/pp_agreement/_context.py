@@ -9,13 +9,11 @@ from pp_agreement._errors import LocalProtocolError
 from pp_agreement._events import (
     SURVIVES_FAULT,
     AgreementEvent,
-    DeathVerdict,
     Fault,
     FaultCode,
     Frame,
     Key,
-    SilenceEnded,
-    SilenceVerdict,
+    Verdict,
 )
 
 if TYPE_CHECKING:
@@ -78,8 +76,9 @@ class Context:
         self.elapsed_s = 0.0
         self.events: list[AgreementEvent] = []
         self.frames: list[tuple[int, Frame]] = []  # by peer; given to the transport in this order
-        self.event_counts: dict[type[AgreementEvent], int] = {}
-        self.verdicts: list[AgreementEvent] = []  # the last ones, for the evidence
+        self.event_counts: dict[type[AgreementEvent], int] = {}  # without ``Committed``, which is counted by outcome
+        self.may_lapse = False  # an event waits that this rank's own later call can swallow
+        self.verdicts: list[Verdict] = []  # the last ones, for the evidence
         self.fault: Fault | None = None
 
     def emit(self, event: AgreementEvent) -> None:
@@ -88,7 +87,7 @@ class Context:
         kind = type(event)
         self.event_counts[kind] = self.event_counts.get(kind, 0) + 1
 
-    def judge(self, verdict: SilenceVerdict | SilenceEnded | DeathVerdict) -> None:
+    def judge(self, verdict: Verdict) -> None:
         """Have a verdict for the host, and remember it."""
         self.emit(verdict)
         self.verdicts.append(verdict)
@@ -110,7 +109,7 @@ class Context:
             message,
             rank=self.rank,
             key=key,
-            state="not open" if round_ is None else f"{round_.own.ready.name}, {round_.own.terminal.name}",
+            state="not open" if round_ is None else f"{round_.ready.name}, {round_.terminal.name}",
             story=() if round_ is None else self.tell(round_),
         )
 

@@ -6,16 +6,22 @@ this rank's own included; nothing is ever decided twice, whatever a destination 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from pp_agreement._context import Context, Violation
-from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason
+from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason, Record
 from pp_agreement._round import PLAIN_VOTE, Round, Tally
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
+    ABOUT_ROUNDS,
+    CONTRACT,
     COORDINATOR_RULE,
+    MEMBERS_SAY,
+    NOT_BY_ANY_MEMBER,
     PHASE_NEXT,
+    REASON_MAX,
+    SCHEDULER_SAYS,
     TRANSIENT_MAX,
     Decision,
     Kind,
@@ -31,6 +37,7 @@ _VOTE, _REVOKE, _REASONS, _TERMINAL_VOTE = (
     int(Kind.REASONS),
     int(Reason.TERMINAL_VOTE),
 )
+_TERMINAL, _DOUBT, _COMMITS = int(Kind.TERMINAL), int(Kind.DOUBT), int(Kind.COMMIT)
 _PREPARE, _RELEASE, _COMPLETE, _ABORT = Decision.PREPARE, Decision.RELEASE, Decision.COMPLETE, Decision.ABORT
 _COMMIT = Decision.COMMIT
 _GATHERING, _FINAL = Phase.GATHERING, Phase.FINAL
@@ -48,20 +55,108 @@ class Coordinator:
 
     Args:
         end_attempt: Called for a round in which somebody voted terminal and nobody is ready: nobody needs to become it.
+        on_the_domain: Hears what a member says about no round.
     """
 
+    touched: dict[int, None] | None = None
+    """In a group: rounds about which its ranks have said something."""
+
     def __init__(
-        self, context: Context, streams: Streams, rounds: Rounds, end_attempt: Callable[[Round], None]
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        end_attempt: Callable[[Round], None],
+        on_the_domain: Callable[[int, Record], None],
     ) -> None:
         self.context = context
         self.streams = streams
         self.rounds = rounds
         self.end_attempt = end_attempt
+        self.on_the_domain = on_the_domain
         self.ignored = 0
 
     # -- what members say -------------------------------------------------------------------------------------------
 
-    def count_ready(self, round_: Round, tally: Tally, source: int, kind: int, reason: int, attempt: int) -> None:
+    def hear(
+        self, source: int, records: Iterable[Record], kinds: list[int], deliver: Callable[[], None] | None
+    ) -> None:
+        """A member speaks, this rank's own half included. One loop: of nearly all records it is the whole way.
+
+        Args:
+            source: The member.
+            records: What it says, in its order.
+            kinds: Where they are counted, by kind.
+            deliver: Empties this rank's own queue, which follows each decision; None: the caller is about to.
+        """
+        context, rounds, touched = self.context, self.rounds, self.touched
+        opened, local, all_mask, bit = rounds.open, self.streams.local, context.all_mask, 1 << source
+        for record in records:
+            kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+            kinds[kind] += 1
+            if NOT_BY_ANY_MEMBER[kind] or outcome or disposition or reason:
+                self.check(source, record)
+                if not ABOUT_ROUNDS[kind]:
+                    self.on_the_domain(source, record)
+                    if local and deliver is not None:
+                        deliver()
+                    continue
+            round_ = opened.get(incarnation)
+            if round_ is None:
+                round_ = rounds.unheard(source, request_id, incarnation)
+                if round_ is None:
+                    continue
+            elif round_.request_id != request_id:
+                told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
+                context.blame(source, told, round_)
+            tally = round_.tally
+            if tally is None:
+                raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
+            if touched is not None:
+                touched[incarnation] = None
+            if kind == _TERMINAL:
+                voted = tally.terminal_mask
+                if voted & bit:
+                    self._repeat_terminal(round_, tally, source, outcome, disposition, reason)
+                    continue
+                phase, uses_ready = tally.phase, round_.uses_ready
+                if uses_ready and phase is not _FINAL and not tally.activated & bit:
+                    self._check_fence(round_, tally, source)
+                if outcome or disposition or reason:
+                    if disposition and not outcome:
+                        context.blame(source, "voted COMPLETED with QUARANTINE", round_)
+                    tally.terminal_votes = {**tally.terminal_votes, source: (outcome, disposition, reason)}
+                tally.terminal_mask = voted = voted | bit
+                round_.touched_s = context.elapsed_s
+                round_.story += (context.now_s, "terminal vote", source)  # one of each member: bounded as it is
+                if uses_ready and phase is _GATHERING and (tally.votes or (voted != all_mask and round_.heard)):
+                    if tally.votes:
+                        self.abort(round_, tally, _TERMINAL_VOTE)
+                    else:
+                        self.end_attempt(round_)
+                elif voted == all_mask:
+                    self._commit(round_, tally)
+            elif kind == _DOUBT:
+                self._count_doubt(round_, tally, source, reason)
+            else:
+                self._count_ready(round_, tally, source, kind, reason, attempt)
+            if local and deliver is not None:
+                deliver()
+
+    def check(self, source: int, record: Record) -> None:
+        """Whether this member may say so: the kind, its author and its small fields."""
+        kind, outcome, disposition, reason = record[:4]
+        row = CONTRACT[kind]
+        if row is None or not MEMBERS_SAY[kind]:
+            self.context.blame(source, f"may not send kind {kind}")
+        if outcome > row.outcome_max or disposition > row.disposition_max:
+            self.context.blame(source, f"sent {Kind(kind).name} with outcome {outcome}, disposition {disposition}")
+        if reason > REASON_MAX and kind < Kind.FAIL_STOP:
+            self.context.blame(source, f"sent the unknown reason {reason}")
+        if SCHEDULER_SAYS[kind] and source != self.context.scheduler:
+            self.context.blame(source, f"is not the scheduling rank: {Kind(kind).name}")
+
+    def _count_ready(self, round_: Round, tally: Tally, source: int, kind: int, reason: int, attempt: int) -> None:
         """A member's record about readiness."""
         context = self.context
         if not round_.uses_ready:
@@ -125,35 +220,21 @@ class Coordinator:
         if tally.abort_acks == self.context.all_mask:
             self.finalize(round_, tally)
 
-    def count_terminal(
+    def _check_fence(self, round_: Round, tally: Tally, source: int) -> None:
+        """A terminal vote beside a readiness attempt: only of a member that takes no part in it."""
+        took_part = tally.votes | tally.withdrawn | tally.abort_acks
+        if took_part >> source & 1:
+            self.context.blame(source, "voted terminal while its readiness attempt is open", round_)
+
+    def _repeat_terminal(
         self, round_: Round, tally: Tally, source: int, outcome: int, disposition: int, reason: int
     ) -> None:
-        """A member's one vote."""
-        context, bit = self.context, 1 << source
-        if tally.terminal_mask & bit:
-            if tally.terminal_votes.get(source, PLAIN_VOTE) != (outcome, disposition, reason):
-                context.blame(source, "changed its terminal vote", round_)
-            self.streams.duplicates += 1
-            return
-        if disposition and not outcome:
-            context.blame(source, "voted COMPLETED with QUARANTINE", round_)
-        phase = tally.phase
-        if round_.uses_ready and phase is not _FINAL and not tally.activated & bit:
-            took_part = tally.votes | tally.withdrawn | tally.abort_acks
-            if took_part & bit:
-                context.blame(source, "voted terminal while its readiness attempt is open", round_)
-        if outcome or disposition or reason:
-            tally.terminal_votes = {**tally.terminal_votes, source: (outcome, disposition, reason)}
-        tally.terminal_mask = voted = tally.terminal_mask | bit
-        self.rounds.note(round_, "terminal vote", source)
-        if phase is _GATHERING and tally.votes:
-            self.abort(round_, tally, _TERMINAL_VOTE)
-        elif voted == context.all_mask:
-            self._commit(round_, tally)
-        elif phase is _GATHERING and round_.uses_ready and round_.heard:
-            self.end_attempt(round_)
+        """A vote of a member that has voted."""
+        if tally.terminal_votes.get(source, PLAIN_VOTE) != (outcome, disposition, reason):
+            self.context.blame(source, "changed its terminal vote", round_)
+        self.streams.duplicates += 1
 
-    def count_doubt(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
+    def _count_doubt(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
         """A member lacks proof: passed on once."""
         if tally.doubted >> source & 1:
             self.streams.duplicates += 1
@@ -202,13 +283,12 @@ class Coordinator:
 
     def _commit(self, round_: Round, tally: Tally) -> None:
         """All have voted: the decision, once, as soon as no readiness attempt is in progress."""
-        if PHASE_NEXT[tally.phase][_COMMIT] is None:
+        after = PHASE_NEXT[tally.phase][_COMMIT]
+        if after is None:
             return
-        if tally.terminal_votes:
-            outcome, disposition = self._reduce(round_, tally)
-            self._decide(round_, tally, _COMMIT, outcome, disposition)
-        else:
-            self._decide(round_, tally, _COMMIT)
+        outcome, disposition = self._reduce(round_, tally) if tally.terminal_votes else (0, 0)
+        tally.phase = after
+        self.streams.fan_out((_COMMITS, outcome, disposition, 0, tally.attempt, round_.request_id, round_.incarnation))
 
     def _reduce(self, round_: Round, tally: Tally) -> tuple[int, int]:
         """The greatest outcome and disposition; the reasons are told first."""
@@ -242,9 +322,16 @@ class Coordinator:
         else:
             self.streams.fan_out(record)
 
-    def copy(self, context: Context, streams: Streams, rounds: Rounds, end: Callable[[Round], None]) -> Coordinator:
+    def copy(
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        end_attempt: Callable[[Round], None],
+        on_the_domain: Callable[[int, Record], None],
+    ) -> Coordinator:
         """An independent copy, for explorers."""
-        twin = type(self)(context, streams, rounds, end)
+        twin = type(self)(context, streams, rounds, end_attempt, on_the_domain)
         twin.ignored = self.ignored
         return twin
 

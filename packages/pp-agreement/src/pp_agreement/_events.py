@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import NamedTuple
 
 REQUEST_ID_MAX = 2**63 - 1
@@ -26,8 +25,8 @@ class Key(NamedTuple):
     attempt: int = 0
 
 
-key_of = partial(tuple.__new__, Key)
-"""A key of a tuple of its three numbers; half the time of ``Key(...)``."""
+new = tuple.__new__
+"""``new(Key, (7, 1, 0))`` makes a named tuple of a plain one, in half the time of ``Key(7, 1, 0)``."""
 
 
 class Outcome(IntEnum):
@@ -145,16 +144,13 @@ class Frame(NamedTuple):
     content: bytes = b""
 
 
-frame_of = partial(tuple.__new__, Frame)
-"""A frame of a tuple of all its fields; half the time of ``Frame(...)``."""
-
-
 # -- effects: to the host ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
 class AgreementEvent:
     """Something the host must hear, once, in order."""
+
+    __slots__ = ()
 
     @property
     def ends_request(self) -> bool:
@@ -216,34 +212,34 @@ class Finalized(AgreementEvent):
         return self.mode is FinalizeMode.CLOSED
 
 
-@dataclass(frozen=True, slots=True)
-class Committed(AgreementEvent):
-    """The terminal decision: memory may be reclaimed (RELEASE) or is retired for ever (QUARANTINE)."""
-
+class _Decision(NamedTuple):
     key: Key
     outcome: Outcome
     disposition: Disposition
     reasons: tuple[Reason, ...]
+
+
+class Committed(_Decision, AgreementEvent):
+    """The terminal decision: memory may be reclaimed (RELEASE) or is retired for ever (QUARANTINE).
+
+    Of every request there is one; as a named tuple it is made in a quarter of the time of a frozen dataclass.
+    """
+
+    __slots__ = ()
 
     @property
     def ends_request(self) -> bool:
         """Always."""
         return True
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Committed and tuple.__eq__(self, other)
 
-_set_key, _set_outcome, _set_disposition, _set_reasons = (
-    getattr(Committed, name).__set__ for name in ("key", "outcome", "disposition", "reasons")
-)
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
-
-def committed(key: Key, outcome: Outcome, disposition: Disposition, reasons: tuple[Reason, ...]) -> Committed:
-    """A ``Committed`` in half the time: a frozen class sets its fields by name, this by slot."""
-    event = Committed.__new__(Committed)
-    _set_key(event, key)
-    _set_outcome(event, outcome)
-    _set_disposition(event, disposition)
-    _set_reasons(event, reasons)
-    return event
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +298,9 @@ class DeathVerdict(AgreementEvent):
     observer_rank: int
     suspect_rank: int
     evidence: str
+
+
+Verdict = SilenceVerdict | SilenceEnded | DeathVerdict
 
 
 @dataclass(frozen=True, slots=True)

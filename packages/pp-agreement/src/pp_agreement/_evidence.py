@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from pp_agreement.__about__ import __version__
 from pp_agreement._config import AgreementConfig, Domain
-from pp_agreement._events import AgreementEvent
+from pp_agreement._events import Verdict
 from pp_agreement._statistics import AgreementStatistics, DrainReport
 
 EVIDENCE_VERSION = 1
@@ -23,7 +23,7 @@ def evidence_of(
     statistics: AgreementStatistics,
     drain: DrainReport,
     busy_reason: str,
-    verdicts: Sequence[AgreementEvent],
+    verdicts: Sequence[Verdict],
 ) -> dict[str, object]:
     """See :meth:`Agreement.evidence`."""
     core = statistics.core

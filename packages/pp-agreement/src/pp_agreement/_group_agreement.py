@@ -25,7 +25,8 @@ class _Voice(Agreement):
         self, groups: Groups, rank: int, transport: Transport, config: AgreementConfig, clock: Callable[[], float]
     ) -> None:
         super().__init__(groups.outer, rank, transport, voice_config(config), clock)
-        self._core = self.core = OuterCore(groups, rank, config, session=self._core.context.session)
+        self.core = OuterCore(groups, rank, config, session=self._core.context.session)
+        self._adopt(self.core)
 
 
 class GroupAgreement(Agreement):
@@ -65,7 +66,9 @@ class GroupAgreement(Agreement):
         inner = groups.inner(rank)
         super().__init__(inner, rank, transport_of(inner), bounds, clock)
         self.groups = groups
-        self._core = self._group = GroupCore(groups, rank, bounds, session=self._core.context.session)
+        self._group = GroupCore(groups, rank, bounds, session=self._core.context.session)
+        self._adopt(self._group)
+        self._step = self._step_and_join
         self._joining = False
         self._voice: _Voice | None = None
         self._bridge: Bridge | None = None
@@ -97,8 +100,8 @@ class GroupAgreement(Agreement):
         finally:
             self._joining = False
 
-    def _call(self, work: Callable[..., Any], *given: Any) -> Any:
-        answer = super()._call(work, *given)
+    def _step_and_join(self, work: Callable[..., Any], given: tuple[Any, ...], now_s: float) -> Any:
+        answer = self._core.call(work, given, now_s)
         self._join()
         return answer
 

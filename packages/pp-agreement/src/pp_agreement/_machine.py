@@ -35,15 +35,12 @@ from pp_agreement._round import Round
 from pp_agreement._rounds import Rounds
 from pp_agreement._silence import Silence
 from pp_agreement._state import (
-    ABOUT_ROUNDS,
     CONTRACT,
     COORDINATOR_SAYS,
     DISPOSITIONS,
-    MEMBERS_SAY,
     OUTCOMES,
     REASON_MAX,
     REASONS,
-    SCHEDULER_SAYS,
     Kind,
     Phase,
     ReadyInput,
@@ -58,6 +55,8 @@ from pp_agreement._words import chunk_of, records_of, text_of
 
 HOST, PEER, SLOT = range(3)
 """Whose doing a step is; see ``AgreementCore.call``."""
+_OPEN, _RUNNING, _FAILING, _STOPPED = range(4)
+"""Whether a step may begin: none runs, one does, one was running when the host said that it failed, or no host's any more."""
 
 NOTHING: Any = object()
 """In place of an answer: the call was no call, or it stopped the domain."""
@@ -100,16 +99,21 @@ class AgreementCore:
         self.is_coordinator = self.context.is_coordinator
         self.is_scheduler = self.context.is_scheduler
         self.streams = Streams(self.context)
+        self._local = self.streams.local
         self.book = Rounds(self.context, self.streams)
         self.rounds = self.book.open
-        self.member = Member(self.context, self.streams, self.book)
-        self.coordinator = self.coordinator_type(self.context, self.streams, self.book, self._end_attempt)
+        self.member = Member(self.context, self.streams, self.book, self._coordinator_on_the_domain)
+        self.coordinator = self.coordinator_type(
+            self.context, self.streams, self.book, self._end_attempt, self._member_on_the_domain
+        )
         self.silence = Silence(self.context, self.streams)
         self.ending = self.ending_type(
             self.context, self.streams, self.book, self.member, self.silence, self._deliver_local
         )
         self._words: dict[int, bytes] = {}  # by member: what it said before its FAIL_STOP
-        self._stepping = False
+        self._gate = self._gate_after = _OPEN
+        self._failing = FaultCode.HOST, ""  # what the host said while a step ran
+        self._ended = False
 
     # -- the one entry ----------------------------------------------------------------------------------------------
 
@@ -135,7 +139,7 @@ class AgreementCore:
         """
         effects: list[Effect] = []
         if isinstance(event, ev.SlotFreed):
-            self.call(self.streams.fill, (event.peer, event.outstanding), now_s, SLOT)
+            self.call(self.streams.fill, (((event.peer, event.outstanding),),), now_s, SLOT)
             frames, self.context.frames = self.context.frames, []
             effects.extend(SendFrame(peer, frame) for peer, frame in frames)
         elif type(event) in _CALLS:
@@ -151,8 +155,23 @@ class AgreementCore:
         self.call(_HANDLERS[type(event)], (self, event), now_s, PEER)
 
     def fail(self, code: FaultCode, detail: str, now_s: float) -> None:
-        """The host, or the shell for it, stops the domain."""
-        self.call(self._on_failed, (code, detail), now_s, PEER)
+        """The host, or the shell for it, stops the domain: while a step runs, as soon as the next one is to begin."""
+        if self._gate != _RUNNING:
+            self.call(self._on_failed, (code, detail), now_s, PEER)
+        elif self._gate_after == _OPEN:
+            self._failing = code, detail
+            self._gate_after = _FAILING
+
+    def settle(self, now_s: float) -> None:
+        """Let what the host said while a step ran take effect."""
+        if self._gate == _FAILING:
+            self._gate = self._gate_after = _OPEN
+            self.call(self._on_failed, self._failing, now_s, PEER)
+
+    def end(self) -> None:
+        """The host may call nothing more."""
+        self._ended = True
+        self._gate = self._gate_after = _STOPPED
 
     def take(self) -> tuple[AgreementEvent, ...]:
         """The events that the host has not been given yet, in their order, each once."""
@@ -160,6 +179,7 @@ class AgreementCore:
         if not context.events:
             return ()
         events, context.events = context.events, []
+        context.may_lapse = False
         return tuple(events)
 
     def call(self, work: Callable[..., Any], given: tuple[Any, ...], now_s: float, who: int = HOST) -> Any:
@@ -172,20 +192,20 @@ class AgreementCore:
         Returns:
             The answer; ``NOTHING`` where the step stopped the domain or was without effect.
         """
-        context = self.context
-        if (self._stepping or context.fault is not None) and not self._may_step(work, who):
+        if self._gate and not self._may_step(work, now_s, who):
             return NOTHING
+        context = self.context
         answer: Any = NOTHING
-        self._stepping = True
+        self._gate = _RUNNING
         try:
             passed_s = now_s - context.now_s
-            if passed_s:
-                if 0.0 < passed_s < JUMP_MAX_S:
-                    context.elapsed_s += passed_s
-                if now_s == now_s:  # a NaN is no reading, and nothing can be measured against it
-                    context.now_s = now_s
+            if 0.0 < passed_s < JUMP_MAX_S:
+                context.elapsed_s += passed_s
+                context.now_s = now_s
+            elif passed_s and now_s == now_s:  # a NaN is no reading, and nothing can be measured against it
+                context.now_s = now_s
             answer = work(*given)
-            if self.streams.local:
+            if self._local:
                 self._deliver_local()
             if self.book.last is not None:
                 self._report_drain()
@@ -197,18 +217,22 @@ class AgreementCore:
             self._stop(Violation(FaultCode.INTERNAL, f"broken off: {error!r}"))
             raise
         finally:
-            self._stepping = False
+            self._gate = self._gate_after
         return answer
 
-    def _may_step(self, work: Callable[..., Any], who: int) -> bool:
-        """Never in the middle of another step; after a fault only to say so."""
-        if self._stepping:
+    def _may_step(self, work: Callable[..., Any], now_s: float, who: int) -> bool:
+        """Never in the middle of another step; after a fault only to say so; after its end nothing of the host."""
+        if self._gate == _RUNNING:
             name = getattr(work, "__name__", "a call")
             raise ConcurrentCallError(f"rank {self.rank}: {name} while another call runs")
+        self.settle(now_s)
         fault = self.context.fault
-        if who == HOST and fault is not None:
-            raise DomainStopped(fault)
-        return who == SLOT
+        if who == HOST:
+            if self._ended:
+                raise LocalProtocolError("after close()", rank=self.rank)
+            if fault is not None:
+                raise DomainStopped(fault)
+        return who == SLOT or fault is None
 
     def _report_drain(self) -> None:
         if not self.ending.reported and self.context.fault is None:
@@ -217,17 +241,17 @@ class AgreementCore:
     @property
     def stepping(self) -> bool:
         """Whether a step is running: seen from a signal handler, a callback or another thread."""
-        return self._stepping
+        return self._gate == _RUNNING
 
     def _deliver_local(self) -> None:
         """Empty this rank's own queue: never from inside a decision, always in decision order."""
-        local = self.streams.local
+        local, kinds = self._local, self.streams.local_kinds
         while local:
             record = local.popleft()
             if record[0] < _PREPARE:
-                self._from_member(self.me, record)
+                self.coordinator.hear(self.me, (record,), kinds, None)
             else:
-                self._from_coordinator(record)
+                self.member.hear((record,), kinds)
 
     # -- local calls ------------------------------------------------------------------------------------------------
 
@@ -235,13 +259,13 @@ class AgreementCore:
         """The authoritative broadcast named a request. For ``call``."""
         heard = self.book.heard
         round_ = self.member.admit(request_id, incarnation, ready)
-        if not ready or self.book.heard == heard:
+        if not ready or heard == self.book.heard:
             return round_.key  # nothing can have happened to it, or a repetition
         tally = round_.tally
         if tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
             self._end_attempt(round_)
-        if round_.own.ready is _ABORTING:  # the tombstone: aborted before the request existed here
-            self.context.emit(ev.Aborted(round_.key, REASONS[round_.own.aborted_for]))
+        if round_.ready is _ABORTING:  # the tombstone: aborted before the request existed here
+            self.context.emit(ev.Aborted(round_.key, REASONS[round_.aborted_for]))
         return round_.key
 
     def _end_attempt(self, round_: Round) -> None:
@@ -253,7 +277,7 @@ class AgreementCore:
         tally = round_.tally
         if not self.context.replicated and tally is not None:
             self.coordinator.abort(round_, tally, int(Reason.TERMINAL_VOTE))
-        elif round_.own.ready is ReadyState.IDLE and round_.own.terminal < TerminalState.VOTED:
+        elif round_.ready is ReadyState.IDLE and round_.terminal < TerminalState.VOTED:
             self.member.end(round_, ReadyInput.WITHDRAW, int(Reason.TERMINAL_VOTE))
 
     def busy(self, max_s: float) -> None:
@@ -268,53 +292,9 @@ class AgreementCore:
 
     # -- who hears a record -----------------------------------------------------------------------------------------
 
-    def _from_member(self, source: int, record: Record) -> None:
-        """The coordinator hears a member."""
-        kind, outcome, disposition, reason, attempt, request_id, incarnation = record
-        if not ABOUT_ROUNDS[kind]:
-            self._about_the_domain(source, record)
-            return
-        if outcome or disposition or reason:
-            self._check_fields(source, record)
-        if SCHEDULER_SAYS[kind]:
-            self._check_scheduler(source, kind)
-        round_ = self.rounds.get(incarnation)
-        if round_ is None:
-            round_ = self.book.unheard(source, request_id, incarnation)
-            if round_ is None:
-                return
-        elif round_.request_id != request_id:
-            told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
-            self.context.blame(source, told, round_)
-        tally = round_.tally
-        if tally is None:
-            raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
-        if kind == _TERMINAL:
-            self.coordinator.count_terminal(round_, tally, source, outcome, disposition, reason)
-        elif kind == _DOUBT:
-            self.coordinator.count_doubt(round_, tally, source, reason)
-        else:
-            self.coordinator.count_ready(round_, tally, source, kind, reason, attempt)
-
-    def _check_fields(self, source: int, record: Record) -> None:
-        kind, outcome, disposition, reason = record[:4]
-        row = CONTRACT[kind]
-        if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
-            told = f"sent {Kind(kind).name} with outcome {outcome}, disposition {disposition}"
-            self.context.blame(source, told)
-        if reason > REASON_MAX and kind < _FAIL_STOP:
-            self.context.blame(source, f"sent the unknown reason {reason}")
-
-    def _check_scheduler(self, source: int, kind: int) -> None:
-        if source != self.context.scheduler:
-            self.context.blame(source, f"is not the scheduling rank: {Kind(kind).name}")
-
-    def _about_the_domain(self, source: int, record: Record) -> None:
+    def _member_on_the_domain(self, source: int, record: Record) -> None:
         """The coordinator hears a member about no round."""
         kind = record[0]
-        if not MEMBERS_SAY[kind]:
-            self.context.blame(source, f"may not send kind {kind}")
-        self._check_fields(source, record)
         if kind == _TEXT:
             self._hear_words(source, record)
         elif kind == _FAIL_STOP:
@@ -322,23 +302,17 @@ class AgreementCore:
                 self.context.blame(source, "reports another rank's fault")
             self._failed_elsewhere(source, record)
         else:
-            if SCHEDULER_SAYS[kind]:
-                self._check_scheduler(source, kind)
             self.ending.from_member(source, kind, record[5], record[6])
 
-    def _from_coordinator(self, record: Record) -> None:
-        """A member hears the coordinator."""
+    def _coordinator_on_the_domain(self, record: Record) -> None:
+        """A member hears the coordinator about no decision of a round."""
         kind, outcome, disposition, _reason, attempt, request_id, incarnation = record
-        context = self.context
-        if not COORDINATOR_SAYS[kind]:
+        context, row = self.context, CONTRACT[kind]
+        if row is None or not COORDINATOR_SAYS[kind]:
             context.blame_coordinator(f"kind {kind} came from the coordinator")
-        if outcome or disposition:
-            row = CONTRACT[kind]
-            if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
-                context.blame_coordinator(f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}")
-        if kind < _ADVICE:
-            self.member.decided(record)
-        elif kind == _ADVICE:
+        if outcome > row.outcome_max or disposition > row.disposition_max:
+            context.blame_coordinator(f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}")
+        if kind == _ADVICE:
             self._advised(record)
         elif kind < _VERDICT:
             self.ending.from_coordinator(kind, request_id, incarnation)
@@ -358,7 +332,7 @@ class AgreementCore:
         if round_ is None:
             self.book.stale += 1
             return
-        if round_.request_id != request_id or attempt > round_.own.attempt:
+        if round_.request_id != request_id or attempt > round_.attempt:
             context.blame_coordinator(f"ADVICE for request {request_id}, attempt {attempt}", round_)
         key = Key(request_id, incarnation, attempt)
         context.emit(ev.Advice(key, AdviceKind(kind), context.name(source), REASONS[reason]))
@@ -367,21 +341,15 @@ class AgreementCore:
 
     def hear(self, frames: Iterable[tuple[int, Frame]]) -> None:
         """Frames came, each as in ``step(FrameReceived(peer, frame))``. For ``call``."""
-        streams, silence, deliver = self.streams, self.silence, self._deliver_local
-        kinds, local = streams.received_kinds, streams.local
-        hear = self._from_member if self.is_coordinator else None
+        accept, heard_from, kinds = self.streams.accept, self.silence.heard_from, self.streams.received_kinds
+        counts, member, coordinator = self.is_coordinator, self.member, self.coordinator
         for peer, frame in frames:
-            if not streams.accept(peer, frame):
-                continue
-            silence.heard_from(peer, frame.busy_ms)
-            for record in frame.records:
-                kinds[record[0]] += 1
-                if hear is not None:
-                    hear(peer, record)
+            if accept(peer, frame):
+                heard_from(peer, frame[1])
+                if counts:
+                    coordinator.hear(peer, frame[2], kinds, self._deliver_local)
                 else:
-                    self._from_coordinator(record)
-                if local:
-                    deliver()
+                    member.hear(frame[2], kinds)
 
     def _on_exchange(self, event: ev.ExchangeCompleted) -> None:
         if len(event.contributions) != self.context.size:
@@ -395,10 +363,7 @@ class AgreementCore:
                     f"rank {self.context.name(member)} failed in the exchange{said}",
                     suspect=member,
                 )
-            for record in records:
-                kinds[record[0]] += 1
-                self._from_member(member, record)
-                self._deliver_local()
+            self.coordinator.hear(member, records, kinds, self._deliver_local)
 
     def _on_rejected(self, event: ev.FrameRejected) -> None:
         raise Violation(FaultCode.BAD_FRAME, event.detail, suspect=event.peer)
@@ -419,19 +384,24 @@ class AgreementCore:
 
     def sweep(self, frames: Iterable[tuple[int, Frame]], empty: int) -> None:
         """A whole receive sweep: its frames, then what ``step(SweepCompleted(empty))`` does. For ``call``."""
-        since_s = self.silence.pass_time()
+        silence, timers, now_s = self.silence, self.book.timers, self.context.elapsed_s
+        since_s = silence.pass_time(now_s)
         if frames:
             self.hear(frames)
-        self.silence.sweep(empty, since_s)
-        timers, now_s = self.book.timers, self.context.elapsed_s
-        if now_s >= timers.doubts.earliest_s:
-            for incarnation in timers.doubts.due(now_s):
-                self.member.doubt_expired(self.rounds[incarnation])
-        if now_s >= timers.leases.earliest_s:
-            for incarnation in timers.leases.due(now_s):
-                self.member.lease_expired(self.rounds[incarnation])
+        if empty != silence.links_mask or silence.looked_s >= silence.due_s:
+            silence.sweep(empty, since_s)
+        if now_s >= timers.due_s:
+            self._run_timers(now_s)
+
+    def _run_timers(self, now_s: float) -> None:
+        timers = self.book.timers
+        for incarnation in timers.doubts.due(now_s):
+            self.member.doubt_expired(self.rounds[incarnation])
+        for incarnation in timers.leases.due(now_s):
+            self.member.lease_expired(self.rounds[incarnation])
         if now_s >= timers.idle_due_s:
             timers.watch(self.context, self.rounds, now_s)
+        timers.look_ahead()
 
     # -- failing ----------------------------------------------------------------------------------------------------
 
@@ -467,6 +437,7 @@ class AgreementCore:
         round_ = violation.round
         if elsewhere and violation.code is FaultCode.DEATH and suspect is not None:
             context.judge(ev.DeathVerdict(context.name(origin), context.name(suspect), "reported"))
+        self._gate_after = _STOPPED
         context.stop(
             Fault(
                 violation.code,
@@ -517,15 +488,14 @@ class AgreementCore:
         round_ = self.rounds.get(incarnation)
         if round_ is None:
             return None
-        own = round_.own
-        voted = own.terminal >= TerminalState.VOTED
+        voted = round_.terminal >= TerminalState.VOTED
         return RoundState(
-            own.ready,
-            own.terminal,
-            own.attempt,
+            round_.ready,
+            round_.terminal,
+            round_.attempt,
             round_.heard,
-            OUTCOMES[own.outcome] if voted else None,
-            DISPOSITIONS[own.disposition] if voted else None,
+            OUTCOMES[round_.outcome] if voted else None,
+            DISPOSITIONS[round_.disposition] if voted else None,
         )
 
     def undecided(self) -> tuple[Key, ...]:
@@ -550,7 +520,7 @@ class AgreementCore:
             heartbeats_sent=streams.heartbeats_sent,
             records_sent=_by_kind(streams.sent_kinds),
             records_received=_by_kind(streams.received_kinds),
-            events=tuple(sorted((kind.__name__, count) for kind, count in self.context.event_counts.items())),
+            events=self._event_counts(),
             outcomes=(member.outcome_counts[0], member.outcome_counts[1], member.outcome_counts[2]),
             quarantined=member.quarantined,
             activated=member.activated_count,
@@ -561,6 +531,12 @@ class AgreementCore:
             latency_max_s=member.latency_max_s,
             latency_buckets=tuple(member.latency_buckets),
         )
+
+    def _event_counts(self) -> tuple[tuple[str, int], ...]:
+        counts = {kind.__name__: count for kind, count in self.context.event_counts.items()}
+        if self.member.committed:
+            counts[ev.Committed.__name__] = self.member.committed
+        return tuple(sorted(counts.items()))
 
     @property
     def ignored(self) -> int:
@@ -582,10 +558,11 @@ class AgreementCore:
         twin._words = dict(self._words)
         context = twin.context = self.context.copy()
         streams = twin.streams = self.streams.copy(context)
+        twin._local = streams.local
         book = twin.book = self.book.copy(context, streams)
         twin.rounds = book.open
-        member = twin.member = self.member.copy(context, streams, book)
-        twin.coordinator = self.coordinator.copy(context, streams, book, twin._end_attempt)
+        member = twin.member = self.member.copy(context, streams, book, twin._coordinator_on_the_domain)
+        twin.coordinator = self.coordinator.copy(context, streams, book, twin._end_attempt, twin._member_on_the_domain)
         silence = twin.silence = self.silence.copy(context, streams)
         twin.ending = self.ending.copy(context, streams, book, member, silence, twin._deliver_local)
         return twin

@@ -7,6 +7,7 @@ table as well. A call either raises with nothing changed, or is done.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import NoReturn
 
@@ -25,11 +26,14 @@ from pp_agreement._events import (
     Record,
     RevokeResult,
     WithdrawResult,
+    new,
 )
 from pp_agreement._round import NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW, Round
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     ACKNOWLEDGE_ANSWERS,
+    CONTRACT,
+    DECIDES,
     DISPOSITIONS,
     MEMBER_NEXT,
     MODES,
@@ -53,41 +57,53 @@ from pp_agreement._streams import DOUBT_SLOT, READY_SLOT, RECALL_SLOT, TERMINAL_
 from pp_agreement._timers import LEASED
 
 NO_DIGEST = bytes(16)
+DIGESTED_AT_ONCE = 1024  # bytes of final decisions that are digested together
 LATENCY_BUCKETS = 40  # powers of two of a microsecond
 _FINAL_PACK = struct.Struct("<QQIBB").pack
 _KEY_PACK = struct.Struct("<QQI").pack
 _CLOSED_MARK = 0xC0  # stands where a COMMIT has its outcome
 # Names of the hot path: looking a member up on its Enum class, and its name on it, takes as long as ten lines.
 _PREPARE, _RELEASE, _ABORT, _FINALIZE = int(Kind.PREPARE), int(Kind.RELEASE), int(Kind.ABORT), int(Kind.FINALIZE)
-_COMMIT, _REASONS, _TERMINAL = int(Kind.COMMIT), int(Kind.REASONS), Kind.TERMINAL
+_COMMIT, _REASONS, _TERMINAL = int(Kind.COMMIT), int(Kind.REASONS), int(Kind.TERMINAL)
+_VOTE, _ACK, _ACTIVATE_ACK = int(Kind.VOTE), int(Kind.ACK), int(Kind.ACTIVATE_ACK)
+_ABORT_ACK, _REVOKE, _RECALL, _DOUBT = int(Kind.ABORT_ACK), int(Kind.REVOKE), int(Kind.RECALL), int(Kind.DOUBT)
+_COMPLETED, _RELEASE_BLOCKS, _NO_REASON = Outcome.COMPLETED, Disposition.RELEASE, Reason.NONE
 _VOTED = TerminalState.VOTED
 _AFTER_VOTE, _AFTER_COMMIT = TERMINAL_AFTER[TerminalInput.VOTE], TERMINAL_AFTER[TerminalInput.COMMIT]
-_BY_NOT_USED = ReadyInput.NOT_USED
 _DECIDED = {
     _PREPARE: (ReadyInput.PREPARE, "PREPARE"),
     _RELEASE: (ReadyInput.RELEASE, "RELEASE"),
     int(Kind.COMPLETE): (ReadyInput.COMPLETE, "COMPLETE"),
     _ABORT: (ReadyInput.ABORT, "ABORT"),
 }
-_SAID_WHEN_ENDING = {ReadyState.WITHDRAWN: Kind.WITHDRAW, ReadyState.REVOKED: Kind.REVOKE}
+_SAID_WHEN_ENDING = {ReadyState.WITHDRAWN: int(Kind.WITHDRAW), ReadyState.REVOKED: _REVOKE}
 _UNLEASED = (ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED)
 _PAST, _NOW, _NEXT = range(3)
 
 
 class Member:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, context: Context, streams: Streams, rounds: Rounds) -> None:
+    Args:
+        on_the_domain: Hears what the coordinator says beside decisions about rounds.
+    """
+
+    def __init__(
+        self, context: Context, streams: Streams, rounds: Rounds, on_the_domain: Callable[[Record], None]
+    ) -> None:
         self.context = context
         self.streams = streams
         self.rounds = rounds
+        self.on_the_domain = on_the_domain
         self.ready_next = SCHEDULER_NEXT if context.is_scheduler else MEMBER_NEXT
+        not_used = self.ready_next[ReadyState.IDLE][ReadyInput.NOT_USED]
+        self.not_used = ReadyState.IDLE if not_used is None else not_used
         self.notes = not streams.counts_own  # whether stories tell what this rank says: else its own tally does
-        self.committed = 0
         self.closed_rounds = 0
         self.quarantined = 0
         self.activated_count = 0
         self._finals = blake2b(digest_size=16)
+        self._undigested = bytearray()  # finals that ``_finals`` has not taken up yet
         self._activations = blake2b(digest_size=16)
         self.no_reasons = (REASONS[0],) * context.voices
         self.outcome_counts = [0, 0, 0]
@@ -97,9 +113,19 @@ class Member:
         self.latency_buckets = [0] * LATENCY_BUCKETS
 
     @property
+    def committed(self) -> int:
+        """How many rounds ended with a COMMIT here."""
+        return sum(self.outcome_counts)
+
+    @property
     def digest(self) -> bytes:
         """Of all final decisions, in their order; zeros before the first."""
+        self._digest_finals()
         return self._finals.digest() if self.committed or self.closed_rounds else NO_DIGEST
+
+    def _digest_finals(self) -> None:
+        self._finals.update(self._undigested)
+        self._undigested.clear()
 
     @property
     def activation_digest(self) -> bytes:
@@ -109,46 +135,58 @@ class Member:
     # -- moving -----------------------------------------------------------------------------------------------------
 
     def _can(self, round_: Round, given: ReadyInput) -> bool:
-        return self.ready_next[round_.own.ready][given] is not None
+        return self.ready_next[round_.ready][given] is not None
 
     def _move(self, round_: Round, given: ReadyInput) -> None:
-        after = self.ready_next[round_.own.ready][given]
+        after = self.ready_next[round_.ready][given]
         if after is None:
-            raise Violation(FaultCode.INTERNAL, f"{given.name} in {round_.own.ready.name}", round_)
-        round_.own.ready = after
+            raise Violation(FaultCode.INTERNAL, f"{given.name} in {round_.ready.name}", round_)
+        round_.ready = after
 
     def _move_terminal(self, round_: Round, given: TerminalInput) -> bool:
         """False: the table or the fence forbids it, and nothing has changed."""
-        own = round_.own
-        after = TERMINAL_AFTER[given][own.terminal][own.ready]
+        after = TERMINAL_AFTER[given][round_.terminal][round_.ready]
         if after is None:
             return False
-        own.terminal = after
+        round_.terminal = after
         return True
 
     # -- admission --------------------------------------------------------------------------------------------------
 
     def admit(self, request_id: int, incarnation: int, ready: bool) -> Round:
         """The authoritative broadcast named a request."""
-        context, rounds = self.context, self.rounds
-        known = self._check_admission(request_id, incarnation, ready)
-        if known is None:
-            if len(rounds.blocked) >= rounds.credits:
-                context.refuse("the authority spent more credits than there are", Key(request_id, incarnation))
-            waits = request_id in rounds.by_request or rounds.open_count >= rounds.credits
-            known = rounds.new(request_id, incarnation, blocked=waits)
-        elif known.heard:
-            return known
-        known.heard = True
-        known.uses_ready = ready
+        rounds = self.rounds
+        if (
+            type(request_id) is not int
+            or not 0 <= request_id <= REQUEST_ID_MAX
+            or type(incarnation) is not int
+            or type(ready) is not bool
+            or incarnation != rounds.heard + 1
+            or rounds.last is not None
+        ):
+            repeated = self._check_admission(request_id, incarnation, ready)
+            if repeated is not None:
+                return repeated
+        context, opened = self.context, rounds.open
+        round_ = opened.get(incarnation)
+        if round_ is None:
+            waits = request_id in rounds.by_request or len(opened) - len(rounds.blocked) >= rounds.credits
+            if waits:
+                self._check_waiting(request_id, incarnation)
+            round_ = rounds.new(request_id, incarnation, waits)
+        else:
+            self._check_what_peers_said(round_, request_id, ready)
+        round_.heard = True
         if not ready:
-            self._move(known, _BY_NOT_USED)
+            round_.uses_ready = False
+            round_.ready = self.not_used  # it was IDLE
         rounds.heard = incarnation
-        rounds.note(known, "admitted", context.me)
-        return known
+        round_.touched_s = context.elapsed_s
+        round_.story += (context.now_s, "admitted", context.me)
+        return round_
 
     def _check_admission(self, request_id: int, incarnation: int, ready: bool) -> Round | None:
-        """The round that peers have opened already, or that was admitted before in the same words."""
+        """What is wrong with an admission; the round that was admitted before in the same words; None: it may go on."""
         context, rounds = self.context, self.rounds
         if type(request_id) is not int or not 0 <= request_id <= REQUEST_ID_MAX:
             context.refuse(f"request_id {request_id!r} is not an integer in 0..2**63-1")
@@ -156,51 +194,60 @@ class Member:
             context.refuse(f"incarnation {incarnation!r} is not an integer >= 1")
         if type(ready) is not bool:
             context.refuse(f"ready={ready!r} is neither True nor False")
-        known = rounds.open.get(incarnation)
-        if incarnation != rounds.heard + 1:
-            self._check_repetition(request_id, incarnation, ready, known)
+        key, heard = Key(request_id, incarnation), rounds.heard
+        if incarnation <= heard:
+            known = rounds.open.get(incarnation)
+            if known is None or known.request_id != request_id or known.uses_ready != ready:
+                told = f"incarnation {incarnation} was admitted before, as another request or decided since"
+                context.refuse(told, key, known)
             return known
+        if incarnation > heard + 1:
+            context.refuse(f"incarnation {incarnation} after {heard}: the broadcast order has no gaps", key)
         if rounds.last is not None and incarnation > rounds.last:
             if context.is_scheduler:
-                context.refuse(f"admission after the drain at {rounds.last}", Key(request_id, incarnation))
+                context.refuse(f"admission after the drain at {rounds.last}", key)
             # The broadcast and the drain contradict each other: refusing alone would leave the others waiting.
             raise Violation(FaultCode.DRAIN_MISMATCH, f"admission {incarnation} after the drain at {rounds.last}")
+        return None
+
+    def _check_waiting(self, request_id: int, incarnation: int) -> None:
+        """An older round has to be decided first: the authority does not admit it yet, others hold it back."""
+        context, rounds = self.context, self.rounds
         if context.is_scheduler:
             others = rounds.by_request.get(request_id)
             if others:
                 told = f"request is still undecided as incarnation {others[0]}"
                 context.refuse(told, Key(request_id, incarnation), rounds.open[others[0]])
-            if rounds.open_count >= rounds.credits:
-                raise WouldBlock(f"all {rounds.credits} credits are spent")
-        if known is not None:
-            tally = known.tally
-            used = known.own.ready is not ReadyState.IDLE or (tally is not None and tally.votes | tally.withdrawn)
-            if known.request_id != request_id or (used and not ready):
-                raise Violation(
-                    FaultCode.BROADCAST_MISMATCH,
-                    f"broadcast says request {request_id}, ready={ready}; peers spoke of request {known.request_id}",
-                    known,
-                )
-        return known
+            raise WouldBlock(f"all {rounds.credits} credits are spent")
+        if len(rounds.blocked) >= rounds.credits:
+            context.refuse("the authority spent more credits than there are", Key(request_id, incarnation))
 
-    def _check_repetition(self, request_id: int, incarnation: int, ready: bool, known: Round | None) -> None:
-        """An admission out of turn: the same one again, or refused."""
-        key, heard = Key(request_id, incarnation), self.rounds.heard
-        if incarnation > heard:
-            self.context.refuse(f"incarnation {incarnation} after {heard}: the broadcast order has no gaps", key)
-        if known is None or known.request_id != request_id or known.uses_ready != ready:
-            told = f"incarnation {incarnation} was admitted before, as another request or decided since"
-            self.context.refuse(told, key, known)
+    def _check_what_peers_said(self, round_: Round, request_id: int, ready: bool) -> None:
+        """Peers have opened the round before its broadcast came."""
+        tally = round_.tally
+        used = round_.ready is not ReadyState.IDLE or (tally is not None and tally.votes | tally.withdrawn)
+        if round_.request_id != request_id or (used and not ready):
+            raise Violation(
+                FaultCode.BROADCAST_MISMATCH,
+                f"broadcast says request {request_id}, ready={ready}; peers spoke of request {round_.request_id}",
+                round_,
+            )
 
     def _round_of(self, key: Key) -> Round | None:
         """The open round of ``key``; None when it is decided here. Refuses what was never admitted here."""
+        if type(key) is Key and type(key[1]) is int:
+            round_ = self.rounds.open.get(key[1])
+            if round_ is not None and round_.key is key and round_.heard:  # the very key that this rank gave
+                return round_
+        return self._round_of_equal(key)
+
+    def _round_of_equal(self, key: Key) -> Round | None:
+        """See ``_round_of``, for a key that the host has made itself, or kept for long."""
         refuse = self.context.refuse
         if type(key) is not Key:
             refuse(f"{key!r} is not a Key")
         request_id, incarnation, attempt = key
         round_ = self.rounds.open.get(incarnation) if type(incarnation) is int else None
-        if round_ is not None and round_.key is key and round_.heard:  # the very key that this rank gave
-            return round_
         if type(incarnation) is not int or type(attempt) is not int or attempt < 0:
             refuse(f"{key!r} holds something else than counts")
         if round_ is None:
@@ -215,16 +262,16 @@ class Member:
 
     def _attempt_of(self, key: Key, round_: Round) -> int:
         """Whether the key's attempt is over, runs, or is the next one after an open one. Refuses any other."""
-        distance = key[2] - round_.own.attempt
+        distance = key[2] - round_.attempt
         if distance == 0:
             return _NOW
         if distance < 0:
             return _PAST
         if distance > 1:
             self.context.refuse("no such attempt", key, round_)
-        if round_.own.ready is ReadyState.IDLE:
+        if round_.ready is ReadyState.IDLE:
             self.context.refuse("the attempt before this one is not over", key, round_)
-        return _NEXT if round_.own.ready in READY_OPEN else _PAST
+        return _NEXT if round_.ready in READY_OPEN else _PAST
 
     # -- readiness: the host's calls --------------------------------------------------------------------------------
 
@@ -236,18 +283,17 @@ class Member:
             return PublishResult.FINAL
         if not round_.uses_ready:
             context.refuse("readiness is not used by this admission", key, round_)
-        own = round_.own
-        if own.terminal >= _VOTED:
+        if round_.terminal >= _VOTED:
             context.refuse("readiness after this rank's terminal vote", key, round_)
         when = self._attempt_of(key, round_)
         if when is _PAST:
             answer = PublishResult.FINAL
         elif when is _NEXT:
             answer = PublishResult.DEFERRED
-            if own.next_intent != NEXT_WITHDRAW:  # what was promised to end stays so
-                own.next_intent = NEXT_PUBLISH
+            if round_.next_intent != NEXT_WITHDRAW:  # what was promised to end stays so
+                round_.next_intent = NEXT_PUBLISH
         else:
-            answer = PUBLISH_ANSWERS[own.ready]
+            answer = PUBLISH_ANSWERS[round_.ready]
             if self._can(round_, ReadyInput.PUBLISH):
                 self._vote_ready(round_)
             if round_.blocked and answer is PublishResult.PUBLISHED:  # also when it is asked again
@@ -258,24 +304,23 @@ class Member:
         self._move(round_, ReadyInput.PUBLISH)
         if self.notes:
             self.rounds.note(round_, "vote", self.context.me)
-        self.streams.say(round_, READY_SLOT, Kind.VOTE)
+        self.streams.say(round_, READY_SLOT, _VOTE)
 
     def withdraw(self, key: Key, why: Reason) -> WithdrawResult:
         """The host takes its readiness back, or refuses it."""
         reason = self.context.known(Reason, why)
         round_ = self._round_of(key)
-        if round_ is None or key.attempt < round_.own.attempt:
+        if round_ is None or key.attempt < round_.attempt:
             return WithdrawResult.FINAL
-        own = round_.own
-        answer = WITHDRAW_ANSWERS[own.ready]
-        if own.ready is not ReadyState.NOT_USED:
+        answer = WITHDRAW_ANSWERS[round_.ready]
+        if round_.ready is not ReadyState.NOT_USED:
             when = self._attempt_of(key, round_)
             if when is _PAST:
                 answer = WithdrawResult.FINAL
             elif when is _NEXT:
                 answer = WithdrawResult.WILL_ABORT
                 self._end_next(round_, reason)
-            elif own.ready is ReadyState.IDLE and own.terminal >= TerminalState.VOTED:
+            elif round_.ready is ReadyState.IDLE and round_.terminal >= TerminalState.VOTED:
                 answer = WithdrawResult.TERMINAL
             elif self._can(round_, ReadyInput.WITHDRAW):
                 self.end(round_, ReadyInput.WITHDRAW, reason)
@@ -288,10 +333,10 @@ class Member:
             context.refuse("only the scheduling rank revokes", key if type(key) is Key else None)
         reason = context.known(Reason, why)
         round_ = self._round_of(key)
-        if round_ is None or key.attempt < round_.own.attempt:
+        if round_ is None or key.attempt < round_.attempt:
             return RevokeResult.FINAL
-        answer = REVOKE_ANSWERS[round_.own.ready]
-        if round_.own.ready is not ReadyState.NOT_USED:
+        answer = REVOKE_ANSWERS[round_.ready]
+        if round_.ready is not ReadyState.NOT_USED:
             when = self._attempt_of(key, round_)
             if when is _PAST:
                 answer = RevokeResult.FINAL
@@ -307,38 +352,36 @@ class Member:
         The first time it is said; afterwards only the reason may grow: it travels with what is still unsent, else with the
         acknowledgement of the ABORT. Once that is given, a lasting reason ends the next attempt instead.
         """
-        own = round_.own
-        before = own.ready
+        before = round_.ready
         lasting = reason > TRANSIENT_MAX
         if before is ReadyState.ABORT_ACKED:
-            if lasting and own.terminal < TerminalState.VOTED:
+            if lasting and round_.terminal < TerminalState.VOTED:
                 self._end_next(round_, reason)
             return
-        grown = reason > own.told_reason
-        own.told_reason = max(own.told_reason, reason)
+        grown = reason > round_.told_reason
+        round_.told_reason = max(round_.told_reason, reason)
         if lasting:
-            own.next_intent = NEXT_NOTHING
+            round_.next_intent = NEXT_NOTHING
         self._move(round_, given)
-        said = _SAID_WHEN_ENDING.get(own.ready)
-        if own.ready is not before:
+        said = _SAID_WHEN_ENDING.get(round_.ready)
+        if round_.ready is not before:
             self.rounds.timers.leases.drop(round_.incarnation)
             if self.notes:
-                self.rounds.note(round_, "revoke" if said is Kind.REVOKE else "withdraw", self.context.me)
+                self.rounds.note(round_, "revoke" if said == _REVOKE else "withdraw", self.context.me)
         elif not grown or said is None or not self.streams.is_unsent(round_, READY_SLOT):
             return
         if said is not None:
-            self.streams.say(round_, READY_SLOT, said, reason=own.told_reason)
+            self.streams.say(round_, READY_SLOT, said, reason=round_.told_reason)
 
     def _end_next(self, round_: Round, reason: int) -> None:
-        round_.own.next_intent = NEXT_WITHDRAW
-        round_.own.next_reason = max(round_.own.next_reason, reason)
+        round_.next_intent = NEXT_WITHDRAW
+        round_.next_reason = max(round_.next_reason, reason)
 
     def end_unscheduled(self, round_: Round) -> None:
         """The scheduling rank drains: what is not activated will never be."""
-        own = round_.own
-        if own.ready in LEASED:
+        if round_.ready in LEASED:
             self._revoke_unasked(round_, Reason.DRAIN)
-        elif own.ready in _UNLEASED and own.terminal < TerminalState.VOTED:
+        elif round_.ready in _UNLEASED and round_.terminal < TerminalState.VOTED:
             self.end(round_, ReadyInput.WITHDRAW, int(Reason.DRAIN))
 
     def _revoke_unasked(self, round_: Round, reason: Reason) -> None:
@@ -347,39 +390,38 @@ class Member:
 
     def lease_expired(self, round_: Round) -> None:
         """The scheduling rank's lease has waited for its schedule too long."""
-        if round_.own.ready in LEASED:
+        if round_.ready in LEASED:
             self._revoke_unasked(round_, Reason.LEASE_EXPIRED)
 
     def acknowledge_prepare(self, key: Key) -> bool:
         """The host grants its lease."""
         context = self.context
         round_ = self._round_of(key)
-        if round_ is None or key.attempt < round_.own.attempt:
+        if round_ is None or key.attempt < round_.attempt:
             return False
-        own = round_.own
-        answer = ACKNOWLEDGE_ANSWERS.get(own.ready)
-        if answer is None or key.attempt != own.attempt:
+        answer = ACKNOWLEDGE_ANSWERS.get(round_.ready)
+        if answer is None or key.attempt != round_.attempt:
             context.refuse("acknowledged a PREPARE that did not arrive, or twice", key, round_)
         if answer:
             self._move(round_, ReadyInput.ACK)
-            own.leased_at_s = context.elapsed_s
+            round_.leased_at_s = context.elapsed_s
             if context.is_scheduler:
                 self.rounds.timers.leased(round_.incarnation, context.elapsed_s)
             if self.notes:
                 self.rounds.note(round_, "ack", self.context.me)
-            self.streams.say(round_, READY_SLOT, Kind.ACK)
+            self.streams.say(round_, READY_SLOT, _ACK)
         return answer
 
     def acknowledge_abort(self, key: Key) -> None:
         """The host let go of an attempt."""
         context = self.context
         round_ = self._round_of(key)
-        if round_ is None or key.attempt != round_.own.attempt or not self._can(round_, ReadyInput.ABORT_ACK):
+        if round_ is None or key.attempt != round_.attempt or not self._can(round_, ReadyInput.ABORT_ACK):
             context.refuse("acknowledged an ABORT that did not arrive, or twice", key, round_)
         self._move(round_, ReadyInput.ABORT_ACK)
         if self.notes:
             self.rounds.note(round_, "abort ack", self.context.me)
-        self.streams.say(round_, READY_SLOT, Kind.ABORT_ACK, reason=round_.own.told_reason)
+        self.streams.say(round_, READY_SLOT, _ABORT_ACK, reason=round_.told_reason)
 
     def activate(self, keys: tuple[Key, ...]) -> int:
         """The schedule names these requests, in this order: all of them, or none. How many there were."""
@@ -389,10 +431,9 @@ class Member:
             round_ = self._round_of(key)
             if round_ is None:
                 context.refuse("activation of a decided request", key)
-            own = round_.own
-            if own.ready is ReadyState.NOT_USED:
+            if round_.ready is ReadyState.NOT_USED:
                 continue
-            if key.attempt != own.attempt or not self._can(round_, ReadyInput.ACTIVATE) or round_ in chosen:
+            if key.attempt != round_.attempt or not self._can(round_, ReadyInput.ACTIVATE) or round_ in chosen:
                 wanted = ReadyState.RELEASED if context.is_scheduler else ReadyState.LEASED
                 context.refuse(f"activation needs {wanted.name}", key, round_)
             chosen.append(round_)
@@ -403,7 +444,7 @@ class Member:
             self._activations.update(_KEY_PACK(*round_.key))
             if self.notes:
                 self.rounds.note(round_, "activate", self.context.me)
-            self.streams.say(round_, READY_SLOT, Kind.ACTIVATE_ACK)
+            self.streams.say(round_, READY_SLOT, _ACTIVATE_ACK)
         return len(chosen)
 
     def recall(self, key: Key, why: Reason) -> bool:
@@ -414,12 +455,11 @@ class Member:
         if context.is_scheduler:
             context.refuse("the scheduling rank revokes; it does not recall", key, round_)
         sent = False
-        if round_ is not None and key.attempt == round_.own.attempt:
-            own = round_.own
-            sent = own.ready is ReadyState.LEASED and not own.advised
+        if round_ is not None and key.attempt == round_.attempt:
+            sent = round_.ready is ReadyState.LEASED and not round_.advised
             if sent:
-                own.advised = True
-                self.streams.say(round_, RECALL_SLOT, Kind.RECALL, reason=reason)
+                round_.advised = True
+                self.streams.say(round_, RECALL_SLOT, _RECALL, reason=reason)
         return sent
 
     # -- terminal: the host's calls ---------------------------------------------------------------------------------
@@ -427,50 +467,51 @@ class Member:
     def vote(self, key: Key, outcome: Outcome, disposition: Disposition, why: Reason) -> bool:
         """The host's one vote. False: the same one was cast before."""
         context = self.context
-        if type(outcome) is not Outcome or type(disposition) is not Disposition or type(why) is not Reason:
+        plain = outcome is _COMPLETED and disposition is _RELEASE_BLOCKS and why is _NO_REASON
+        if not plain:
             context.known(Outcome, outcome)
             context.known(Disposition, disposition)
             context.known(Reason, why)
         round_ = self._round_of(key)
         if round_ is None:
             context.refuse("terminal vote for a decided request", key)
-        own = round_.own
-        after = _AFTER_VOTE[own.terminal][own.ready]
+        after = _AFTER_VOTE[round_.terminal][round_.ready]
         if after is None:
             self._check_same_vote(key, round_, outcome, disposition, why)
             return False
-        if outcome or disposition or why:
-            if disposition:
-                self._check_quarantine(key, round_, outcome)
-            own.outcome, own.disposition, own.reason = outcome + 0, disposition + 0, why + 0
-        own.terminal = after
-        own.next_intent = NEXT_NOTHING
-        own.voted_at_s = context.elapsed_s
-        if own.doubt_at_s is not None:
+        if disposition:
+            self._check_quarantine(key, round_, outcome)
+        round_.terminal = after
+        round_.next_intent = NEXT_NOTHING
+        round_.voted_at_s = context.elapsed_s
+        if round_.doubt_at_s is not None:
             self.rounds.timers.doubts.drop(round_.incarnation)
         if self.notes:
-            self.rounds.note(round_, "terminal vote", self.context.me)
-        self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, own.outcome, own.disposition, own.reason)
+            self.rounds.note(round_, "terminal vote", context.me)
+        if plain:
+            self.streams.say(round_, TERMINAL_SLOT, _TERMINAL)
+        else:
+            round_.outcome, round_.disposition, round_.reason = int(outcome), int(disposition), int(why)
+            self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, round_.outcome, round_.disposition, round_.reason)
         return True
 
     def _check_quarantine(self, key: Key, round_: Round, outcome: Outcome) -> None:
         if not outcome:
             self.context.refuse("COMPLETED with QUARANTINE", key, round_)
-        if not round_.own.doubt_expired and not self._doubt_is_due(round_):
+        if not round_.doubt_expired and not self._doubt_is_due(round_):
             self.context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
 
     def _check_same_vote(
         self, key: Key, round_: Round, outcome: Outcome, disposition: Disposition, why: Reason
     ) -> None:
         """No vote is taken in this state: it is a repetition, or refused."""
-        own = round_.own
-        if own.terminal < _VOTED:
+        if round_.terminal < _VOTED:
             self.context.refuse("terminal vote while this rank's readiness attempt is open", key, round_)
-        if (outcome, disposition, why) != (own.outcome, own.disposition, own.reason):
+        if (outcome, disposition, why) != (round_.outcome, round_.disposition, round_.reason):
             self.context.refuse("a terminal vote is immutable", key, round_)
 
     def _doubt_is_due(self, round_: Round) -> bool:
-        since_s = round_.own.doubt_at_s
+        since_s = round_.doubt_at_s
         return since_s is not None and self.context.elapsed_s >= since_s + self.context.config.doubt_deadline_s
 
     def doubt(self, key: Key, why: Reason) -> bool:
@@ -480,59 +521,117 @@ class Member:
         round_ = self._round_of(key)
         if round_ is None:
             context.refuse("doubt about a decided request", key)
-        own = round_.own
-        if own.terminal >= _VOTED:
+        if round_.terminal >= _VOTED:
             context.refuse("doubt after this rank's terminal vote", key, round_)
         first = self._move_terminal(round_, TerminalInput.DOUBT)
-        if not first and own.terminal is TerminalState.OPEN:
+        if not first and round_.terminal is TerminalState.OPEN:
             context.refuse("doubt about a request that never ran here", key, round_)
         if first:
-            own.doubt_at_s = context.elapsed_s
+            round_.doubt_at_s = context.elapsed_s
             self.rounds.timers.doubted(round_.incarnation, context.elapsed_s)
             if self.notes:
                 self.rounds.note(round_, "doubt", self.context.me)
-            self.streams.say(round_, DOUBT_SLOT, Kind.DOUBT, reason=reason)
+            self.streams.say(round_, DOUBT_SLOT, _DOUBT, reason=reason)
         return first
 
     def doubt_expired(self, round_: Round) -> None:
         """The deadline of this rank's first doubt has passed."""
-        round_.own.doubt_expired = True
+        round_.doubt_expired = True
         self.context.emit(ev.DoubtExpired(round_.key))
 
     # -- the coordinator's decisions --------------------------------------------------------------------------------
 
-    def decided(self, record: Record) -> None:
-        """A decision about a round."""
-        kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+    def hear(self, records: Iterable[Record], kinds: list[int]) -> None:
+        """The coordinator speaks. One loop: of a COMMIT, reclaim or retire, it is the whole way.
+
+        Args:
+            records: What it says, in its order.
+            kinds: Where they are counted, by kind.
+        """
         context, rounds = self.context, self.rounds
-        if reason > REASON_MAX:
-            context.blame_coordinator(f"unknown reason {reason}")
-        round_ = rounds.open.get(incarnation)
-        if round_ is None:
-            if not 1 <= incarnation <= rounds.heard and kind != _ABORT:
-                context.blame_coordinator(
-                    f"{Kind(kind).name} for incarnation {incarnation}, which this rank never heard of"
-                )
-            round_ = rounds.unheard(context.coordinator, request_id, incarnation)
+        opened = rounds.open
+        for record in records:
+            kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+            kinds[kind] += 1
+            if not DECIDES[kind]:
+                self.on_the_domain(record)
+                continue
+            if outcome or disposition or reason:
+                self._check_decision(kind, outcome, disposition, reason)
+            round_ = opened.get(incarnation)
             if round_ is None:
-                return
-        if kind == _REASONS:
-            round_.own.reasons |= request_id << (64 * outcome)
-            return
-        if round_.request_id != request_id:
+                round_ = self._decided_unheard(kind, request_id, incarnation)
+                if round_ is None:
+                    continue
+            if kind == _REASONS:
+                round_.reasons |= request_id << (64 * outcome)
+                continue
+            if round_.request_id != request_id or round_.blocked:
+                self._contradicts(round_, kind, request_id)
+            if kind != _COMMIT:
+                self._readiness_decided(round_, kind, outcome, reason, attempt)
+                continue
+            key = round_.key
+            if outcome < round_.outcome or disposition < round_.disposition or (disposition and not outcome):
+                self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {round_.outcome}")
+            after = _AFTER_COMMIT[round_.terminal][round_.ready]
+            if after is None:
+                self._impossible(round_, _COMMIT, f"in {round_.terminal.name}, {round_.ready.name}")
+            round_.terminal = after
+            latency_s = context.elapsed_s - round_.voted_at_s
+            self.latency_sum_s += latency_s
+            if latency_s > self.latency_max_s:
+                self.latency_max_s = latency_s
+            bucket = int(latency_s * 1e6).bit_length()
+            self.latency_buckets[bucket if bucket < LATENCY_BUCKETS else -1] += 1
+            self.outcome_counts[outcome] += 1
+            self._undigested += _FINAL_PACK(*key, outcome, disposition)
+            reasons = self._reasons(round_.reasons) if round_.reasons else self.no_reasons
+            context.events.append(new(ev.Committed, (key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons)))
+            rounds.retire(round_)
+            if disposition:
+                self._quarantine(round_)
+        if len(self._undigested) > DIGESTED_AT_ONCE:
+            self._digest_finals()
+
+    def _quarantine(self, round_: Round) -> None:
+        context = self.context
+        self.quarantined += 1
+        if self.quarantined > context.config.quarantine_rounds_max:
+            self.rounds.note(round_, "COMMIT", context.coordinator)
+            raise Violation(FaultCode.QUARANTINE_BUDGET, f"{self.quarantined} rounds are in quarantine", round_)
+
+    def _check_decision(self, kind: int, outcome: int, disposition: int, reason: int) -> None:
+        row = CONTRACT[kind]
+        if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
+            told = f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}"
+            self.context.blame_coordinator(told)
+        if reason > REASON_MAX:
+            self.context.blame_coordinator(f"unknown reason {reason}")
+
+    def _decided_unheard(self, kind: int, request_id: int, incarnation: int) -> Round | None:
+        """A decision about a round that is not open here: stale, or an ABORT that came before the broadcast."""
+        context, rounds = self.context, self.rounds
+        if not 1 <= incarnation <= rounds.heard and kind != _ABORT:
             context.blame_coordinator(
-                f"{Kind(kind).name} calls incarnation {incarnation} request {request_id}, not {round_.request_id}",
+                f"{Kind(kind).name} for incarnation {incarnation}, which this rank never heard of"
+            )
+        return rounds.unheard(context.coordinator, request_id, incarnation)
+
+    def _contradicts(self, round_: Round, kind: int, request_id: int) -> NoReturn:
+        if round_.request_id != request_id:
+            self.context.blame_coordinator(
+                f"{Kind(kind).name} calls incarnation {round_.incarnation} request {request_id}, "
+                f"not {round_.request_id}",
                 round_,
             )
-        if round_.blocked:
-            self._impossible(round_, kind, "before an older round was decided here")
-        if kind == _COMMIT:
-            self.commit(round_, outcome, disposition)
-            return
-        now = round_.own.attempt
+        self._impossible(round_, kind, "before an older round was decided here")
+
+    def _readiness_decided(self, round_: Round, kind: int, outcome: int, reason: int, attempt: int) -> None:
+        now = round_.attempt
         if attempt != now:
             if attempt < now:
-                rounds.stale += 1
+                self.rounds.stale += 1
                 return
             self._impossible(round_, kind, f"for attempt {attempt} during {now}")
         if kind == _FINALIZE:
@@ -545,17 +644,17 @@ class Member:
 
     def _attempt_decided(self, round_: Round, kind: int, reason: int) -> None:
         """PREPARE, RELEASE, COMPLETE or ABORT."""
-        own, context = round_.own, self.context
+        context = self.context
         given, name = _DECIDED[kind]
-        before = own.ready
+        before = round_.ready
         after = self.ready_next[before][given]
         if after is None:
             self._impossible(round_, kind, f"in {before.name}")
-        own.ready = after
+        round_.ready = after
         self.rounds.note(round_, name, context.coordinator)
         if kind == _ABORT:
-            own.aborted_for = reason
-            own.leased_at_s = None
+            round_.aborted_for = reason
+            round_.leased_at_s = None
             self.rounds.timers.leases.drop(round_.incarnation)
             if round_.heard:
                 context.emit(ev.Aborted(round_.key, REASONS[reason]))
@@ -563,41 +662,41 @@ class Member:
             self.ignored += 1
         elif kind == _PREPARE:
             context.emit(ev.Prepared(round_.key))
+            context.may_lapse = True
         elif kind == _RELEASE:
             context.emit(ev.Released(round_.key))
+            context.may_lapse = True
         else:
-            if own.leased_at_s is not None:
-                self._measure(own.leased_at_s)
+            if round_.leased_at_s is not None:
+                self._measure(context.elapsed_s - round_.leased_at_s)
             context.emit(ev.Completed(round_.key))
 
     def _finalized(self, round_: Round, mode: FinalizeMode, reason: int) -> None:
-        own = round_.own
         reopened = mode is FinalizeMode.REOPEN
         given = ReadyInput.FINALIZE_REOPEN if reopened else ReadyInput.FINALIZE_LAST
         if not self._can(round_, given):
-            self._impossible(round_, Kind.FINALIZE, f"in {own.ready.name}")
+            self._impossible(round_, Kind.FINALIZE, f"in {round_.ready.name}")
         key = round_.key
         if mode is FinalizeMode.CLOSED and not self._move_terminal(round_, TerminalInput.CLOSE):
-            self._impossible(round_, Kind.FINALIZE, f"CLOSED although this rank is {own.terminal.name}")
+            self._impossible(round_, Kind.FINALIZE, f"CLOSED although this rank is {round_.terminal.name}")
         self._move(round_, given)
         self.rounds.note(round_, f"FINALIZE {mode.name}", self.context.coordinator)
         self.context.emit(ev.Finalized(key, mode, REASONS[reason]))
-        own.told_reason = 0
-        own.aborted_for = 0
-        own.advised = False
+        round_.told_reason = 0
+        round_.aborted_for = 0
+        round_.advised = False
         if mode is FinalizeMode.CLOSED:
             self.closed_rounds += 1
-            self._finals.update(_FINAL_PACK(*round_.key, _CLOSED_MARK, 0))
+            self._undigested += _FINAL_PACK(*round_.key, _CLOSED_MARK, 0)
             self.rounds.retire(round_)
         elif reopened:
             self._reopen(round_)
 
     def _reopen(self, round_: Round) -> None:
         """The next attempt begins with what the host wanted of it."""
-        own = round_.own
         round_.next_attempt()
-        intent, wanted = own.next_intent, own.next_reason
-        own.next_intent, own.next_reason = NEXT_NOTHING, 0
+        intent, wanted = round_.next_intent, round_.next_reason
+        round_.next_intent, round_.next_reason = NEXT_NOTHING, 0
         if self.rounds.last is not None and self.context.is_scheduler:
             self.end_unscheduled(round_)
         elif intent == NEXT_PUBLISH:
@@ -605,34 +704,10 @@ class Member:
         elif intent == NEXT_WITHDRAW:
             self.end(round_, ReadyInput.WITHDRAW, wanted)
 
-    def commit(self, round_: Round, outcome: int, disposition: int) -> None:
-        """The decision: reclaim, or retire."""
-        own, context = round_.own, self.context
-        if outcome < own.outcome or disposition < own.disposition or (disposition and not outcome):
-            self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {own.outcome}")
-        after = _AFTER_COMMIT[own.terminal][own.ready]
-        if after is None:
-            self._impossible(round_, _COMMIT, f"in {own.terminal.name}, {own.ready.name}")
-        own.terminal = after
-        if own.voted_at_s is not None:
-            self._measure(own.voted_at_s)
-        self.committed += 1
-        self.outcome_counts[outcome] += 1
-        self._finals.update(_FINAL_PACK(*round_.key, outcome, disposition))
-        reasons = self._reasons(own.reasons) if own.reasons else self.no_reasons
-        context.emit(ev.committed(round_.key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons))
-        self.rounds.retire(round_)
-        if disposition:
-            self.quarantined += 1
-            if self.quarantined > context.config.quarantine_rounds_max:
-                self.rounds.note(round_, "COMMIT", context.coordinator)
-                raise Violation(FaultCode.QUARANTINE_BUDGET, f"{self.quarantined} rounds are in quarantine", round_)
-
     def _reasons(self, packed: int) -> tuple[Reason, ...]:
         return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.voices)])
 
-    def _measure(self, since_s: float) -> None:
-        latency_s = self.context.elapsed_s - since_s
+    def _measure(self, latency_s: float) -> None:
         self.latency_sum_s += latency_s
         if latency_s > self.latency_max_s:
             self.latency_max_s = latency_s
@@ -641,12 +716,15 @@ class Member:
 
     # -- for explorers ----------------------------------------------------------------------------------------------
 
-    def copy(self, context: Context, streams: Streams, rounds: Rounds) -> Member:
+    def copy(
+        self, context: Context, streams: Streams, rounds: Rounds, on_the_domain: Callable[[Record], None]
+    ) -> Member:
         """An independent copy."""
         twin = Member.__new__(Member)
         twin.__dict__.update(self.__dict__)
-        twin.context, twin.streams, twin.rounds = context, streams, rounds
+        twin.context, twin.streams, twin.rounds, twin.on_the_domain = context, streams, rounds, on_the_domain
         twin._finals, twin._activations = self._finals.copy(), self._activations.copy()
+        twin._undigested = self._undigested.copy()
         twin.outcome_counts = list(self.outcome_counts)
         twin.latency_buckets = list(self.latency_buckets)
         return twin

@@ -24,7 +24,7 @@ from pp_agreement._config import AgreementConfig
 from pp_agreement._context import Context, Violation
 from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
-from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason
+from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason, Record
 from pp_agreement._groups import Groups
 from pp_agreement._machine import PEER, AgreementCore
 from pp_agreement._round import PLAIN_VOTE, Round, Tally
@@ -52,30 +52,20 @@ class Relay(Coordinator):
     """The coordinator inside a group: counts, and leaves deciding to the domain of the leaders."""
 
     def __init__(
-        self, context: Context, streams: Streams, rounds: Rounds, end_attempt: Callable[[Round], None]
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        end_attempt: Callable[[Round], None],
+        on_the_domain: Callable[[int, Record], None],
     ) -> None:
-        super().__init__(context, streams, rounds, end_attempt)
-        self.touched: dict[int, None] = {}  # rounds about which the group has said something, in its order
+        super().__init__(context, streams, rounds, end_attempt, on_the_domain)
+        self.touched = {}
         self.asked: dict[tuple[int, AdviceKind], int] = {}  # advice that the voice has still to give, and its reason
 
+    touched: dict[int, None]
+
     # -- what members say: counted as ever --------------------------------------------------------------------------
-
-    def count_ready(self, round_: Round, tally: Tally, source: int, kind: int, reason: int, attempt: int) -> None:
-        """See :class:`Coordinator`."""
-        super().count_ready(round_, tally, source, kind, reason, attempt)
-        self.touched[round_.incarnation] = None
-
-    def count_terminal(
-        self, round_: Round, tally: Tally, source: int, outcome: int, disposition: int, reason: int
-    ) -> None:
-        """See :class:`Coordinator`."""
-        super().count_terminal(round_, tally, source, outcome, disposition, reason)
-        self.touched[round_.incarnation] = None
-
-    def count_doubt(self, round_: Round, tally: Tally, source: int, reason: int) -> None:
-        """See :class:`Coordinator`."""
-        super().count_doubt(round_, tally, source, reason)
-        self.touched[round_.incarnation] = None
 
     def _advise(self, round_: Round, tally: Tally, source: int, kind: AdviceKind, reason: int) -> None:
         if self.context.is_scheduler:
@@ -129,9 +119,16 @@ class Relay(Coordinator):
         if decision is Decision.FINALIZE_REOPEN:
             tally.next_attempt()
 
-    def copy(self, context: Context, streams: Streams, rounds: Rounds, end: Callable[[Round], None]) -> Relay:
+    def copy(
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        end_attempt: Callable[[Round], None],
+        on_the_domain: Callable[[int, Record], None],
+    ) -> Relay:
         """An independent copy, for explorers."""
-        twin = Relay(context, streams, rounds, end)
+        twin = Relay(context, streams, rounds, end_attempt, on_the_domain)
         twin.ignored = self.ignored
         twin.touched, twin.asked = dict(self.touched), dict(self.asked)
         return twin
@@ -205,7 +202,7 @@ class OuterCore(AgreementCore):
         """The deadline of a doubt in the group has passed, as the doubting rank's own core has made sure."""
 
         def trusted() -> None:
-            round_.own.doubt_expired = True
+            round_.doubt_expired = True
 
         self.call(trusted, (), now_s, PEER)
 
@@ -396,48 +393,47 @@ class Bridge:
         round_, above = self.group.rounds.get(incarnation), self.voice.rounds.get(incarnation)
         if round_ is None or above is None or not (round_.heard and above.heard):
             return
-        tally, own = round_.tally, above.own
-        if tally is None or tally.attempt != own.attempt or self.voice.fault is not None:
+        tally = round_.tally
+        if tally is None or tally.attempt != above.attempt or self.voice.fault is not None:
             return
-        key = Key(above.request_id, incarnation, own.attempt)
+        key = Key(above.request_id, incarnation, above.attempt)
         if round_.uses_ready:
             self._settle_readiness(round_, tally, above, key)
         asked = self.group.coordinator.asked
         doubt = asked.get((incarnation, AdviceKind.DOUBT))
-        if doubt is not None and own.terminal is TerminalState.OPEN and own.ready in FENCE[TerminalInput.DOUBT]:
+        if doubt is not None and above.terminal is TerminalState.OPEN and above.ready in FENCE[TerminalInput.DOUBT]:
             del asked[incarnation, AdviceKind.DOUBT]
             self.calls.doubt(key, REASONS[doubt])
         full = tally.terminal_mask == self.group.context.all_mask
-        if full and own.terminal < TerminalState.VOTED and own.ready in FENCE[TerminalInput.VOTE]:
+        if full and above.terminal < TerminalState.VOTED and above.ready in FENCE[TerminalInput.VOTE]:
             self._vote(tally, above, key)
 
     def _settle_readiness(self, round_: Round, tally: Tally, above: Round, key: Key) -> None:
-        own, full = above.own, self.group.context.all_mask
+        full = self.group.context.all_mask
         if tally.withdrawn or tally.abort_reason or (tally.terminal_mask and tally.phase is Phase.ABORTING):
             self._end(tally, above, key)
-        elif own.ready is ReadyState.IDLE and own.terminal < TerminalState.VOTED and tally.votes == full:
+        elif above.ready is ReadyState.IDLE and above.terminal < TerminalState.VOTED and tally.votes == full:
             self.calls.publish_ready(key)
-        if own.ready is ReadyState.PREPARED and tally.phase is Phase.GRANTING and tally.acks == full:
+        if above.ready is ReadyState.PREPARED and tally.phase is Phase.GRANTING and tally.acks == full:
             granted = self.calls.acknowledge_prepare(key)
             if granted and not self.group.is_scheduler:  # nobody is told: the schedule may come from now on
                 self.fall(self.group.fall, ev.Released(key), 0)
-        if own.ready is ReadyState.LEASED:
+        if above.ready is ReadyState.LEASED:
             reason = self.group.coordinator.asked.pop((key.incarnation, AdviceKind.RECALL), None)
             if reason is not None:
                 self.calls.recall(key, REASONS[reason])
-        if own.ready in _LEASED and tally.phase is Phase.RELEASED and tally.activated == full:
+        if above.ready in _LEASED and tally.phase is Phase.RELEASED and tally.activated == full:
             self.calls.activate((key,))
-        if own.ready is ReadyState.ABORTING and tally.phase is Phase.ABORTING and tally.abort_acks == full:
+        if above.ready is ReadyState.ABORTING and tally.phase is Phase.ABORTING and tally.abort_acks == full:
             self.calls.acknowledge_abort(key)
 
     def _end(self, tally: Tally, above: Round, key: Key) -> None:
         """Somebody in the group wants the attempt to end: the voice withdraws or revokes, with the greatest reason."""
-        own = above.own
         reason = max(tally.abort_reason, int(Reason.TERMINAL_VOTE) if tally.terminal_mask else 0)
-        if own.ready in _LEASED:
+        if above.ready in _LEASED:
             self.calls.revoke(key, REASONS[reason])
-        elif (own.ready in _UNLEASED and own.terminal < TerminalState.VOTED) or (
-            own.ready in _ENDING and reason > own.told_reason
+        elif (above.ready in _UNLEASED and above.terminal < TerminalState.VOTED) or (
+            above.ready in _ENDING and reason > above.told_reason
         ):
             self.calls.withdraw(key, REASONS[reason])
 
@@ -445,7 +441,7 @@ class Bridge:
         """Every rank of the group has voted: the greatest of each is the group's vote."""
         votes = (PLAIN_VOTE, *tally.terminal_votes.values())
         outcome, disposition = max(vote[0] for vote in votes), max(vote[1] for vote in votes)
-        if disposition and not above.own.doubt_expired:
+        if disposition and not above.doubt_expired:
             self.fall(self.voice.trust, above)
         reason = max(vote[2] for vote in votes)
         self.calls.vote_terminal(key, OUTCOMES[outcome], DISPOSITIONS[disposition], REASONS[reason])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pp_agreement._events import Key, Record, key_of
+from pp_agreement._events import Key, Record, new
 from pp_agreement._state import Phase, ReadyState, TerminalState
 
 PLAIN_VOTE = (0, 0, 0)
@@ -14,60 +14,6 @@ PLAIN_VOTE = (0, 0, 0)
 NO_VOTES: Mapping[int, tuple[int, int, int]] = MappingProxyType({})
 NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
 _IDLE, _OPEN, _GATHERING = ReadyState.IDLE, TerminalState.OPEN, Phase.GATHERING
-
-
-class Own:
-    """This rank's half of a round."""
-
-    __slots__ = (
-        "aborted_for",
-        "advised",
-        "attempt",
-        "disposition",
-        "doubt_at_s",
-        "doubt_expired",
-        "leased_at_s",
-        "next_intent",
-        "next_reason",
-        "outcome",
-        "ready",
-        "reason",
-        "reasons",
-        "terminal",
-        "told_reason",
-        "voted_at_s",
-    )
-
-    def __init__(self) -> None:
-        self.attempt = 0
-        self.ready: ReadyState = _IDLE
-        self.terminal: TerminalState = _OPEN
-        self.outcome = 0
-        self.disposition = 0
-        self.reason = 0
-        self.aborted_for = 0  # reason of the ABORT
-        self.told_reason = 0  # greatest reason that this rank gave in this attempt
-        self.next_intent = NEXT_NOTHING  # what the host wants of the next attempt
-        self.next_reason = 0
-        self.doubt_at_s: float | None = None
-        self.doubt_expired = False
-        self.leased_at_s: float | None = None
-        self.voted_at_s: float | None = None
-        self.advised = False
-        self.reasons = 0  # packed, eight bits per member, from REASONS records
-
-    def copy(self) -> Own:
-        twin = Own.__new__(Own)
-        for name in Own.__slots__:
-            setattr(twin, name, getattr(self, name))
-        return twin
-
-    def fingerprint(self) -> tuple[object, ...]:
-        return (
-            self.attempt, int(self.ready), int(self.terminal), self.outcome, self.disposition, self.reason,
-            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.advised,
-            self.reasons,
-        )  # fmt: skip
 
 
 class Tally:
@@ -123,37 +69,76 @@ class Tally:
 
 
 class Round:
-    """Everything one rank knows about one admission."""
+    """Everything one rank knows about one admission: its own half, and at the coordinator the tally."""
 
     __slots__ = (
-        "blocked", "heard", "held", "incarnation", "key", "own", "request_id", "story", "tally", "touched_s", "uses_ready",
-    )  # fmt: skip
+        "aborted_for",
+        "advised",
+        "attempt",
+        "blocked",
+        "disposition",
+        "doubt_at_s",
+        "doubt_expired",
+        "heard",
+        "held",
+        "incarnation",
+        "key",
+        "leased_at_s",
+        "next_intent",
+        "next_reason",
+        "outcome",
+        "ready",
+        "reason",
+        "reasons",
+        "request_id",
+        "story",
+        "tally",
+        "terminal",
+        "told_reason",
+        "touched_s",
+        "uses_ready",
+        "voted_at_s",
+    )
 
-    def __init__(self, request_id: int, incarnation: int, counts: bool) -> None:
+    def __init__(self, request_id: int, incarnation: int, counts: bool, now_s: float) -> None:
         self.request_id = request_id
         self.incarnation = incarnation
-        self.key: Key = key_of((request_id, incarnation, 0))  # of the attempt that runs: what hosts are given
+        self.key = new(Key, (request_id, incarnation, 0))  # of the attempt that runs: what hosts are given
         self.heard = False
         self.blocked = False  # admitted, but an older round must be decided here first; records are held
         self.held: list[tuple[int, Record]] | None = None
         self.uses_ready = True
-        self.own = Own()
-        self.tally: Tally | None = Tally() if counts else None
-        self.touched_s = 0.0  # last progress
+        self.tally = Tally() if counts else None
+        self.touched_s = now_s  # last progress
         self.story: list[Any] = []  # time, what and whose, three by three: no object per entry; told when it is read
+        # this rank's own half
+        self.attempt = 0
+        self.ready: ReadyState = _IDLE
+        self.terminal: TerminalState = _OPEN
+        self.outcome = 0
+        self.disposition = 0
+        self.reason = 0
+        self.aborted_for = 0  # reason of the ABORT
+        self.told_reason = 0  # greatest reason that this rank gave in this attempt
+        self.next_intent = NEXT_NOTHING  # what the host wants of the next attempt
+        self.next_reason = 0
+        self.doubt_at_s: float | None = None
+        self.doubt_expired = False
+        self.leased_at_s: float | None = None
+        self.voted_at_s = 0.0
+        self.advised = False
+        self.reasons = 0  # packed, eight bits per member, from REASONS records
 
     def next_attempt(self) -> None:
         """This rank's next attempt begins."""
-        own = self.own
-        own.attempt += 1
-        self.key = key_of((self.request_id, self.incarnation, own.attempt))
+        self.attempt += 1
+        self.key = new(Key, (self.request_id, self.incarnation, self.attempt))
 
     def copy(self) -> Round:
         """An independent copy, for the explorer."""
         twin = Round.__new__(Round)
         for name in Round.__slots__:
             setattr(twin, name, getattr(self, name))
-        twin.own = self.own.copy()
         twin.tally = None if self.tally is None else self.tally.copy()
         twin.story = list(self.story)
         twin.held = None if self.held is None else list(self.held)
@@ -163,5 +148,7 @@ class Round:
         """All that decides the future, without times and stories."""
         return (
             self.request_id, self.incarnation, self.heard, self.blocked, self.uses_ready, tuple(self.held or ()),
-            self.own.fingerprint(), () if self.tally is None else self.tally.fingerprint(),
+            self.attempt, int(self.ready), int(self.terminal), self.outcome, self.disposition, self.reason,
+            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.advised,
+            self.reasons, () if self.tally is None else self.tally.fingerprint(),
         )  # fmt: skip

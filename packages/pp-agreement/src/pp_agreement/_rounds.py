@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import REQUEST_ID_MAX, FaultCode
 from pp_agreement._round import Round
@@ -23,27 +25,30 @@ class Rounds:
         self.blocked: list[int] = []
         self.heard = 0
         self.last: int | None = None  # the last incarnation that will be admitted, once a drain has said so
-        self.open_count = 0
         self.open_max = 0
         self.stale = 0
 
-    def new(self, request_id: int, incarnation: int, *, blocked: bool = False) -> Round:
+    @property
+    def open_count(self) -> int:
+        """Open rounds without those that are held back."""
+        return len(self.open) - len(self.blocked)
+
+    def new(self, request_id: int, incarnation: int, blocked: bool) -> Round:
         """Open a round."""
-        round_ = Round(request_id, incarnation, self.context.is_coordinator)
-        self.open[incarnation] = round_
+        context = self.context
+        now_s = context.elapsed_s
+        self.open[incarnation] = round_ = Round(request_id, incarnation, context.is_coordinator, now_s)
         siblings = self.by_request.get(request_id)
         self.by_request[request_id] = (incarnation,) if siblings is None else (*siblings, incarnation)
-        round_.touched_s = now_s = self.context.elapsed_s
         if self.timers.idle_due_s == NEVER_S:
             self.timers.opened(now_s)
         if blocked:
             round_.blocked = True
             round_.held = []
             self.blocked.append(incarnation)
-        else:
-            self.open_count += 1
-            if self.open_count > self.open_max:
-                self.open_max = self.open_count
+        count = len(self.open) - len(self.blocked)
+        if count > self.open_max:
+            self.open_max = count
         return round_
 
     def retire(self, round_: Round) -> None:
@@ -53,10 +58,9 @@ class Rounds:
         siblings = self.by_request.pop(round_.request_id)
         if len(siblings) > 1:
             self.by_request[round_.request_id] = tuple([i for i in siblings if i != incarnation])
-        self.open_count -= 1
-        own = round_.own
-        if own.doubt_at_s is not None or own.leased_at_s is not None:
-            self.timers.retired(incarnation)
+        timers = self.timers
+        if timers.doubts.live or timers.leases.live:
+            timers.retired(incarnation)
         if self.blocked:
             self._unblock()
 
@@ -68,8 +72,7 @@ class Rounds:
             if self.by_request[round_.request_id][0] != incarnation:
                 continue
             self.blocked.remove(incarnation)
-            round_.blocked = False
-            self.open_count += 1  # never more than before: a round has just been retired
+            round_.blocked = False  # no more open rounds than before: one has just been retired
             held, round_.held = round_.held or (), None
             for slot, record in held:
                 self.streams.queue_up(slot, record)
@@ -97,18 +100,20 @@ class Rounds:
             )
         if self.open_count >= credits:
             context.blame(source, "opens more rounds than there are credits")
-        return self.new(request_id, incarnation)
+        return self.new(request_id, incarnation, False)
 
     def note(self, round_: Round, what: str, source: int) -> None:
         """Progress of a round: an entry of its story, and its time without progress starts anew."""
         context, story = self.context, round_.story
         round_.touched_s = context.elapsed_s
-        if len(story) < self.story_max:
-            story += (context.now_s, what, source)
-        elif story:
-            oldest = min(12, self.story_max - 3)  # of those after the first four
-            del story[oldest : oldest + 3]
-            story += (context.now_s, what, source)
+        story += (context.now_s, what, source)
+        if len(story) > self.story_max:
+            self._shorten(story)
+
+    def _shorten(self, story: list[Any]) -> None:
+        """The first four entries stay, and the newest."""
+        oldest = max(0, min(12, self.story_max - 3))
+        del story[oldest : oldest + len(story) - self.story_max]
 
     def copy(self, context: Context, streams: Streams) -> Rounds:
         """An independent copy, for explorers."""

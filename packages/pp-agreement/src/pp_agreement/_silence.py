@@ -31,13 +31,14 @@ class Silence:
         self.suspects = 0
         self.heartbeat_s = context.config.heartbeat_s
         self.links_mask = sum(1 << peer for peer in context.peers)
+        self.awaited = self.links_mask  # members whose next frame is news: their first, of suspects, of those busy
         self.left_mask = 0  # members that have said CLOSE, and owe nothing any more
         self.last_sweep_s: float | None = None
         self.over = False  # this rank closes: nobody is judged any more
 
-    def pass_time(self) -> float:
-        """A sweep ends, or begins: the time since the last one counts as looked at. How much that was."""
-        now_s, last_s = self.context.elapsed_s, self.last_sweep_s
+    def pass_time(self, now_s: float) -> float:
+        """A sweep begins: the time since the last one counts as looked at. How much that was."""
+        last_s = self.last_sweep_s
         self.last_sweep_s = now_s
         if last_s is None:
             return 0.0
@@ -50,7 +51,7 @@ class Silence:
     def heard_from(self, peer: int, busy_ms: int) -> None:
         """A frame came."""
         self.heard_s[peer] = self.looked_s
-        if busy_ms or self.busy_s[peer] or (self.suspects | ~self.spoken) >> peer & 1:
+        if busy_ms or self.awaited >> peer & 1:
             self._news_of(peer, 1 << peer, busy_ms)
 
     def _news_of(self, peer: int, bit: int, busy_ms: int) -> None:
@@ -58,6 +59,7 @@ class Silence:
         busy_s, longest_s = busy_ms / 1000, self.context.config.busy_max_s
         self.busy_s[peer] = busy_s if busy_s < longest_s else longest_s
         self.spoken |= bit
+        self.awaited = self.awaited | bit if busy_ms else self.awaited & ~bit
         self.due_s = 0.0
         if self.suspects & bit:
             self.suspects &= ~bit
@@ -87,6 +89,7 @@ class Silence:
             silent_s = self.looked_s - self.heard_s[peer]
             if judged & bit and silent_s >= limit_s:
                 self.suspects |= bit
+                self.awaited |= bit
                 context.judge(SilenceVerdict(context.rank, context.name(peer), silent_s))
                 if context.is_coordinator:
                     self._spread(peer, 0, silent_s)

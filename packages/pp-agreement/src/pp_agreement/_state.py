@@ -399,7 +399,9 @@ CONTRACT: list[Message | None] = [
 MEMBERS_SAY = [row is not None and row.author != "coordinator" for row in CONTRACT]
 SCHEDULER_SAYS = [row is not None and row.author == "scheduler" for row in CONTRACT]
 ABOUT_ROUNDS = [said and code <= Kind.DOUBT for code, said in enumerate(MEMBERS_SAY)]
+NOT_BY_ANY_MEMBER = [not about or SCHEDULER_SAYS[code] for code, about in enumerate(ABOUT_ROUNDS)]
 COORDINATOR_SAYS = [row is not None and row.to != "coordinator" for row in CONTRACT]
+DECIDES = [said and Kind.PREPARE <= code < Kind.ADVICE for code, said in enumerate(COORDINATOR_SAYS)]
 
 
 class RoundState(NamedTuple):

@@ -11,14 +11,21 @@ before is a repetition only with the content that it had.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from pp_agreement._context import Context, Violation
-from pp_agreement._events import FaultCode, Frame, Record, frame_of
+from pp_agreement._events import FaultCode, Frame, Record, new
 from pp_agreement._round import Round
 from pp_agreement._state import REPLACES, Kind
 
 EXCHANGE = -1
 """The one 'peer' of a replicated core: the lockstep exchange with everybody."""
+
+NOBODY = -1
+"""The session of a member that this rank does not speak with: no frame carries it."""
+
+NEVER_SENT_S = float("-inf")
+NO_TIME_S = float("nan")  # no time is before it, nor at it
 
 REPEATS_KEPT = 16
 """Frames of a stream whose bytes are kept, to be compared with those of a frame that comes again; a transport repeats what
@@ -34,6 +41,7 @@ class Streams:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.limit = context.config.records_per_frame_max
+        self.heartbeat_s = context.config.heartbeat_s
         self.queue_limit = context.config.queue_records_max
         size = context.size
         self.counts_own = context.is_coordinator and not context.replicated  # own records go to the own coordinator
@@ -42,35 +50,34 @@ class Streams:
         self.local: deque[Record] = deque()  # what this rank's own two halves say to each other
         self.next_sequence = [1] * size
         self.expected = [1] * size
-        self.sessions = [0] * size  # of the peers; 0: not heard yet
+        self.sessions = [0 if i in context.peers else NOBODY for i in range(size)]  # 0: not heard yet
         self.seen: list[deque[bytes]] = [deque(maxlen=REPEATS_KEPT) for _ in range(size)]
-        self.last_sent_s = [float("-inf")] * size
+        self.last_sent_s = [NEVER_SENT_S] * size
         self.busy_pending: dict[int, int] = {}
         self.muted = False  # this rank says nothing of its own accord any more
         self.sent_kinds = [0] * 256  # by kind
         self.received_kinds = [0] * 256
+        self.local_kinds = [0] * 256
         self.duplicates = 0
-        self.frames_received = 0
-        self.frames_sent = 0
         self.heartbeats_sent = 0
         self.queue_max = 0
 
     # -- what waits -------------------------------------------------------------------------------------------------
 
-    def say(
-        self, round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
-    ) -> None:
+    def say(self, round_: Round, slot: int, kind: int, outcome: int = 0, disposition: int = 0, reason: int = 0) -> None:
         """This rank says something about a round, to the coordinator."""
         request_id, incarnation, attempt = round_.key
-        record = (kind + 0, outcome, disposition, reason, attempt, request_id, incarnation)
+        record = (kind, outcome, disposition, reason, attempt, request_id, incarnation)
         if round_.held is not None:
             kept = [(s, r) for s, r in round_.held if s != slot]
             kept.append((slot, record))
             round_.held = kept
         elif self.counts_own:
             self.local.append(record)
-        else:
+        elif slot == READY_SLOT:
             self.queue_up(slot, record)
+        else:
+            self.intents[slot, incarnation] = record
 
     def is_unsent(self, round_: Round, slot: int) -> bool:
         """Whether the record in this slot can still be replaced."""
@@ -81,13 +88,13 @@ class Streams:
         if self.counts_own:
             self.local.append(record)
             return
-        intents, place = self.intents, (slot, record[6])
-        older = intents.get(place)
-        if older is not None and slot == READY_SLOT and older[0] not in REPLACES[Kind(record[0])]:
-            raise Violation(FaultCode.INTERNAL, f"{Kind(record[0]).name} would replace an unsent {Kind(older[0]).name}")
-        intents[place] = record
-        if len(intents) > self.queue_max:
-            self.queue_max = len(intents)
+        place = slot, record[6]
+        if slot == READY_SLOT:
+            older = self.intents.get(place)
+            if older is not None and older[0] not in REPLACES[Kind(record[0])]:
+                told = f"{Kind(record[0]).name} would replace an unsent {Kind(older[0]).name}"
+                raise Violation(FaultCode.INTERNAL, told)
+        self.intents[place] = record
 
     def control(self, kind: Kind, *, request_id: int = 0, incarnation: int = 0) -> None:
         """This rank says something about the domain, to the coordinator."""
@@ -127,19 +134,19 @@ class Streams:
 
     def wanting(self) -> list[int] | tuple[int, ...]:
         """Peers for whom something waits, or who are due a heartbeat."""
-        context = self.context
-        peers = context.peers
-        quiet = not self.intents and not self.busy_pending
-        due_s = context.elapsed_s - context.config.heartbeat_s
-        beats = not self.muted and context.fault is None
+        context, pending = self.context, self.busy_pending
+        due_s = context.elapsed_s - self.heartbeat_s
+        if self.muted or context.fault is not None:
+            due_s = NO_TIME_S  # heartbeats are over
         if self.counts_own:
-            queues, sent_s, pending = self.queues, self.last_sent_s, self.busy_pending
+            sent_s = self.last_sent_s
             found = []
-            for peer in peers:
-                if queues[peer] or peer in pending or (beats and sent_s[peer] <= due_s):
+            for peer, queue in self.queues.items():
+                if queue or sent_s[peer] <= due_s or peer in pending:
                     found.append(peer)
             return found
-        if not quiet or (beats and peers and self.last_sent_s[peers[0]] <= due_s):
+        peers = context.peers
+        if self.intents or pending or (peers and self.last_sent_s[peers[0]] <= due_s):
             return peers
         return ()
 
@@ -150,31 +157,34 @@ class Streams:
             return False
         return context.elapsed_s - self.last_sent_s[peer] >= context.config.heartbeat_s
 
-    def fill(self, peer: int, outstanding: int) -> None:
-        """A slot towards ``peer`` is free: one frame of what waits, or a heartbeat when nothing else is under way."""
-        context = self.context
+    def fill(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Slots are free: to each of these peers one frame of what waits, or a heartbeat when nothing else is under way.
+
+        Args:
+            slots: A peer, and how many earlier frames it has not received yet.
+        """
+        context, kinds, sequences = self.context, self.sent_kinds, self.next_sequence
         intents = self.intents
-        if self.counts_own:
-            records = self._take_from_queue(peer)
-        elif len(intents) <= self.limit:
-            records = tuple(intents.values())
-            intents.clear()
-        else:
-            records = tuple([intents.pop(place) for place in list(intents)[: self.limit]])
-        busy_ms = self.busy_pending.pop(peer, 0) if self.busy_pending else 0
-        if records:
-            kinds = self.sent_kinds
-            for record in records:
-                kinds[record[0]] += 1
-        elif not busy_ms:
-            if outstanding or not self.is_beat_due(peer):
-                return
-            self.heartbeats_sent += 1
-        sequence = self.next_sequence[peer]
-        self.next_sequence[peer] = sequence + 1
-        self.last_sent_s[peer] = context.elapsed_s
-        self.frames_sent += 1
-        context.frames.append((peer, frame_of((sequence, busy_ms, records, context.session, b""))))
+        for peer, outstanding in slots:
+            if self.counts_own:
+                records = self._take_from_queue(peer)
+            elif len(intents) > 1:
+                records = self._take_intents()
+            else:
+                records = tuple(intents.values())
+                intents.clear()
+            busy_ms = self.busy_pending.pop(peer, 0) if self.busy_pending else 0
+            if records:
+                for record in records:
+                    kinds[record[0]] += 1
+            elif not busy_ms:
+                if outstanding or not self.is_beat_due(peer):
+                    continue
+                self.heartbeats_sent += 1
+            sequence = sequences[peer]
+            sequences[peer] = sequence + 1
+            self.last_sent_s[peer] = context.elapsed_s
+            context.frames.append((peer, new(Frame, (sequence, busy_ms, records, context.session, b""))))
 
     def _take_from_queue(self, peer: int) -> tuple[Record, ...]:
         queue, limit = self.queues[peer], self.limit
@@ -186,14 +196,31 @@ class Streams:
         del queue[:limit]
         return records
 
+    def _take_intents(self) -> tuple[Record, ...]:
+        intents = self.intents
+        if len(intents) > self.queue_max:
+            self.queue_max = len(intents)
+        if len(intents) > self.limit:
+            return tuple([intents.pop(place) for place in list(intents)[: self.limit]])
+        records = tuple(intents.values())
+        intents.clear()
+        return records
+
+    @property
+    def frames_sent(self) -> int:
+        """How many frames were made."""
+        return sum(self.next_sequence) - len(self.next_sequence)
+
+    @property
+    def frames_received(self) -> int:
+        """How many frames were taken, without repetitions."""
+        return sum(self.expected) - len(self.expected)
+
     # -- what comes -------------------------------------------------------------------------------------------------
 
     def accept(self, peer: int, frame: Frame) -> bool:
         """Whether the frame is the next one of its stream; False: an exact repetition, ignored."""
         sequence, _busy_ms, _records, session, content = frame
-        if peer not in self.context.peers:
-            name = self.context.name(peer)
-            raise Violation(FaultCode.PROTOCOL, f"a frame from rank {name}, which is not spoken to", suspect=peer)
         if session != self.sessions[peer]:
             self._meet(peer, sequence, session)
         if sequence != self.expected[peer]:
@@ -201,11 +228,13 @@ class Streams:
             return False
         self.expected[peer] = sequence + 1
         self.seen[peer].append(content)
-        self.frames_received += 1
         return True
 
     def _meet(self, peer: int, sequence: int, session: int) -> None:
         """The first frame of a peer names its session; another one later is another process."""
+        if self.sessions[peer] == NOBODY:
+            name = self.context.name(peer)
+            raise Violation(FaultCode.PROTOCOL, f"a frame from rank {name}, which is not spoken to", suspect=peer)
         if self.sessions[peer] or self.expected[peer] > 1:
             raise Violation(
                 FaultCode.SEQUENCE,
@@ -242,7 +271,7 @@ class Streams:
         twin.seen = [deque(one, REPEATS_KEPT) for one in self.seen]
         for name in (
             "intents", "next_sequence", "expected", "sessions", "last_sent_s", "busy_pending", "sent_kinds",
-            "received_kinds",
+            "received_kinds", "local_kinds",
         ):  # fmt: skip
             setattr(twin, name, getattr(self, name).copy())
         return twin

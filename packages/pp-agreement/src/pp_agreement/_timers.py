@@ -71,20 +71,28 @@ class Timers:
         self.doubts = Deadlines()
         self.leases = Deadlines()
         self.idle_due_s = NEVER_S  # before this time no open round can have been idle for its timeout
+        self.due_s = NEVER_S  # before this time nothing of any kind is due
 
     def opened(self, now_s: float) -> None:
         """A round is open, and none was watched."""
         if self._round_timeout_s is not None:
             self.idle_due_s = now_s + self._round_timeout_s
+            self.look_ahead()
 
     def leased(self, incarnation: int, now_s: float) -> None:
         """The scheduling rank granted its lease."""
         if self._lease_timeout_s is not None:
             self.leases.set(incarnation, now_s + self._lease_timeout_s)
+            self.look_ahead()
 
     def doubted(self, incarnation: int, now_s: float) -> None:
         """A rank's first doubt."""
         self.doubts.set(incarnation, now_s + self._doubt_deadline_s)
+        self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Note when the first of all kinds can be due."""
+        self.due_s = min(self.idle_due_s, self.doubts.earliest_s, self.leases.earliest_s)
 
     def retired(self, incarnation: int) -> None:
         """The round is decided."""
@@ -122,8 +130,8 @@ class Timers:
 
 def is_waiting(round_: Round) -> bool:
     """Whether others owe this round something; a lease that waits for its schedule is exempt."""
-    own, tally = round_.own, round_.tally
-    if own.terminal is TerminalState.VOTED:
+    tally = round_.tally
+    if round_.terminal is TerminalState.VOTED:
         return True
     if tally is not None:
         phase = tally.phase
@@ -131,15 +139,14 @@ def is_waiting(round_: Round) -> bool:
             return tally.activated != 0
         if phase in (Phase.GRANTING, Phase.ABORTING) or tally.terminal_mask or tally.votes:
             return phase is not Phase.COMPLETE or tally.terminal_mask != 0
-    return own.ready in READY_OPEN and own.ready not in LEASED
+    return round_.ready in READY_OPEN and round_.ready not in LEASED
 
 
 def waiting_for(context: Context, round_: Round) -> str:
     """Who is missing, where that is known."""
     tally = round_.tally
     if tally is None:
-        own = round_.own
-        return f"{own.ready.name}, {own.terminal.name}; who is missing is unknown at this rank"
+        return f"{round_.ready.name}, {round_.terminal.name}; who is missing is unknown at this rank"
     if tally.phase is Phase.ABORTING:
         done, what = tally.abort_acks, "READY abort acknowledgement"
     elif tally.phase is Phase.GRANTING:

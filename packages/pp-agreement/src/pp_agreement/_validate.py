@@ -42,16 +42,21 @@ def validate(core: AgreementCore) -> None:
     for queue in streams.queues.values():
         need(len(queue) <= core.config.queue_records_max, "a destination's queue is too long")
     for incarnation, round_ in book.open.items():
-        own = round_.own
         need(round_.incarnation == incarnation <= book.heard + credits, "outside the credit window", round_)
         need(incarnation in book.by_request.get(round_.request_id, ()), "the index lost a round", round_)
-        need(round_.heard or own.ready in (ReadyState.IDLE, ReadyState.ABORTING), "state before the broadcast", round_)
-        need(round_.heard or own.terminal is TerminalState.OPEN, "a vote before the broadcast", round_)
-        need((own.ready is ReadyState.NOT_USED) == (not round_.uses_ready), "NOT_USED against the broadcast", round_)
-        need(core.context.is_scheduler or own.ready not in _AT_SCHEDULER, "RELEASE at another rank", round_)
-        fenced = own.terminal < TerminalState.VOTED or own.ready in FENCE[TerminalInput.VOTE] or own.ready in _ABORTED
+        need(
+            round_.heard or round_.ready in (ReadyState.IDLE, ReadyState.ABORTING), "state before the broadcast", round_
+        )
+        need(round_.heard or round_.terminal is TerminalState.OPEN, "a vote before the broadcast", round_)
+        need((round_.ready is ReadyState.NOT_USED) == (not round_.uses_ready), "NOT_USED against the broadcast", round_)
+        need(core.context.is_scheduler or round_.ready not in _AT_SCHEDULER, "RELEASE at another rank", round_)
+        fenced = (
+            round_.terminal < TerminalState.VOTED
+            or round_.ready in FENCE[TerminalInput.VOTE]
+            or round_.ready in _ABORTED
+        )
         need(fenced, "a terminal vote beside an open readiness attempt", round_)
-        need(not (own.disposition and not own.outcome), "COMPLETED with QUARANTINE", round_)
+        need(not (round_.disposition and not round_.outcome), "COMPLETED with QUARANTINE", round_)
         need((round_.held is not None) == round_.blocked, "records are held without need", round_)
         need((round_.tally is not None) == core.context.is_coordinator, "a tally at the wrong rank", round_)
         if round_.tally is not None:
@@ -59,7 +64,7 @@ def validate(core: AgreementCore) -> None:
 
 
 def _validate_tally(core: AgreementCore, round_: Round, tally: Tally, need) -> None:  # type: ignore[no-untyped-def]
-    full, phase, own = core.context.all_mask, tally.phase, round_.own
+    full, phase = core.context.all_mask, tally.phase
     need(tally.acks & ~tally.votes == 0, "a lease without a vote", round_)
     need(tally.activated & ~tally.acks == 0, "an activation without a lease", round_)
     granted = phase in (Phase.GRANTING, Phase.RELEASED, Phase.COMPLETE)
@@ -68,10 +73,10 @@ def _validate_tally(core: AgreementCore, round_: Round, tally: Tally, need) -> N
     need(phase is not Phase.COMPLETE or tally.activated == full, "COMPLETE without all activations", round_)
     need(phase is not Phase.ABORTING or not tally.activated, "ABORT after an activation", round_)
     need(all(tally.terminal_mask >> m & 1 for m in tally.terminal_votes), "terminal votes are miscounted", round_)
-    if not core.context.replicated and own.attempt == tally.attempt and phase is not Phase.FINAL:
+    if not core.context.replicated and round_.attempt == tally.attempt and phase is not Phase.FINAL:
         leased = bool(tally.acks >> core.context.me & 1)
-        excused = phase is Phase.ABORTING or own.ready is ReadyState.REVOKED
-        need(excused or leased == (own.ready in _HOLDS_LEASE), "the own lease and the tally disagree", round_)
+        excused = phase is Phase.ABORTING or round_.ready is ReadyState.REVOKED
+        need(excused or leased == (round_.ready in _HOLDS_LEASE), "the own lease and the tally disagree", round_)
     if not core.context.replicated and core.fault is None and not round_.blocked:
         voted = bool(tally.terminal_mask >> core.context.me & 1)
-        need(voted == (own.terminal >= TerminalState.VOTED), "the own vote and the tally disagree", round_)
+        need(voted == (round_.terminal >= TerminalState.VOTED), "the own vote and the tally disagree", round_)

@@ -194,8 +194,8 @@ class Explorer:
         ) -> None:
             """What a rank says is what it did, also where the core says it on the host's behalf."""
             if kind in _SAID:
-                extra = (outcome, disposition) if kind is Kind.TERMINAL else ()
-                said.append((_SAID[kind], round_.incarnation - 1, round_.own.attempt, extra))
+                extra = (outcome, disposition) if kind == Kind.TERMINAL else ()
+                said.append((_SAID[kind], round_.incarnation - 1, round_.attempt, extra))
             say(round_, slot, kind, outcome, disposition, reason)
 
         core.streams.say = listen
@@ -370,15 +370,15 @@ class Explorer:
             round_ = core.rounds.get(base.incarnation)
             if round_ is None or not round_.heard:
                 continue
-            key = Key(base.request_id, base.incarnation, round_.own.attempt)
-            ready = round_.own.ready
-            name = f"{base.incarnation}.{round_.own.attempt} @{member}"
+            key = Key(base.request_id, base.incarnation, round_.attempt)
+            ready = round_.ready
+            name = f"{base.incarnation}.{round_.attempt} @{member}"
             spent = budgets[member]
             unit = 1 << 8 * index  # eight bits per request
             withdraw_bit, revoke_bit, idle_bit, recall_bit, early_bit = unit, 2 * unit, 4 * unit, 8 * unit, 16 * unit
-            voted = round_.own.terminal >= TerminalState.VOTED
+            voted = round_.terminal >= TerminalState.VOTED
             if ready is ReadyState.IDLE and not voted:
-                if round_.own.attempt < world.attempts:
+                if round_.attempt < world.attempts:
                     yield True, f"publish {name}", self._call(state, member, ev.ReadyPublished(key), "publish", index)
                 else:  # hosts give up: every further attempt is withdrawn for good
                     give_up = ev.WithdrawRequested(key, Reason.TIMEOUT)
@@ -442,10 +442,10 @@ class Explorer:
                         self._call(state, member, ev.ScheduleActivated((key,)), "activate", index),
                     )
             over = ready in (ReadyState.NOT_USED, ReadyState.ACTIVATED, ReadyState.COMPLETE, ReadyState.FINALIZED)
-            if over and not voted and member in world.doubters and round_.own.terminal is TerminalState.OPEN:
+            if over and not voted and member in world.doubters and round_.terminal is TerminalState.OPEN:
                 doubted = self._execute(ids[member], ev.DoubtRaised(key, Reason.DOUBT))
                 yield False, f"doubt {name}", self._settle(state, member, doubted)
-            if over and not voted and round_.own.doubt_expired:
+            if over and not voted and round_.doubt_expired:
                 unproven = ev.TerminalVoted(key, Outcome.FAILED, Disposition.QUARANTINE, Reason.DOUBT)
                 extra = (int(Outcome.FAILED), int(Disposition.QUARANTINE))
                 yield True, f"quarantine {name}", self._call(state, member, unproven, "terminal", index, extra)
@@ -463,11 +463,11 @@ class Explorer:
             row_list = list(rows)
             for index, base in enumerate(self.keys):  # the core withdraws and revokes on the host's behalf
                 round_ = core.rounds.get(base.incarnation)
-                if round_ is not None and round_.own.ready in (
+                if round_ is not None and round_.ready in (
                     ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED, ReadyState.LEASED, ReadyState.RELEASED,
                 ):  # fmt: skip
-                    what = "revoke" if round_.own.ready in (ReadyState.LEASED, ReadyState.RELEASED) else "withdraw"
-                    row_list[index] = did(row_list[index], member, self.scheduler, what, round_.own.attempt)
+                    what = "revoke" if round_.ready in (ReadyState.LEASED, ReadyState.RELEASED) else "withdraw"
+                    row_list[index] = did(row_list[index], member, self.scheduler, what, round_.attempt)
             drained = (state[0], state[1], tuple(row_list), *state[3:])
             yield True, "drain", self._settle(drained, member, drain)
 
@@ -488,7 +488,7 @@ class Explorer:
 
     def _activated(self, core: Any, rows: tuple[Row, ...], key: Key, member: int) -> bool:
         round_ = core.rounds.get(key.incarnation)
-        return round_ is None or round_.own.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
+        return round_ is None or round_.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
 
     def _vote(self, member: int, key: Key) -> tuple[ev.TerminalVoted, tuple[int, int]]:
         outcome = (
@@ -547,9 +547,9 @@ class Explorer:
         found.outcomes.add(tuple(ended(row) for row in rows))
         for core in cores:
             unfinished = bool(self.world.terminal) or bool(self.world.withdrawers)
-            open_rounds = [r for r in core.rounds.values() if not self._resting(r.own.ready)]
+            open_rounds = [r for r in core.rounds.values() if not self._resting(r.ready)]
             if open_rounds or core.heard != self.world.requests or (unfinished and self.world.terminal and core.rounds):
-                left = [(r.incarnation, r.own.ready.name, r.own.terminal.name) for r in core.rounds.values()]
+                left = [(r.incarnation, r.ready.name, r.terminal.name) for r in core.rounds.values()]
                 raise PropertyViolation(
                     f"liveness: nothing must happen any more, but rank {core.rank} heard of {core.heard} and has open {left}"
                 )

@@ -229,7 +229,7 @@ class Scenario:
                         and other._core.fault is None
                         and not other._core.ending.closing
                     ):
-                        other._call(other._core.ending.close)
+                        other._step(other._core.ending.close, (), other._clock())
                     if not other._ended:
                         other.poll()
 

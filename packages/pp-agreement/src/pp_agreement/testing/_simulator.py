@@ -89,12 +89,12 @@ class _Host:
         said = core.streams.say
 
         def listen(
-            round_: Round, slot: int, kind: Kind, outcome: int = 0, disposition: int = 0, reason: int = 0
+            round_: Round, slot: int, kind: int, outcome: int = 0, disposition: int = 0, reason: int = 0
         ) -> None:
             """What a rank says is what it did, also where the core says it on the host's behalf."""
-            what = _SAID.get(kind)
+            what = _SAID.get(Kind(kind))
             if what is not None:
-                key = Key(round_.request_id, round_.incarnation, round_.own.attempt)
+                key = Key(round_.request_id, round_.incarnation, round_.attempt)
                 self.did(what, key, (outcome, disposition) if what == "terminal" else ())
             said(round_, slot, kind, outcome, disposition, reason)
 
@@ -393,8 +393,8 @@ class _Simulation:
         """Where an interrupt may come: (object, method)."""
         core = agreement._core
         return (
-            (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "commit"),
-            (core.book, "retire"), (core.streams, "queue_up"),
+            (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "hear"),
+            (core.coordinator, "hear"), (core.book, "retire"), (core.streams, "queue_up"), (core.streams, "fill"),
         )  # fmt: skip
 
     def is_between_steps(self, _place: object) -> bool:
