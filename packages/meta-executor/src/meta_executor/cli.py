@@ -45,6 +45,7 @@ def cli() -> None:
 
     \b
     meta-executor up service.yaml          start everything: context ranks, generation ranks, OpenAI front
+    meta-executor serve ROLE | front       one instance, or the front for instances that run already
     meta-executor generate "Once upon"     answer one prompt in this process, no service
     meta-executor explain                  why each of the last requests went where it did
     meta-executor top                      instances, ranks, queues, KV and rates of a running service, live
@@ -79,8 +80,25 @@ def up(config: Path | None, restart: str, evidence: Path | None) -> None:
 @click.argument("role", type=click.Choice(["context", "generation"]))
 @_CONFIG
 def serve(role: str, config: Path | None) -> None:
-    """Start one instance only, without a front, and print its address when it is ready."""
-    _run(_read(config), (role,), False, "never")
+    """Start one instance only, without a front, and print its address when it is ready.
+
+    With `key_file` in CONFIG, a front that is started apart with the same key can use it (`meta-executor front`).
+    """
+    service = _read(config)
+    if service.instance(role).urls:  # type: ignore[arg-type]
+        _fail(2, f"{role}_servers.urls: these instances run already; there is nothing to start")
+    _run(service, (role,), False, "never")
+
+
+@cli.command()
+@_CONFIG
+def front(config: Path | None) -> None:
+    """Start the front alone, for instances that run already: those of `urls` in both sections of CONFIG."""
+    service = _read(config)
+    for role in ("context", "generation"):
+        if not service.instance(role).urls:
+            _fail(2, f"{role}_servers.urls: want the addresses of instances that run already")
+    _run(service, ("context", "generation"), True, "never")
 
 
 def _run(service: ServiceConfig, roles: tuple[str, ...], with_front: bool, restart: str) -> None:

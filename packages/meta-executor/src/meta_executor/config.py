@@ -199,6 +199,9 @@ class InstanceConfig(_Section, frozen=True, kw_only=True):
     """One instance: a world of ranks behind one address."""
 
     num_instances: PositiveInt = 1
+    #: Instances that run already (``serve``, also on other hosts) are not started but used: their addresses. They and this
+    #: front have one ``key_file``.
+    urls: tuple[str, ...] = ()
     hostname: str = "127.0.0.1"
     #: 0: any free port. With several instances the first one's; the others follow it.
     port: Port = 0
@@ -296,6 +299,9 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     #: Where sockets, the key, logs and evidence of a run go: a folder of this user's that others may not write to. None: one
     #: below the user's runtime folder (``XDG_RUNTIME_DIR``), or else below the temporary folder.
     run_dir: str | None = None
+    #: The key of the instances and the front, 64 hexadecimal digits in a file that only this user may read; the same one
+    #: wherever parts of one service are started apart. None: each start makes its own.
+    key_file: str | None = None
     #: Keep evidence files in this folder after the run. None: they go with the run folder.
     evidence_dir: str | None = None
     #: Keep the logs in this folder after the run. None: they go with the run folder when it ended well.
@@ -325,6 +331,8 @@ class InstanceSpec(_Section, frozen=True, kw_only=True):
     index: NonNegativeInt
     config: InstanceConfig
     port: Port
+    #: Where it runs already; "": the launcher starts it.
+    url: str = ""
 
 
 class RunSpec(_Section, frozen=True, kw_only=True):
@@ -339,7 +347,8 @@ class RunSpec(_Section, frozen=True, kw_only=True):
     @property
     def measuring_ranks(self) -> int:
         """Ranks of all instances that take a share of free memory instead of a configured capacity (count)."""
-        return sum(i.config.world_size for i in self.instances if i.config.kv_cache_config.max_tokens is None)
+        measuring = (i for i in self.instances if not i.url and i.config.kv_cache_config.max_tokens is None)
+        return sum(i.config.world_size for i in measuring)
 
     def instance(self, owner_id: str) -> InstanceSpec:
         """The instance of that name.
@@ -405,6 +414,7 @@ def service_config(data: object) -> ServiceConfig:
     """
     if not isinstance(data, Mapping):
         raise ConfigError("", f"configuration: want a mapping of settings, got {type(data).__name__}")
+    data = _spread(data)
     _refuse_unknown_keys(data, ServiceConfig, "")
     try:
         config = msgspec.convert(data, type=ServiceConfig)
@@ -412,6 +422,37 @@ def service_config(data: object) -> ServiceConfig:
         raise _named(error, data) from error
     _check(config)
     return config
+
+
+#: Keys of the field's files that stand at the top and belong elsewhere here.
+_MOVED = {"model": ("engine", "model")}
+_ROLES = ("context_servers", "generation_servers")
+
+
+def _spread(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The field's files name some settings once at the top: the model, and what both roles share. Each goes to its place.
+
+    Raises:
+        ConfigError: It is there already, with another value.
+    """
+    spread = dict(data)
+    known = {field.encode_name for field in msgspec.structs.fields(ServiceConfig)}
+    shared = {field.encode_name for field in msgspec.structs.fields(InstanceConfig)} - known - {"urls", "num_instances"}
+    for key in data:
+        places = [_MOVED[key]] if key in _MOVED else [(role, key) for role in _ROLES] if key in shared else []
+        for section_name, name in places:
+            section = spread.get(section_name, {})
+            if not isinstance(section, Mapping):
+                continue  # told by the types
+            if section.get(name, data[key]) != data[key]:
+                raise ConfigError(
+                    f"{section_name}.{name}",
+                    f"{section[name]!r} differs from {key} at the top, {data[key]!r}: give one",
+                )
+            spread[section_name] = {**section, name: data[key]}
+        if places:
+            del spread[key]
+    return spread
 
 
 def apply_environment(config: ServiceConfig, environ: Mapping[str, str]) -> ServiceConfig:
@@ -499,10 +540,24 @@ def _named(error: msgspec.ValidationError, data: Mapping[Any, Any]) -> ConfigErr
 
 def _check(config: ServiceConfig) -> None:
     """Rules that span several fields."""
+    seen: dict[str, str] = {}
     for role, section in (
         ("context_servers", config.context_servers),
         ("generation_servers", config.generation_servers),
     ):
+        for url in section.urls:
+            address = url.rstrip("/")
+            if not address.startswith("http://") or "/" in address[len("http://") :] or " " in address:
+                raise ConfigError(f"{role}.urls", f"want http://HOST:PORT, got {url!r}")
+            if address in seen:
+                raise ConfigError(f"{role}.urls", f"{url!r} is there twice")
+            seen[address] = role
+        if section.urls and section.num_instances not in (1, len(section.urls)):
+            raise ConfigError(
+                f"{role}.num_instances", f"got {section.num_instances}, but there are {len(section.urls)} urls"
+            )
+        if section.urls and config.key_file is None:
+            raise ConfigError("key_file", f"is wanted with {role}.urls: they and this front have one key")
         if section.context_parallel_size != 1:
             raise ConfigError(
                 f"{role}.context_parallel_size", f"only 1 is supported, got {section.context_parallel_size}"

@@ -27,7 +27,7 @@ def check_service(service: ServiceConfig, *, with_front: bool) -> None:
         ("context_servers", service.context_servers),
         ("generation_servers", service.generation_servers),
     ):
-        for index in range(section.num_instances if section.port else 0):
+        for index in range(section.num_instances if section.port and not section.urls else 0):
             check_port(f"{name}.port", section.hostname, section.port + index)
     if service.engine.kind == "llama":
         check_model(service.engine.model)

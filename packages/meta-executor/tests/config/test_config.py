@@ -42,6 +42,38 @@ def test_nothing_is_the_default_topology():
         ({"served_model_name": []}, "served_model_name", ["want a name or several"]),
         ({"served_model_name": ["a", ""]}, "served_model_name", ["want a name or several"]),
         ({"front": {"answers_max": 0}}, "front.answers_max", ["1"]),
+        ({"model": "a", "engine": {"model": "b"}}, "engine.model", ["'b'", "'a'", "give one"]),
+        (
+            {"max_batch_size": 4, "generation_servers": {"max_batch_size": 8}},
+            "generation_servers.max_batch_size",
+            ["8", "4", "give one"],
+        ),
+        ({"max_batch_sise": 4}, "max_batch_sise", ["known here"]),
+        ({"context_servers": {"urls": ["http://a:1"]}}, "key_file", ["is wanted with context_servers.urls"]),
+        (
+            {"key_file": "k", "context_servers": {"urls": ["a:1"]}},
+            "context_servers.urls",
+            ["http://HOST:PORT", "'a:1'"],
+        ),
+        (
+            {"key_file": "k", "context_servers": {"urls": ["http://a:1/x"]}},
+            "context_servers.urls",
+            ["http://HOST:PORT"],
+        ),
+        (
+            {
+                "key_file": "k",
+                "context_servers": {"urls": ["http://a:1"]},
+                "generation_servers": {"urls": ["http://a:1/"]},
+            },
+            "generation_servers.urls",
+            ["twice"],
+        ),
+        (
+            {"key_file": "k", "context_servers": {"urls": ["http://a:1", "http://a:2"], "num_instances": 3}},
+            "context_servers.num_instances",
+            ["got 3", "2 urls"],
+        ),
         ({"front": {"context_router": {"type": "balanced"}}}, "front.context_router.type", ["balanced"]),
         ({"front": {"router": {"type": "round_robin"}}}, "front.router", ["did you mean front.context_router?"]),
         ({"schedule_style": "both"}, "schedule_style", ["'both'"]),
@@ -221,3 +253,41 @@ def test_sections_are_frozen():
 def test_the_model_may_have_several_names(given: object, names: tuple[str, ...]) -> None:
     """One, several in order, or its own alone."""
     assert service_config({"served_model_name": given}).served_model_names == names
+
+
+def test_what_the_fields_files_name_once_at_the_top_goes_to_its_place() -> None:
+    """The model to the engine, what both roles share to both; the same value in both places is no conflict."""
+    config = service_config(
+        {
+            "model": "smollm2",
+            "max_batch_size": 4,
+            "kv_cache_config": {"tokens_per_block": 32},
+            "hostname": "127.0.0.1",
+            "context_servers": {"pipeline_parallel_size": 2, "max_batch_size": 4},
+            "generation_servers": {"tensor_parallel_size": 1},
+            "conditional_disagg_config": {"max_local_prefill_length": 12},
+        }
+    )
+    assert config.engine.model == "smollm2"
+    for section in (config.context_servers, config.generation_servers):
+        assert (section.max_batch_size, section.kv_cache_config.tokens_per_block) == (4, 32)
+    assert config.context_servers.pipeline_parallel_size == 2
+    assert config.conditional_disagg_config.max_local_prefill_length == 12
+
+
+def test_static_servers_count_by_their_addresses() -> None:
+    """They are used as they are given, and measure no memory here."""
+    config = service_config(
+        {
+            "key_file": "k",
+            "context_servers": {"urls": ["http://10.0.0.1:8101", "http://10.0.0.2:8101"]},
+            "generation_servers": {"kv_cache_config": {"max_tokens": None}},
+        }
+    )
+    spec = InstanceSpec(owner_id="gen-0", role="generation", index=0, config=config.generation_servers, port=0)
+    there = InstanceSpec(
+        owner_id="gen-1", role="generation", index=1, config=config.generation_servers, port=0, url="http://a:1"
+    )
+    run = RunSpec(run_id="r", run_dir="/x", launcher_pid=1, service=config, instances=(spec, there))
+    assert run.measuring_ranks == spec.config.world_size
+    assert len(config.context_servers.urls) == 2

@@ -35,7 +35,7 @@ from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
 from meta_executor.supervise.run_folder import FRONT_URL
-from meta_executor.supervise.rundir import RunDirectory, default_base, remove_stale_runs
+from meta_executor.supervise.rundir import RunDirectory, default_base, read_key, remove_stale_runs
 
 RestartPolicy = Literal["never", "instance"]
 
@@ -169,7 +169,8 @@ class Launcher:
         for stale in remove_stale_runs(base):
             self._say(f"removed what a killed run had left in {stale}")
         world_command(1, [])  # without a launcher nothing is begun
-        self._directory = RunDirectory.create(base, secrets.token_hex(4))
+        key = None if self._service.key_file is None else read_key(self._service.key_file)
+        self._directory = RunDirectory.create(base, secrets.token_hex(4), key)
         self._key_hex = (self._directory.path / "key").read_text("ascii")
         clean = False
         try:
@@ -179,7 +180,8 @@ class Launcher:
             handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 for spec in self.run.instances:
-                    self._start_instance(spec)
+                    if not spec.url:
+                        self._start_instance(spec)
                 self._wait_ready(tuple(self._components))
                 if self._with_front:
                     self._start_front()
@@ -227,7 +229,8 @@ class Launcher:
 
     def urls(self) -> dict[str, str]:
         """Where each instance answers."""
-        return {owner: c.url or "" for owner, c in self._components.items() if owner != "front"}
+        there = {spec.owner_id: spec.url for spec in self.run.instances if spec.url}
+        return there | {owner: c.url or "" for owner, c in self._components.items() if owner != "front"}
 
     @property
     def key_header(self) -> dict[str, str]:
@@ -256,7 +259,7 @@ class Launcher:
                 ("context", "ctx", self._service.context_servers),
                 ("generation", "gen", self._service.generation_servers),
             )
-            for index in range(section.num_instances)
+            for index in range(0 if section.urls else section.num_instances)
             if role in self._roles
         ]
         if self._with_front:
@@ -273,7 +276,7 @@ class Launcher:
             if role not in self._roles:
                 continue
             section = self._service.context_servers if role == "context" else self._service.generation_servers
-            for index in range(section.num_instances):
+            for index in range(len(section.urls) or section.num_instances):
                 instances.append(
                     InstanceSpec(
                         owner_id=f"{prefix}-{index}",
@@ -281,6 +284,7 @@ class Launcher:
                         index=index,
                         config=section,
                         port=section.port + index if section.port else 0,
+                        url=section.urls[index].rstrip("/") if section.urls else "",
                     )
                 )
         run = RunSpec(

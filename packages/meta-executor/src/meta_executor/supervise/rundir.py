@@ -23,6 +23,7 @@ _SUBFOLDERS = ("ipc", "logs", "evidence", "tmp")
 #: Longest path of a Unix socket (bytes); the run folder must leave room for the longest name below it.
 _SOCKET_PATH_MAX = 107
 _SOCKET_NAME_MAX = 40
+_KEY_DIGITS = 64
 
 
 def default_base() -> Path:
@@ -55,6 +56,30 @@ def _open_base(base: Path, *, create: bool) -> int:
         raise ConfigError("run_dir", str(error)) from error
 
 
+def read_key(path: str) -> bytes:
+    """A service's key from its file.
+
+    Raises:
+        ConfigError: It is not there, another user may read or has written it, or it is no key.
+    """
+    try:
+        with os.fdopen(open_own_file(path), "rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise ConfigError("key_file", f"{path} may be read by others; chmod 600 it")
+            text = file.read(_KEY_DIGITS + 2).strip()
+    except OSError as error:
+        raise ConfigError("key_file", f"{path}: {error.strerror}") from error
+    except NotPrivateError as error:
+        raise ConfigError("key_file", str(error)) from error
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) * 2 != _KEY_DIGITS:
+        raise ConfigError("key_file", f"{path}: want {_KEY_DIGITS} hexadecimal digits (openssl rand -hex 32)")
+    return key
+
+
 class RunDirectory:
     """A locked run folder. Use as a context manager; :meth:`remove` at a clean end."""
 
@@ -63,8 +88,13 @@ class RunDirectory:
         self._lock_descriptor = lock_descriptor
 
     @staticmethod
-    def create(base: Path, run_id: str) -> RunDirectory:
+    def create(base: Path, run_id: str, key: bytes | None = None) -> RunDirectory:
         """Make the folder, its key and its lock.
+
+        Args:
+            base: Where.
+            run_id: Name of the run.
+            key: The run's key; None: a new one.
 
         Raises:
             ConfigError: The folder cannot be made private, or its path is too long for sockets.
@@ -83,9 +113,9 @@ class RunDirectory:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         for name in _SUBFOLDERS:
             (path / name).mkdir(mode=0o700)
-        key = os.open(path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(key, "w") as handle:
-            handle.write(secrets.token_hex(32))
+        file = os.open(path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "w") as handle:
+            handle.write((key or secrets.token_bytes(32)).hex())
         return RunDirectory(path, descriptor)
 
     def remove(self) -> None:

@@ -1,0 +1,137 @@
+"""Instances and front that are started apart and belong together by their key."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from meta_executor.config import ConfigError
+from meta_executor.supervise.rundir import read_key
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short one: socket paths have 107 bytes."""
+    path = Path(tempfile.mkdtemp(prefix="mx"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_key_is_this_users_alone_and_whole(folder: Path) -> None:
+    """What others may read, a link, another length and what is no number are refused by name."""
+    path = folder / "key"
+    key = secrets.token_bytes(32)
+    path.write_text(key.hex() + "\n")
+    path.chmod(0o600)
+    assert read_key(str(path)) == key
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"key_file.*chmod 600"):
+        read_key(str(path))
+    path.chmod(0o600)
+    (folder / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="key_file"):
+        read_key(str(folder / "link"))
+    with pytest.raises(ConfigError, match=r"key_file.*none: No such file"):
+        read_key(str(folder / "none"))
+    for text in ("", key.hex()[:-2], key.hex() + "ab", "x" * 64, "ż" * 32):
+        path.write_text(text, "utf-8")
+        with pytest.raises(ConfigError, match="64 hexadecimal digits"):
+            read_key(str(path))
+
+
+class Command:
+    """``meta-executor WORDS``, until it says that something answers at an address."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "meta_executor", *words], stderr=subprocess.PIPE, text=True, env=dict(os.environ)
+        )
+        self.said: list[str] = []
+
+    def address(self, owner: str) -> str:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if line.startswith(f"{owner}: ready at "):
+                return line.split()[3]
+        raise AssertionError("".join(self.said))
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        _, rest = self.process.communicate(timeout=60)
+        self.said.append(rest)
+        return self.process.returncode
+
+
+@pytest.mark.service
+@pytest.mark.timeout(120)
+def test_two_instances_and_a_front_started_apart_serve_together(folder: Path) -> None:
+    """The front finds both by their addresses, KV moves between them, each drains for itself; another key is a stranger's."""
+    for name in ("key", "other"):
+        (folder / name).write_text(secrets.token_hex(32))
+        (folder / name).chmod(0o600)
+    base = {
+        "port": 0,
+        "run_dir": str(folder / "r"),
+        "key_file": str(folder / "key"),
+        "engine": {"kind": "synthetic"},
+        "conditional_disagg_config": {"max_local_prefill_length": 4},
+        "context_servers": {"pipeline_parallel_size": 1},
+        "generation_servers": {"tensor_parallel_size": 1},
+    }
+
+    def written(name: str, config: object) -> str:
+        (folder / name).write_text(yaml.safe_dump(config))
+        return str(folder / name)
+
+    commands: list[Command] = []
+
+    def start(*words: str) -> Command:
+        commands.append(Command(*words))
+        return commands[-1]
+
+    try:
+        start("serve", "context", written("both.yaml", base))
+        start("serve", "generation", str(folder / "both.yaml"))
+        urls = [command.address(owner) for command, owner in zip(commands, ("ctx-0", "gen-0"))]
+        apart = {
+            **base,
+            "context_servers": {"urls": urls[:1]},
+            "generation_servers": {"urls": urls[1:]},
+        }
+        url = start("front", written("front.yaml", apart)).address("front")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        texts = set()
+        for prompt in ("abcdefgh", "abc"):  # with a context leg, and without
+            whole = client.completions.create(model="synthetic", prompt=prompt, max_tokens=8, temperature=0)
+            stream = client.completions.create(
+                model="synthetic", prompt=prompt, max_tokens=8, temperature=0, stream=True
+            )
+            assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+            texts.add(whole.choices[0].text)
+        assert len(texts) == 2
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        assert "conditional_disagg_requests_total 2.0" in metrics and "ctx_completed_requests_total 2.0" in metrics
+        stranger = {**apart, "key_file": str(folder / "other"), "start_timeout_s": 3.0}
+        refused = Command("front", written("stranger.yaml", stranger))
+        _, said = refused.process.communicate(timeout=60)
+        assert refused.process.returncode == 1 and "not ready within 3 s" in said
+        client.close()
+        assert [command.end() for command in reversed(commands)] == [0, 0, 0], [c.said for c in commands]
+        commands.clear()
+    finally:
+        for command in commands:
+            command.process.kill()
+            command.process.wait()
