@@ -6,16 +6,19 @@ ends and ZeroMQ's own threads included: with a co-located worker all of it is ra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import os
 import pickle
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,99 +64,134 @@ class Worker:
         return value
 
 
-class BareEcho:
-    """A client with an I/O thread, without our frames: caller → I/O thread → ROUTER thread → I/O thread → caller.
+def echo_frames(router: zmq.Socket[bytes], stop_fd: int) -> None:
+    """A bare server: one poll per message, everything goes back where it came from; until the descriptor is written to."""
+    poller = zmq.Poller()
+    poller.register(router, zmq.POLLIN)
+    poller.register(stop_fd, zmq.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if router in ready:
+            router.send_multipart(router.recv_multipart())
+        if stop_fd in ready:
+            return
 
-    Args:
-        own_contexts: A libzmq thread for each end, as two processes have (and our server has for its own sake): two wake-ups
-            more. Without it one libzmq thread serves both.
-    """
 
-    def __init__(self, *, own_contexts: bool = False) -> None:
+class BareServer:
+    """``echo_frames`` on a thread of this process."""
+
+    def __init__(self, context: zmq.Context[Any]) -> None:
         self._folder = tempfile.mkdtemp(prefix="bench-")
-        address = f"ipc://{self._folder}/s"
-        contexts = [zmq.Context(), zmq.Context()] if own_contexts else [zmq.Context.instance()] * 2
-        self._router = contexts[0].socket(zmq.ROUTER)
-        self._router.bind(address)
-        self._dealer = contexts[1].socket(zmq.DEALER)
-        self._dealer.connect(address)
-        self._start()
-
-    def _start(self) -> None:
+        self.address = f"ipc://{self._folder}/s"
+        self._router = context.socket(zmq.ROUTER)
+        self._router.bind(self.address)
         self._stop_fd = os.eventfd(0)
-        self._wake_fd = os.eventfd(0)
-        self._outbox: deque[tuple[threading.Lock, list[Any], bytes]] = deque()
-        self._stop = False
-        self._threads = [threading.Thread(target=self._serve), threading.Thread(target=self._io)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=echo_frames, args=(self._router, self._stop_fd))
+        self._thread.start()
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._stop_fd, zmq.POLLIN)
-        while not self._stop:
-            poller.poll()
-            while self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                self._router.send_multipart(self._router.recv_multipart())
+    def close(self) -> None:
+        """Stop the thread and remove the socket."""
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        self._router.close(0)
+        os.close(self._stop_fd)
+        os.unlink(f"{self._folder}/s")
+        os.rmdir(self._folder)
+
+
+class BareClient:
+    """A client with an I/O thread, as ours has, without anything else: caller, I/O thread, server, I/O thread, caller."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.connect(address)
+        self._wake_fd = os.eventfd(0)
+        self._outbox: deque[tuple[threading.Lock, list[bytes], bytes]] = deque()
+        self._stop = False
+        self._thread = threading.Thread(target=self._io)
+        self._thread.start()
 
     def _io(self) -> None:
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        waiting: deque[tuple[threading.Lock, list[Any]]] = deque()
+        waiting: deque[tuple[threading.Lock, list[bytes]]] = deque()
         while not self._stop:
             for ready, _ in poller.poll():
-                if ready is not self._dealer:
+                if ready is self._dealer:
+                    answer = self._dealer.recv()
+                    gate, answers = waiting.popleft()
+                    answers.append(answer)
+                    gate.release()
+                else:
                     os.eventfd_read(self._wake_fd)
-            while self._outbox:
-                gate, answer, payload = self._outbox.popleft()
-                waiting.append((gate, answer))
-                self._dealer.send(payload)
-            while self._dealer.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                payload = self._dealer.recv()
-                gate, answer = waiting.popleft()
-                answer.append(payload)
-                gate.release()
+                    while self._outbox:
+                        gate, answers, payload = self._outbox.popleft()
+                        waiting.append((gate, answers))
+                        self._dealer.send(payload)
 
     def call(self, payload: bytes) -> bytes:
         """One round trip."""
         gate = threading.Lock()
         gate.acquire()
-        answer: list[Any] = []
-        self._outbox.append((gate, answer, payload))
+        answers: list[bytes] = []
+        self._outbox.append((gate, answers, payload))
         os.eventfd_write(self._wake_fd, 1)
         gate.acquire()
-        return answer[0]
+        return answers[0]
 
     def close(self) -> None:
-        """Stop both threads."""
+        """Stop the thread."""
         self._stop = True
-        os.eventfd_write(self._stop_fd, 1)
         os.eventfd_write(self._wake_fd, 1)
-        for thread in self._threads:
-            thread.join()
-        self._router.close(0)
+        self._thread.join()
         self._dealer.close(0)
-        os.close(self._stop_fd)
         os.close(self._wake_fd)
-        os.unlink(f"{self._folder}/s")
-        os.rmdir(self._folder)
 
 
-class BareDirect(BareEcho):
+class DirectClient:
     """A client without an I/O thread: the caller itself sends and receives, and can do nothing else."""
 
-    def _start(self) -> None:
-        self._stop_fd, self._wake_fd = os.eventfd(0), os.eventfd(0)
-        self._stop = False
-        self._threads = [threading.Thread(target=self._serve)]
-        self._threads[0].start()
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        self._dealer = context.socket(zmq.DEALER)
+        self._dealer.connect(address)
 
     def call(self, payload: bytes) -> bytes:
         """One round trip."""
         self._dealer.send(payload)
         return self._dealer.recv()
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._dealer.close(0)
+
+
+@contextlib.contextmanager
+def other_process(role: str, *lines: str) -> Iterator[str]:
+    """This file in a process of its own, as a server of that role; gives its address. ``lines``: what it reads first."""
+    command = [sys.executable, __file__, role]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        if child.stdin is None or child.stdout is None:
+            raise RuntimeError("no pipes")
+        child.stdin.writelines(f"{line}\n" for line in lines)
+        child.stdin.flush()
+        try:
+            yield child.stdout.readline().strip()
+        finally:
+            child.stdin.close()
+
+
+def serve(role: str) -> None:
+    """What the other process does, until its standard input is closed."""
+    if role == "ours":
+        with RpcServer(Worker(), "ipc://", bytes.fromhex(sys.stdin.readline())) as server:
+            print(server.address, flush=True)
+            sys.stdin.read()
+        return
+    server = BareServer(zmq.Context.instance())
+    print(server.address, flush=True)
+    sys.stdin.read()
+    server.close()
 
 
 class BareFrames:
@@ -347,28 +385,49 @@ def submit() -> list[Figure]:
     ]
 
 
+#: Calls of one sample, and rounds: what disturbs wake-ups comes and goes in tenths of a second.
+ROUND_TRIPS, ROUND_TRIP_ROUNDS = 150, 41
+
+
 def round_trip() -> list[Figure]:
-    """Round trip of a small message, called again and again, against three bare echoes."""
+    """Round trip of a small message, again and again, against bare sockets in the same places: in one process, and in two."""
     key, payload = new_key(), bytes(92)
-    bare = {
-        "": (BareEcho(), "<= 1.3", "a bare client with an I/O thread, one libzmq thread for both ends"),
-        "_own_contexts": (BareEcho(own_contexts=True), "<= 1.3", "the same, a libzmq thread for each end as in two processes"),
-        "_direct": (BareDirect(own_contexts=True), None, "a bare socket that the caller drives, a libzmq thread for each end"),
-    }  # fmt: skip
-    try:
-        with RpcServer(Worker(), "ipc://", key) as server, RpcClient(server.address, key) as client:
-            calls = {
-                name: median_time(lambda echo=echo: echo.call(payload), 300) for name, (echo, _, _) in bare.items()
-            }  # type: ignore[misc]
-            samples = in_turn({"ours": median_time(lambda: client.echo(1).remote(), 300), **calls})
-    finally:
-        for echo, _, _ in bare.values():
-            echo.close()
+    here = zmq.Context()
+    with contextlib.ExitStack() as stack:
+
+        def until_done(made: Any) -> Any:
+            stack.callback(made.close)
+            return made
+
+        bare = until_done(BareServer(here))
+        server = stack.enter_context(RpcServer(Worker(), "ipc://", key))
+        places = {
+            "one_process": (server.address, bare.address, here),
+            "two_processes": (
+                stack.enter_context(other_process("ours", key.hex())),
+                stack.enter_context(other_process("bare")),
+                zmq.Context(),
+            ),
+        }
+        subjects: dict[str, Sample] = {}
+        for place, (ours_at, bare_at, context) in places.items():
+            client = stack.enter_context(RpcClient(ours_at, key))
+            threaded = until_done(BareClient(context, bare_at))
+            direct = until_done(DirectClient(context, bare_at))
+            subjects[place] = median_time(lambda client=client: client.echo(1).remote(), ROUND_TRIPS)  # type: ignore[misc]
+            for name, each in (("thread", threaded), ("direct", direct)):
+                subjects[f"{place}_{name}"] = median_time(lambda each=each: each.call(payload), ROUND_TRIPS)  # type: ignore[misc]
+        samples = in_turn(subjects, ROUND_TRIP_ROUNDS, warm_up=3)
     return [
         ratio(
-            f"round_trip_p50{name}", samples["ours"], samples[name], unit="us", scale=1e6, goal=goal, against=against
+            f"round_trip_p50_{place}{suffix}", samples[place], samples[f"{place}_{name}"], unit="us", scale=1e6,
+            goal=goal, against=against,
         )
-        for name, (_, goal, against) in bare.items()
+        for place in places
+        for name, suffix, goal, against in (
+            ("thread", "", "<= 1.3", "a bare client with an I/O thread"),
+            ("direct", "_direct", None, "a bare socket that the caller drives"),
+        )
     ]  # fmt: skip
 
 
@@ -409,4 +468,7 @@ def submit_cpu() -> list[Figure]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        serve(sys.argv[1])
+        sys.exit()
     run_benchmark(lookup, submit, round_trip, submit_cpu)

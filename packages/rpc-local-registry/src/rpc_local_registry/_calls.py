@@ -122,7 +122,8 @@ class Call(Generic[_R]):
         try:
             engine = core.live_engine()
             next(core.remote_calls)
-            engine.call(pending, *self._encode(), timeout_s)
+            payload, flags = self._encode()
+            engine.call(pending, payload, flags, timeout_s)
         finally:
             if handle is not None:
                 _nvtx.pop(handle)

@@ -114,22 +114,26 @@ class _Decoding:
 class TypedDecoder:
     """Decodes bodies to one type; thread-safe (a small pool of msgspec decoders)."""
 
-    __slots__ = ("_kind", "_pool")
+    __slots__ = ("_kind", "_plain", "_pool")
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
         self._pool: deque[_Decoding] = deque(maxlen=16)
-        # Built at once, so that a type msgspec cannot handle is a declaration error, not a call's.
-        self._pool.append(_Decoding(kind))
+        # Built at once, so that a type msgspec cannot handle is a declaration error, not a call's. Shared by all messages
+        # without arrays: it has no buffers to mix up.
+        self._plain = _Decoding(kind).decoder.decode
 
     def decode(self, body: bytes | memoryview | msgspec.Raw, buffers: Sequence[memoryview] = ()) -> Any:
         """The value. Raises one of ``DECODE_ERRORS`` for bytes that do not fit."""
+        decoding: _Decoding | None = None
         try:
-            decoding = self._pool.pop()
-        except IndexError:
-            decoding = _Decoding(self._kind)
-        decoding.buffers = buffers
-        try:
+            if not buffers:
+                return self._plain(body)
+            try:
+                decoding = self._pool.pop()
+            except IndexError:
+                decoding = _Decoding(self._kind)
+            decoding.buffers = buffers
             return decoding.decoder.decode(body)
         except NotImplementedError as error:
             raise msgspec.ValidationError("value of another type") from error
@@ -139,8 +143,9 @@ class TypedDecoder:
             # A Struct's or dataclass's own ``__post_init__``: it refuses the value, whatever it raises.
             raise msgspec.ValidationError(told(error)) from error
         finally:
-            decoding.buffers = ()
-            self._pool.append(decoding)
+            if decoding is not None:
+                decoding.buffers = ()
+                self._pool.append(decoding)
 
 
 class LazyItems(Iterator[Any]):

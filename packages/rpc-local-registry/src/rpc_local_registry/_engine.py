@@ -52,7 +52,6 @@ from rpc_local_registry._streams import Inbox
 from rpc_local_registry._tickets import issue
 from rpc_local_registry._turn import Turn
 from rpc_local_registry._zmq import (
-    BORROW_S,
     CONNECTED,
     DISCONNECTED,
     FOREIGN,
@@ -315,8 +314,8 @@ class Engine:
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            if self._turn.lent and not payload.external and (timeout_s is None or timeout_s > BORROW_S):
-                self._exchange(pending, payload, flags, timeout_s)
+            if self._turn.lent and not payload.external and self._exchange(pending, payload, flags, deadline_s):
+                return
             if not pending.call_id:
                 self.submit(wire.CALL, pending, payload, flags, timeout_s, timed=False)
             left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -432,15 +431,11 @@ class Engine:
             raise
 
     def _register(self, call_id: int, pending: Pending, payload: wire.Payload) -> None:
-        """With the lock."""
-        try:
-            pending.size_bytes = payload.size_bytes
-            pending.call_id = call_id
-            self.pending[call_id] = pending
-            self._pending_bytes += payload.size_bytes
-        except BaseException:
-            self._unregister(pending)
-            raise
+        """With the lock. Interrupted, it leaves the sums to be made anew."""
+        pending.size_bytes = payload.size_bytes
+        pending.call_id = call_id
+        self.pending[call_id] = pending
+        self._pending_bytes += payload.size_bytes
 
     def _unregister(self, pending: Pending) -> None:
         """An interrupted call was never made; with the lock."""
@@ -839,7 +834,10 @@ class Engine:
             before = self._exchanges
             if link.wait_woken(_LEASE_S) or self._exchanges == before:
                 break
+        self._turn.want()
+        link.hurry()
         self._turn.take_back()
+        link.calm()
         self._alone = 0
         if self._unsure is not None:
             # The same frames, never others under their number: what the server had already, it drops.
@@ -857,32 +855,39 @@ class Engine:
         if link.unread:
             self._receive(link, session, seen=True)
 
-    def _exchange(self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None) -> None:
-        """Make a call on the caller's own thread, if the socket can be borrowed; whether and how far, ``pending`` says."""
+    def _exchange(self, pending: BlockingPending, payload: wire.Payload, flags: int, deadline_s: float | None) -> bool:
+        """Make a call on the caller's own thread, if the socket can be borrowed.
+
+        Returns:
+            Whether its outcome is in ``pending``. If not, ``pending.call_id`` says whether it was made at all.
+        """
         turn = self._turn
         try:
             if not turn.take(pending):
-                return
-            answer = self._borrow(pending, payload, flags, timeout_s)
+                return False
+            answer = self._borrow(pending, payload, flags, deadline_s)
             turn.give(pending)
         except BaseException:
             # Perhaps once more: the interrupt may have come in the middle of it.
             turn.give(pending)
             self._link.wake()
+            with self._lock:
+                self._recount()
             raise
         if answer is None:
             self._link.wake()
-        else:
-            # Without the turn: what decoding runs of the caller's may call again.
-            self._finish(pending, answer)
+            return False
+        # Without the turn: what decoding runs of the caller's may call again.
+        self._finish(pending, answer)
+        return True
 
     def _borrow(
-        self, pending: BlockingPending, payload: wire.Payload, flags: int, timeout_s: float | None
+        self, pending: BlockingPending, payload: wire.Payload, flags: int, deadline_s: float | None
     ) -> wire.Message | None:
         """Send one call and wait for its answer, with the turn; None if the I/O thread must see to the rest.
 
         Can be interrupted anywhere. What it leaves is a call that was not registered, or one that the I/O thread goes on
-        with: sent for sure or not (``_unsure``), its answer perhaps looked at and still unread.
+        with: sent for sure or not (``_unsure``), its answer perhaps looked at and still unread. Sums may be wrong then.
         """
         link, session = self._link, self._session
         if session is None or self._unsure is not None or link.unread:
@@ -894,8 +899,8 @@ class Engine:
             self._register(call_id, pending, payload)
         self._exchanges += 1
         argument = 0
-        if timeout_s is not None:
-            argument, flags = _deadline(session, time.monotonic() + timeout_s, flags)
+        if deadline_s is not None:
+            argument, flags = _deadline(session, deadline_s, flags)
         sealer = session.sealer
         number = sealer.sequence + 1
         frames = sealer.frames(number, wire.CALL, call_id, argument, payload, flags)
@@ -906,18 +911,22 @@ class Engine:
         self._unsure = None
         self.totals.bytes_sent += payload.size_bytes
         self._receiving = True
-        first = link.wait_frame()
+        first = link.wait_frame(None if deadline_s is None else deadline_s - time.monotonic())
         self._receiving = False
         if first is None or not wire.is_answer(first, call_id):
             return None
         try:
             message = session.opener.open((first,))
         except wire.Refused:
-            # The I/O thread will find the same, and end the session.
+            # Of several frames, or the I/O thread will find the same and end the session.
             return None
         link.looked()
         self._count_received(message)
-        return None if self.remove(call_id) is None else message
+        with self._lock:
+            if self.pending.pop(call_id, None) is None:
+                return None
+            self._pending_bytes -= payload.size_bytes
+        return message
 
     def _serve(self, link: Link, session: Session[ServerTerms]) -> None:
         """The open session, until it ends with an exception or by ``close``."""

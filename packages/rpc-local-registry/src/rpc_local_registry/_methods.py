@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import functools
 import inspect
 import typing
 import weakref
@@ -104,10 +105,15 @@ class MethodSpec:
     _by_name: Mapping[str, tuple[TypedDecoder, bool]]
     _lazy_indexes: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def streaming(self) -> bool:
         """Whether a call gives a stream."""
         return self.kind in (GENERATOR, ASYNC_GENERATOR, PUSH)
+
+    @functools.cached_property
+    def inline(self) -> bool:
+        """Whether a call is done where it arrives."""
+        return self.non_blocking and self.kind == SYNC
 
     def bind(self, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Check that the arguments fit the signature.

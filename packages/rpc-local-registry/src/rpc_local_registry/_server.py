@@ -48,7 +48,7 @@ from rpc_local_registry._errors import (
 from rpc_local_registry._hooks import call_hook, told
 from rpc_local_registry._lanes import Lane, Lanes
 from rpc_local_registry._mac import offer
-from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, SYNC, MethodSpec, methods_of
+from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, MethodSpec, methods_of
 from rpc_local_registry._session import ClientTerms, ServerHandshake, ServerTerms, Session
 from rpc_local_registry._streams import _EMPTY, StreamSource, close_generator, take_source
 from rpc_local_registry._tickets import TicketCheck
@@ -585,10 +585,9 @@ class RpcServer:
                     error = RpcTimeout(f"{spec.name}: timed out before it began")
                     self._send(peer, wire.ERROR, message.call_id, 0, _own_error(error))
                 return
-        inline = spec.non_blocking and spec.kind == SYNC
         if kind == wire.ONEWAY:
             self._oneway_calls += 1
-            if inline and peer.strand_call is None:
+            if spec.inline and peer.strand_call is None:
                 self._run_oneway_inline(peer, message, spec)
                 return
             call = _Call(peer, message, spec, None)
@@ -599,7 +598,7 @@ class RpcServer:
                 peer.strand_call = call
                 self._start(call)
             return
-        if inline and kind == wire.CALL:
+        if spec.inline and kind == wire.CALL:
             # Done before anything else can happen to it, so it needs no record.
             self._calls += 1
             answer, payload = self._outcome(peer, message, spec)

@@ -48,9 +48,12 @@ class Turn:
         self.lent = True
         del self._holder[0]
 
-    def take_back(self) -> None:
-        """The I/O thread's: wait for the end of the exchange under way, whose caller has been told to hurry."""
+    def want(self) -> None:
+        """The I/O thread's: no caller begins another exchange; whoever is in the middle of one is to be told to hurry."""
         self.wanted = True
+
+    def take_back(self) -> None:
+        """The I/O thread's, after ``want``: wait for the end of the exchange under way."""
         while self._holder.setdefault(0, self) is not self:
             with contextlib.suppress(queue.Empty):
                 self._given.get(timeout=_LOOK_AGAIN_S)

@@ -44,10 +44,8 @@ _NOBLOCK_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _POLLIN: Final = int(zmq.POLLIN)
 _EVENT_STATE: Final = int(zmq.EVENTS)
 _MORE: Final = int(zmq.RCVMORE)
-#: Argument of a receive that waits.
-_WAITING: Final = (0,)
-#: Longest that a borrower of the socket waits in it, where no wake-up reaches it, seconds.
-BORROW_S: Final = 0.001
+#: Arguments of one receive that does not wait.
+_ONE_AT_ONCE: Final = (_NOBLOCK,)
 #: What ``Link.poll`` found.
 READABLE: Final = 1
 WOKEN: Final = 2
@@ -115,6 +113,11 @@ def check_address(address: object, *, bind: bool) -> str:
     return address
 
 
+def _milliseconds(timeout_s: float) -> int:
+    """As the poller takes it."""
+    return min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
+
+
 def clock_id() -> bytes:
     """Identity of this process's monotonic clock: the machine's boot and the time namespace; empty if unknown."""
     try:
@@ -159,10 +162,66 @@ def _is_live(path: str) -> bool:
 Admit = Callable[[bytes, bytes, float], bool]
 
 
+class _Context:
+    """libzmq's thread and what belongs to it, of a server that asks who may connect and of its clients in this process.
+
+    A server has one of its own, because the question goes to whoever answers for the context, and the process's shared context
+    may have another. Its clients in the same process join it: one thread of libzmq then carries a message all the way, where
+    two would wake each other. It ends with the last of its links.
+    """
+
+    __slots__ = ("_links", "zmq")
+
+    def __init__(self) -> None:
+        self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links = 1
+
+    @classmethod
+    def of_server(cls, address: str) -> _Context | None:
+        """That of the server at this very address, if it is of this process: one link more has it."""
+        with _contexts_lock:
+            found = _contexts.get(address)
+            if found is not None:
+                found._links += 1
+            return found
+
+    def publish(self, address: str) -> None:
+        """Clients may join it from here on."""
+        with _contexts_lock:
+            _contexts[address] = self
+
+    def withdraw(self, address: str) -> None:
+        """No more of them."""
+        with _contexts_lock:
+            if _contexts.get(address) is self:
+                del _contexts[address]
+
+    def leave(self) -> None:
+        """One link less, whose sockets are closed."""
+        with _contexts_lock:
+            self._links -= 1
+            over = not self._links
+        if over:
+            self.zmq.term()
+
+
+_contexts_lock = threading.Lock()
+#: By address of the server.
+_contexts: dict[str, _Context] = {}
+
+
 class Link:
     """One socket with its wake-up descriptor and monitor."""
 
-    def __init__(self, kind: int, config: RpcConfig, *, monitored: bool, admit: Admit | None = None) -> None:
+    def __init__(
+        self,
+        kind: int,
+        config: RpcConfig,
+        *,
+        monitored: bool,
+        context: _Context | None = None,
+        admit: Admit | None = None,
+    ) -> None:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_pending = False
         self._wake_lock = threading.Lock()
@@ -176,13 +235,11 @@ class Link:
         self.listener_fd = -1
         self.address = ""
         _links.add(self)
-        # One that asks who may connect has a context of its own: the question goes to the one that answers for the context,
-        # and the process's shared context may have another.
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None if admit is None else zmq.Context()
+        self._context = context
         self._admit = admit
         self._gate: zmq.Socket[bytes] | None = None
         self._gate_fd = -1
-        self._socket: zmq.Socket[bytes] = (self._context or zmq.Context.instance()).socket(kind)
+        self._socket: zmq.Socket[bytes] = (zmq.Context.instance() if context is None else context.zmq).socket(kind)
         socket: zmq.Socket[bytes] = self._socket
         socket.setsockopt(zmq.LINGER, 0)
         # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the
@@ -190,11 +247,12 @@ class Link:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000)))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
+        if context is None or admit is not None:
+            # Not beside the server: what would freeze one of the two freezes both.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000)))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
         # A connection that does not get through the transport's own handshake is closed.
         socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(min(config.handshake_timeout_s, _HANDSHAKE_S_MAX) * 1000)))
-        socket.setsockopt(zmq.RCVTIMEO, math.ceil(BORROW_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.copy_threshold = _COPY_BYTES_MAX
@@ -207,8 +265,12 @@ class Link:
         self._sources: list[tuple[Any, int]] = [(socket, _POLLIN), (self._wake_fd, _POLLIN)]
         self._parked = select.poll()
         self._parked.register(self._wake_fd, select.POLLIN)
-        if self._context is not None:
-            self._open_gate(self._context)
+        # What a borrower of the socket waits for: a message, or that the socket's owner wants it back. Not for a short time in
+        # the socket itself: a timer that soon costs more than all of this package's part in a round trip.
+        self._hurry_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._borrowed: list[tuple[Any, int]] = [(socket, _POLLIN), (self._hurry_fd, _POLLIN)]
+        if context is not None and admit is not None:
+            self._open_gate(context.zmq)
         if monitored:
             self._monitor = socket.get_monitor_socket(
                 zmq.Event.CONNECTED
@@ -253,7 +315,12 @@ class Link:
         Args:
             ticket: Name and password that a server behind a gate wants to see; unused in-process.
         """
-        link = cls(zmq.DEALER, config, monitored=not address.startswith("inproc://"))
+        link = cls(
+            zmq.DEALER,
+            config,
+            monitored=not address.startswith("inproc://"),
+            context=_Context.of_server(address),
+        )
         try:
             if ticket is not None and not address.startswith("inproc://"):
                 link._socket.setsockopt_string(zmq.PLAIN_USERNAME, ticket[0])
@@ -280,7 +347,14 @@ class Link:
             RpcAddressError: The address cannot be bound.
         """
         outside = not address.startswith("inproc://")
-        link = cls(zmq.ROUTER, config, monitored=outside, admit=admit if outside else None)
+        gated = outside and admit is not None
+        link = cls(
+            zmq.ROUTER,
+            config,
+            monitored=outside,
+            context=_Context() if gated else None,
+            admit=admit if gated else None,
+        )
         try:
             if address.startswith("ipc://"):
                 link._bind_ipc(address)
@@ -291,6 +365,8 @@ class Link:
                 link._bound = True
                 link.address = link._socket.getsockopt_string(zmq.LAST_ENDPOINT)
             link.events()
+            if link._context is not None:
+                link._context.publish(link.address)
         except BaseException:
             link.close()
             raise
@@ -368,11 +444,8 @@ class Link:
         One poll per message is also the cheapest way to ask whether there is another: reading the socket's event state
         through the binding costs more than polling all of them, and an empty receive three times as much.
         """
-        timeout_ms = -1
-        if timeout_s is not None:
-            timeout_ms = min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
         ready = 0
-        for source, _ in zmq_poll(self._sources, timeout_ms):
+        for source, _ in zmq_poll(self._sources, -1 if timeout_s is None else _milliseconds(timeout_s)):
             if source is self._socket:
                 ready |= READABLE
             elif source == self._wake_fd:
@@ -430,17 +503,26 @@ class Link:
         """Whether a frame was left unread: ``poll`` knows nothing of it."""
         return bool(self._seen)
 
-    def wait_frame(self) -> bytes | None:
-        """For who has borrowed the socket: wait at most ``BORROW_S`` for a message, which is left unread.
+    def wait_frame(self, timeout_s: float | None) -> bytes | None:
+        """For who has borrowed the socket: wait for a message, whose first frame is left unread; None if none came.
 
-        None if none came, or one of several frames.
+        Whether there are further frames is not asked: that costs more than to see it by the message's code, which covers them
+        all.
         """
-        try:
-            # In one step of the interpreter, and copied: a frame of the binding's drops an interrupt when it goes.
-            self._seen.extend(map(self._socket.recv, _WAITING))
-        except zmq.Again:
-            return None
-        return None if self._socket.getsockopt(_MORE) else self._seen[0]
+        for source, _ in zmq_poll(self._borrowed, -1 if timeout_s is None else _milliseconds(timeout_s)):
+            if source is self._socket:
+                # In one step of the interpreter, and copied: a frame of the binding's drops an interrupt when it goes.
+                self._seen.extend(map(self._socket.recv, _ONE_AT_ONCE))
+                return self._seen[0]
+        return None
+
+    def hurry(self) -> None:
+        """Make whoever has borrowed the socket, now or in a moment, leave ``wait_frame``; until ``calm``."""
+        os.eventfd_write(self._hurry_fd, 1)
+
+    def calm(self) -> None:
+        """The socket is back: the next borrower may wait."""
+        os.eventfd_read(self._hurry_fd)
 
     def drop_rest(self) -> None:
         """Drop the further frames of a message whose first one was received and lost in a signal."""
@@ -489,6 +571,9 @@ class Link:
         with self._wake_lock:
             self._closed = True
             os.close(self._wake_fd)
+        os.close(self._hurry_fd)
+        if self._context is not None and self._admit is not None:
+            self._context.withdraw(self.address)
         if self._bound:
             self._release_address()
         if self._monitor is not None:
@@ -496,10 +581,11 @@ class Link:
             self._monitor.close(linger=0)
             self._monitor = None
         self._socket.close(linger=0)
-        if self._gate is not None and self._context is not None:
+        if self._gate is not None:
             self._gate.close(linger=0)
             self._gate = None
-            self._context.term()
+        if self._context is not None:
+            self._context.leave()
         if self._ipc_path is not None:
             try:
                 status = os.lstat(self._ipc_path)
@@ -523,6 +609,9 @@ _links: weakref.WeakSet[Link] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
+    global _contexts_lock
+    _contexts_lock = threading.Lock()
+    _contexts.clear()
     for link in list(_links):
         # The parent's links that it closed have given their descriptors' numbers away.
         if not link._closed:
