@@ -53,7 +53,9 @@ def oracle(programs: tuple[tuple[str, ...], ...]) -> list[list[str]]:
             row = ["ended" if call == "close" else "local" for call in calls]
         elif "close" in calls:
             closed = True
-            row = ["ended" if call == "close" else "closed" for call in calls]
+            # What is not known yet is known when all is closed.
+            last = "failed" if untold or calls[0] == "unpicklable" else "ended"
+            row = [last if call == "close" else "closed" for call in calls]
         elif len({_kind(call) for call in calls}) > 1:
             row = ["mismatch"] * 2
         elif untold or "unpicklable" in calls[: 1 if _kind(calls[0])[0] == "broadcast" else 2]:

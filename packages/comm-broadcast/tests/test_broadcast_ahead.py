@@ -1,6 +1,7 @@
 """Broadcasts whose root waits for nobody: what it may do ahead of the others, and how everybody learns what went wrong."""
 
 import itertools
+import pickle
 import threading
 
 import msgspec
@@ -207,7 +208,7 @@ def test_a_root_that_is_ahead_says_what_it_knows():
 
 
 def test_a_mismatch_and_a_failure_of_one_exchange_are_both_told():
-    """In two exchanges, the calls first; whoever closes afterwards is told first of all."""
+    """In two exchanges, the calls first; that a rank closes is told after what failed beside it."""
 
     def body(comm):
         broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=2), codec=Poison(comm.rank == 2))
@@ -219,13 +220,86 @@ def test_a_mismatch_and_a_failure_of_one_exchange_are_both_told():
         told = []
         if comm.rank == 1:
             again.broadcast(timeout_s=10.0)
-            again.close(timeout_s=10.0)
+            with pytest.raises(BroadcastError) as caught:
+                again.close(timeout_s=10.0)
+            told.append([(f.rank, f.earlier) for f in caught.value.failures])
         else:
             while ("closed", 1) not in told:
                 told += outcomes(again, [("broadcast", "poison" if comm.rank == 0 and not told else "more")])
-        return kinds.count(True), [g for g in got[1:] if type(g) is int][-1], len(told) < 6
+        return kinds.count(True), [g for g in got[1:] if type(g) is int][-1], told.count([(2, True)]), len(told) < 6
 
-    assert FakeWorld(3).run(body) == [(2, 3, True)] * 3
+    assert FakeWorld(3).run(body) == [(2, 3, 1, True)] * 3
+
+
+@pytest.mark.parametrize("ahead_max", [0, 2])
+@pytest.mark.parametrize("between", [(), ("mismatch",)])
+def test_a_failure_that_was_not_told_is_told_by_closing(between, ahead_max):
+    """Of a gather, in whose frames there was no room for it, or of the exchange just before: all ranks raise it, closed."""
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max), codec=Poison(comm.rank == 1))
+        got = outcomes(broadcaster, [("allgather", "poison" if comm.rank == 0 else "fine")])
+        for _ in between:
+            got += outcomes(broadcaster, [("gather" if comm.rank == 0 else "allgather", 1)])
+        with pytest.raises(BroadcastError) as caught:
+            broadcaster.close(timeout_s=10.0)
+        assert pickle.loads(pickle.dumps(broadcaster.last.closed)).failures == caught.value.failures
+        broadcaster.close()
+        return len(got), [(f.rank, f.earlier) for f in caught.value.failures]
+
+    assert FakeWorld(3).run(body) == [(1 + len(between), [(1, True)])] * 3
+
+
+def test_all_that_was_not_told_is_told_by_closing():
+    """Two failures and a call that did not match, of three broadcasts: one error, whose cause has the failures of both."""
+
+    gate = threading.Event()
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=4), codec=Poison(comm.rank == 1))
+        assert comm.rank == 0 or gate.wait(10)
+        outcomes(broadcaster, [("broadcast", "poison")])
+        outcomes(broadcaster, [("allgather" if comm.rank == 2 else "broadcast", "fine")])
+        outcomes(broadcaster, [("broadcast", "poison")])
+        gate.set()
+        with pytest.raises(CallMismatchError) as caught:
+            broadcaster.close(timeout_s=10.0)
+        return caught.value.calls[1:], [(f.rank, f.earlier) for f in caught.value.__cause__.failures]
+
+    said = ("broadcast(root=0)", "allgather(root=0)"), [(1, True), (1, True)]
+    assert FakeWorld(3).run(body) == [said] * 3
+
+
+def test_what_failed_after_a_rank_closed_is_told_before_that():
+    """A root that is ahead of both: it has read who closed, and not yet what came of its next broadcast."""
+    begun, late = threading.Event(), threading.Event()
+
+    def body(comm):
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=3), codec=Poison(comm.rank == 1))
+        if comm.rank == 2:
+            assert begun.wait(10)
+            with pytest.raises(BroadcastError):
+                broadcaster.close(timeout_s=10.0)
+            return "closed"
+        if comm.rank == 1:
+            first = outcomes(broadcaster, [("broadcast", None)])
+            assert late.wait(10)
+            return first + outcomes(broadcaster, [("broadcast", None)] * 3)
+        got = outcomes(broadcaster, [("broadcast", v) for v in ("fine", "poison")])
+        begun.set()
+        while not comm.test(0):
+            pass  # until the statuses of the first are there
+        handle = broadcaster.start_broadcast("more")
+        assert not handle.test()
+        late.set()
+        with pytest.raises(BroadcastError) as caught:
+            handle.wait(timeout_s=10.0)
+        return got, [(f.rank, f.earlier) for f in caught.value.failures], outcomes(broadcaster, [("broadcast", "more")])
+
+    closed = ("closed", 2)
+    assert FakeWorld(3).run(body) == [
+        (["fine", "poison"], [(1, True)], [closed]), ["fine", [(1, False)], [(1, True)], closed], "closed",
+    ]  # fmt: skip
 
 
 def test_slots_of_calls_that_do_not_match_are_free_again():

@@ -63,7 +63,12 @@ class AheadExchange(Exchange):
         is_broadcast = self.call.operation is Operation.BROADCAST
         if self._read is None:
             count = yield from self._over(run, before, wait_for_all=not is_broadcast)
-            self._read = count, before.reports + _said(before.kept[:count], comm.rank, comm.size)
+            said = before.reports + _said(before.kept[:count], comm.rank, comm.size)
+            if any(isinstance(error, ClosedError) for error in said):
+                # Nothing is told after that: the rest of what the ranks say comes before it.
+                count = yield from self._over(run, before, wait_for_all=True)
+                said = before.reports + _said(before.kept, comm.rank, comm.size)
+            self._read = count, _closed_last(said)
         over, errors = self._read
         if errors:
             return (yield from self._report(run, before, over, errors))
@@ -217,7 +222,7 @@ class AheadExchange(Exchange):
 
 
 def _said(kept: tuple[Kept, ...], root: int, size: int) -> tuple[CommBroadcastError, ...]:
-    """What the ranks' statuses say that went wrong, in order; if one closed, nothing else matters."""
+    """What the ranks' statuses say that went wrong, in order."""
     errors: list[CommBroadcastError] = []
     for sequence, statuses in kept:
         if statuses is None:
@@ -231,4 +236,10 @@ def _said(kept: tuple[Kept, ...], root: int, size: int) -> tuple[CommBroadcastEr
             mine._replace(rank=r) if view == good else Frame.unpack(view, sequence, r) for r, view in enumerate(views)
         ]
         errors += problems(frames, views, earlier=True)
-    return tuple(e for e in errors if isinstance(e, ClosedError))[:1] or tuple(errors)
+    return tuple(errors)
+
+
+def _closed_last(errors: tuple[CommBroadcastError, ...]) -> tuple[CommBroadcastError, ...]:
+    """The same, and at last, once, that somebody closed."""
+    closed = [error for error in errors if isinstance(error, ClosedError)]
+    return (*(error for error in errors if not isinstance(error, ClosedError)), *closed[:1])

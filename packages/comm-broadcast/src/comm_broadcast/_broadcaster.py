@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -110,8 +112,6 @@ class Broadcaster:
         self.last = Ended()
         self._queue: deque[Exchange] = deque()
         self._released = False
-        #: What closing was told, for when it is done.
-        self._told: CommBroadcastError | None = None
         self._exchange = AheadExchange if config.ahead_max else Exchange
         if config.shared_slot_bytes and comm.size > 1:
             self.window = _construct(open_window(comm, config.shared_slot_bytes, root), timeout_s)
@@ -241,8 +241,8 @@ class Broadcaster:
 
         Raises:
             BroadcastTimeoutError: A rank did not join. Close again, or :meth:`release` without it.
-            BroadcastError, CallMismatchError: What the root had not told yet of the last broadcasts (``ahead_max``). All is
-                closed.
+            BroadcastError, CallMismatchError: What had not been told yet: all failures at once, calls that did not match
+                before them. All is closed.
             LocalProtocolError: Called from within an exchange, by a codec or ``wait`` function.
             TransportError: The communicator failed; it is released all the same.
         """
@@ -263,8 +263,8 @@ class Broadcaster:
             last.blocking = blocking(self, last, None, None if end_s is None else max(0.0, end_s - time.monotonic()))
             try:
                 finish(last.blocking)
-            except (BroadcastError, CallMismatchError) as error:
-                self._told = self._told or error
+            except (BroadcastError, CallMismatchError):
+                pass  # kept until all is closed
             except CommBroadcastError:
                 if last.ended is not None:
                     self.release()
@@ -274,9 +274,8 @@ class Broadcaster:
         if not broken:
             self.comm.free()
         self.release()
-        told, self._told = self._told, None
-        if told is not None:
-            raise told
+        if self.last.told:
+            raise _all_of(self.last.told)
 
     def release(self) -> None:
         """Give the communicator up without the other ranks: local, never waits, for use after a fault. They are not told.
@@ -381,6 +380,21 @@ class Broadcaster:
             self.last = Ended(ended.sequence, None, None, *ended[3:])
             # Out of the queue first: forgetting a value may run its code, which may call this object again.
             queue.popleft().release()
+
+
+def _all_of(told: Sequence[BroadcastError | CallMismatchError]) -> CommBroadcastError:
+    """One error for all that closing was told: the failures of all of them; calls that did not match stand before that."""
+    failures = [error for error in told if isinstance(error, BroadcastError)]
+    chain: list[CommBroadcastError] = [error for error in told if isinstance(error, CallMismatchError)]
+    if failures:
+        chain.append(
+            failures[0]
+            if len(failures) == 1
+            else BroadcastError.of(tuple(f for error in failures for f in error.failures))
+        )
+    for error, following in itertools.pairwise(chain):
+        error.__cause__ = following
+    return chain[0]
 
 
 def _construct(steps: Any, timeout_s: float | None) -> Any:

@@ -6,6 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True)
+class RankFailure:
+    """What went wrong on one rank.
+
+    Attributes:
+        rank: The rank that failed.
+        cause: Type and message of its error, as text.
+        details: Its traceback, as far as it fitted.
+        earlier: Whether it failed in an exchange before the one that raises.
+    """
+
+    rank: int
+    cause: str
+    details: str = ""
+    earlier: bool = False
+
+
 class CommBroadcastError(Exception):
     """Base of everything that this package raises."""
 
@@ -61,11 +78,15 @@ class ClosedError(CommBroadcastError):
 
     Attributes:
         rank: The lowest rank that did.
+        failures: What ranks said in this exchange that failed, in rank order; whoever closed raises it at the end of ``close``.
     """
 
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} closed the broadcaster")
+    def __init__(self, rank: int, failures: tuple[RankFailure, ...] = ()) -> None:
+        super().__init__(
+            "; ".join([f"rank {rank} closed the broadcaster", *(f"rank {f.rank}: {f.cause}" for f in failures)])
+        )
         self.rank = rank
+        self.failures = failures
 
 
 class BroadcastTimeoutError(CommBroadcastError, TimeoutError):
@@ -84,23 +105,6 @@ class TransportError(CommBroadcastError):
         super().__init__(f"rank {rank}: {operation}: {error}")
         self.operation = operation
         self.rank = rank
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """What went wrong on one rank.
-
-    Attributes:
-        rank: The rank that failed.
-        cause: Type and message of its error, as text.
-        details: Its traceback, as far as it fitted.
-        earlier: Whether it failed in an exchange before the one that raises.
-    """
-
-    rank: int
-    cause: str
-    details: str = ""
-    earlier: bool = False
 
 
 class BroadcastError(CommBroadcastError):

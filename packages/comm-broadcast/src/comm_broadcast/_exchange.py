@@ -102,6 +102,7 @@ class Ended(NamedTuple):
         totals: Counts up to here.
         kept: What is under way still, in order: the last operations of the adapter's list.
         reports: Root: what all ranks have to be told.
+        told: What closing was told, in order, for when it is done.
     """
 
     sequence: int = 0
@@ -113,6 +114,7 @@ class Ended(NamedTuple):
     totals: Totals = Totals()
     kept: tuple[Kept, ...] = ()
     reports: tuple[CommBroadcastError, ...] = ()
+    told: tuple[BroadcastError | CallMismatchError, ...] = ()
 
 
 #: What is left of a script that an exception has ended.
@@ -295,7 +297,13 @@ class Exchange:
             failures + isinstance(error, BroadcastError),
             abandoned + self.given_up,
         )
-        return Ended(before.sequence + 1, value, error, untold, broken, closed, totals, kept, reports)
+        told = before.told
+        if self.call.operation is Operation.CLOSE:
+            if isinstance(error, (BroadcastError, CallMismatchError)):
+                told = (*told, error)
+            if closed is not None and closed.failures:
+                told = (*told, BroadcastError.of(closed.failures))
+        return Ended(before.sequence + 1, value, error, untold, broken, closed, totals, kept, reports, told)
 
     def _exchange(self, run: Run, before: Ended) -> Steps:
         """Frames of all ranks, their verdict, and the payload."""

@@ -207,28 +207,29 @@ def verdict(frames: Sequence[Frame], views: Sequence[memoryview]) -> CommBroadca
 def problems(
     frames: Sequence[Frame], views: Sequence[memoryview], *, earlier: bool = False
 ) -> list[CommBroadcastError]:
-    """What went wrong on the ranks, the most important first: somebody closed, calls differ, all failures at once.
+    """What went wrong on the ranks: somebody closed, which ends everything, or calls differ, and all failures at once.
 
     Args:
         frames, views: Of all ranks, in rank order, and their bytes.
-        earlier: They are what ranks said of an exchange that is over: its failures and calls are told as such.
+        earlier: They are what ranks said of an exchange that is over: its failures and calls are told as such, one thing in
+            each exchange, that somebody closed at last.
     """
     first = frames[0].call
-    found: list[CommBroadcastError] = []
-    if first.operation is Operation.CLOSE or any(frame.call != first for frame in frames):
-        closing = [frame.rank for frame in frames if frame.call.operation is Operation.CLOSE]
-        found.append(
-            ClosedError(closing[0])
-            if closing
-            else CallMismatchError(tuple(frame.call.text(first) for frame in frames), earlier=earlier)
-        )
-    failures = [
+    failures = tuple(
         failure_in(view, frame) for frame, view in zip(frames, views, strict=True) if frame.status is not Status.GOOD
-    ]
+    )
+    if earlier:
+        failures = tuple(RankFailure(f.rank, f.cause, f.details, True) for f in failures)
+    closing = [frame.rank for frame in frames if frame.call.operation is Operation.CLOSE]
+    if closing and not earlier:
+        return [ClosedError(closing[0], failures)]
+    found: list[CommBroadcastError] = []
+    if not closing and any(frame.call != first for frame in frames):
+        found.append(CallMismatchError(tuple(frame.call.text(first) for frame in frames), earlier=earlier))
     if failures:
-        if earlier:
-            failures = [RankFailure(f.rank, f.cause, f.details, True) for f in failures]
-        found.append(BroadcastError.of(tuple(failures)))
+        found.append(BroadcastError.of(failures))
+    if closing:
+        found.append(ClosedError(closing[0]))
     return found
 
 
