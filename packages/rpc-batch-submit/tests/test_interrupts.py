@@ -373,7 +373,10 @@ def test_signals_at_any_time() -> None:
                     finally:
                         armed = False
                         signal.setitimer(signal.ITIMER_REAL, 0)
-                except Stop:
+                except (Stop, RuntimeError) as error:
+                    # A Condition of the standard library that is interrupted as it wakes leaves with an error of its own.
+                    if not isinstance(error, Stop) and not isinstance(error.__context__, Stop):
+                        raise
                     interrupts += 1
                     armed = False
             assert submitter.close(PATIENCE_S)

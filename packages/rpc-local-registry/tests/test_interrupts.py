@@ -314,6 +314,8 @@ def test_interrupts_of_a_reader_cost_no_credit(bounds: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+# What is raised in the callback of a weak reference is dropped by the interpreter, whosever set that is.
+@pytest.mark.filterwarnings("ignore:.*WeakSet.*:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timer signals")
 def test_signals_at_any_time() -> None:
     """Real ones, also inside the binding, which may drop what it has just received."""
@@ -344,7 +346,10 @@ def test_signals_at_any_time() -> None:
                     finally:
                         armed = False
                         signal.setitimer(signal.ITIMER_REAL, 0)
-                except Stop:
+                except (Stop, RuntimeError) as error:
+                    # A Condition of the standard library that is interrupted as it wakes leaves with an error of its own.
+                    if not isinstance(error, Stop) and not isinstance(error.__context__, Stop):
+                        raise
                     interrupts += 1
                     armed = False
             made.check("signals")
