@@ -27,6 +27,8 @@ settings.load_profile("repository")
 
 #: Set in the worlds that this file starts, for launchers that say the size in a way of their own (Slurm's).
 _WORLD = "REPOSITORY_TEST_WORLD"
+#: What a test marked slow may take where it says nothing itself: some take minutes, on a busy machine thrice that.
+_SLOW_LIMIT_S = 900.0
 #: A child world may take this long beyond the test's own limit: interpreter start, MPI start and teardown.
 _WORLD_START_S = 60.0
 
@@ -52,7 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Inside a world keep exactly the tests of its size."""
+    """Give slow tests their time; inside a world keep exactly the tests of its size."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
     world = _world_size()
     if world is None:
         return

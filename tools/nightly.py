@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,18 +35,20 @@ FAULTS_S = 900
 LIMIT_S = 1800
 #: The same for the planted faults of all packages: two hours and more on two cores.
 FAULTS_ALL_S = 6 * 3600
+#: Parts that keep one core busy run so many at a time (count).
+LANES = 2
 #: What each long check of a package takes at night: every script of packages/*/tools that is a program.
 CHECKS: dict[str, tuple[str, ...]] = {
-    "comm-broadcast/explore": ("--stride", "3", "--count", "500"),
-    "endpoint-lifecycle/explore": ("--count", "2000"),
+    "comm-broadcast/explore": ("--stride", "10", "--count", "600"),
+    "endpoint-lifecycle/explore": ("--count", "1000"),
     "kv-bounce-planner/explore": (),
-    "kv-bounce-planner/fuzz": ("--count", "20000"),
-    "meta-executor/explore_composition": ("--states", "10000", "--seconds", "15"),
-    "meta-executor/fuzz": ("--count", "10000", "--seconds", "30", "--jobs", "2"),
+    "kv-bounce-planner/fuzz": ("--count", "5000"),
+    "meta-executor/explore_composition": ("--states", "10000", "--seconds", "12", "--walks", "15"),
+    "meta-executor/fuzz": ("--count", "10000", "--seconds", "10"),
     "meta-executor/random_pairs": ("--count", "200"),
-    "pp-agreement/explore": ("--nightly",),
+    "pp-agreement/explore": (),  # the larger worlds are slow tests, which stand beside each other
     "pp-agreement/fuzz": ("--count", "300000"),
-    "pp-agreement/simulate": ("--seeds", "30000"),
+    "pp-agreement/simulate": ("--seeds", "15000", "--jobs", "1"),
     "rpc-local-registry/conformance": (),
     "rpc-local-registry/fuzz": ("--count", "300000"),
     "rpc-local-registry/soak": ("--seconds", "60"),
@@ -51,10 +57,16 @@ CHECKS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """One command of the night; its arguments say what of the whole it takes."""
+    """One command of the night; its arguments say what of the whole it takes.
+
+    Attributes:
+        beside: It keeps one core busy and may run beside others of its kind; what it prints is shown when it has ended.
+    """
 
     name: str
     command: tuple[str, ...]
+    limit_s: float = LIMIT_S
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,31 +93,78 @@ def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
     found = [Part("tests", ("tools/run_tests.py", "--slow"))]
     for name, arguments in CHECKS.items():
         package, _, script = name.partition("/")
-        found.append(Part(name, (f"packages/{package}/tools/{script}.py", *arguments)))
+        found.append(Part(name, (f"packages/{package}/tools/{script}.py", *arguments), beside=True))
     faults: tuple[str, ...] = ()
     if not all_faults:
         faults = (whose_turn(day, packages()), "--seconds", f"{FAULTS_S}", "--shuffle", day.isoformat())
-    found.append(Part("planted faults", ("tools/mutants.py", *faults)))
+    found.append(Part("planted faults", ("tools/mutants.py", *faults), FAULTS_ALL_S if all_faults else LIMIT_S))
     return [*found, Part("distributions", ("tools/build_distributions.py",))]
 
 
-def run(part: Part, limit_s: float) -> Ended:
-    """Run one part to its end; nothing that it started outlives it."""
-    began_s = time.monotonic()
-    print(f"== {part.name}: {' '.join(part.command)}", flush=True)
-    tethered = Tethered([sys.executable, *part.command], cwd=ROOT, stdin=subprocess.DEVNULL)
-    try:
-        code = tethered.process.wait(limit_s)
-        wrong = f"exit {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        wrong = f"not ended after {limit_s:.0f} s"
-    finally:
-        tethered.cut()
-        tethered.process.wait()
-    return Ended(part, time.monotonic() - began_s, wrong)
+class Night:
+    """Runs parts; nothing that one has started outlives it, or the night."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._running: set[Tethered] = set()
+
+    def stop(self) -> None:
+        """End what is running, begin nothing more."""
+        with self._lock:
+            self._stopped = True
+            for tethered in self._running:
+                tethered.cut()
+
+    def run(self, part: Part) -> Ended | None:
+        """Run one part to its end; None if the night was stopped before that."""
+        began_s = time.monotonic()
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as kept:
+            command = [sys.executable, *part.command]
+            output = kept if part.beside else None
+            with self._lock:
+                if self._stopped:
+                    return None
+                print(f"== {part.name}: {' '.join(part.command)}", flush=True)
+                tethered = Tethered(
+                    command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+                )
+                self._running.add(tethered)
+            try:
+                code = tethered.process.wait(part.limit_s)
+                wrong = f"exit {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                wrong = f"not ended after {part.limit_s:.0f} s"
+            finally:
+                with self._lock:
+                    tethered.cut()
+                    self._running.discard(tethered)
+                tethered.process.wait()
+            with self._lock:
+                kept.seek(0)
+                if part.beside:
+                    print(f"== {part.name}: {wrong or 'passed'}\n{kept.read()}", end="", flush=True)
+                return None if self._stopped else Ended(part, time.monotonic() - began_s, wrong)
+
+    def run_all(self, chosen: list[Part]) -> list[Ended]:
+        """Run parts in their order; Ctrl-C ends the night with what is known."""
+        ended: list[Ended] = []
+        try:
+            for beside, group in itertools.groupby(chosen, key=lambda part: part.beside):
+                with ThreadPoolExecutor(LANES if beside else 1) as lanes:
+                    try:
+                        for done in as_completed([lanes.submit(self.run, part) for part in group]):
+                            if (one := done.result()) is not None:
+                                ended.append(one)
+                    except BaseException:
+                        self.stop()
+                        raise
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+        return ended
 
 
-def report(ended: list[Ended], left: list[Part]) -> int:
+def report(ended: list[Ended], left: list[Part], seconds: float) -> int:
     """Print each part's time; 0 if all of them ran and passed."""
     for one in ended:
         print(
@@ -139,13 +198,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{part.name:36} {' '.join(part.command)}" for part in chosen))
         return 0
-    ended: list[Ended] = []
-    try:
-        for part in chosen:
-            ended.append(run(part, FAULTS_ALL_S if options.all_faults and part.name == "planted faults" else LIMIT_S))
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    return report(ended, chosen[len(ended) :])
+    began_s = time.monotonic()
+    ended = Night().run_all(chosen)
+    known = {one.part for one in ended}
+    return report(ended, [part for part in chosen if part not in known], time.monotonic() - began_s)
 
 
 if __name__ == "__main__":

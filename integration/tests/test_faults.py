@@ -121,7 +121,9 @@ def test_kill_9_of_each_kind_of_process_mid_request(short_folder, victim):
     if victim == "front":
         assert client.broken is not None
     else:
-        assert client.error is not None or client.status in (502, 503), (client.status, client.broken, lines)
+        # Of a context instance that is gone the answer needs nothing any more: the end of the run may be what breaks it off.
+        told = client.error is not None or client.status in (502, 503)
+        assert told or (victim.startswith("ctx") and client.broken), (client.status, client.broken, lines)
     owner, _, name = victim.partition("/")
     assert str(failure.value).startswith(owner) or f" of {owner} " in str(failure.value), lines
     assert str(pids[victim].pid) in str(failure.value)

@@ -57,36 +57,36 @@ def test_a_day_says_which_faults_and_in_which_order():
     assert planted(DAY, all_faults=True) == ("tools/mutants.py",)
 
 
-def program(folder, name, text):
+def program(folder, name, text, **more):
     path = folder / f"{name}.py"
     path.write_text(text)
-    return nightly.Part(name, (str(path),))
+    return nightly.Part(name, (str(path),), **more)
 
 
 @pytest.fixture
 def night(tmp_path, monkeypatch):
     """Runs a night of these programs: name → text."""
 
-    def run(*arguments, **texts):
-        found = [program(tmp_path, name, text) for name, text in texts.items()]
+    def run(*arguments, limit_s=60.0, beside=False, **texts):
+        found = [program(tmp_path, name, text, limit_s=limit_s, beside=beside) for name, text in texts.items()]
         monkeypatch.setattr(nightly, "parts", lambda _day, *, all_faults: found)
         return nightly.main([*arguments])
 
     return run
 
 
-def test_a_part_that_fails_is_named_and_keeps_none_from_running(night, capfd):
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_part_that_fails_is_named_and_keeps_none_from_running(night, capfd, beside):
     """Exit 1 at the end, after the others."""
-    assert night(bad="raise SystemExit(3)", good="print('good has run')") == 1
+    assert night(beside=beside, bad="raise SystemExit(3)", good="print('good has run')") == 1
     said = capfd.readouterr().out
     assert "good has run" in said and "bad.py  FAILED: exit 3" in said and "all: 1 passed, 1 failed, 0 not run" in said
 
 
-def test_a_part_that_does_not_end_is_ended_with_what_it_started(night, capfd, monkeypatch, tmp_path):
+def test_a_part_that_does_not_end_is_ended_with_what_it_started(night, capfd, tmp_path):
     """Its process is gone, too."""
-    monkeypatch.setattr(nightly, "LIMIT_S", 3.0)
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-    assert night(hung=f"{child}open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\np.wait()") == 1
+    assert night(limit_s=3.0, hung=f"{child}open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\np.wait()") == 1
     assert "FAILED: not ended after 3 s" in capfd.readouterr().out
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
@@ -98,26 +98,42 @@ def test_what_is_asked_for_runs_alone_and_nothing_is_no_success(night, capfd):
     with pytest.raises(SystemExit) as left:
         night("--only", "nothing", good="")
     assert left.value.code == 2
-    assert nightly.report([], []) == 1
+    assert nightly.report([], [], 0.0) == 1
 
 
-def test_an_interrupted_night_says_what_is_known(tmp_path):
+def test_two_parts_that_may_run_beside_each_other_do(night, capfd, tmp_path):
+    """Each waits for the other's file: one after the other would never end. What they print is not mixed."""
+    text = (
+        "import pathlib, time\nhere = pathlib.Path(__file__)\nprint('one of', here.stem, flush=True)\n"
+        "here.with_suffix('.begun').touch()\n"
+        "while len(list(here.parent.glob('*.begun'))) < 2: time.sleep(0.01)\n"
+        "print('two of', here.stem)\n"
+    )
+    assert night(beside=True, left=text, right=text) == 0
+    said = capfd.readouterr().out
+    assert "one of left\ntwo of left\n" in said and "one of right\ntwo of right\n" in said
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_interrupted_night_says_what_is_known(tmp_path, beside):
     """Ctrl-C: the part that was running and those behind it were not run, and the night is not green."""
     script = tmp_path / "night.py"
     script.write_text(
         "import nightly\n"
-        f"parts = [nightly.Part(n, ({str(tmp_path)!r} + f'/{{n}}.py',)) for n in ('first', 'second', 'third')]\n"
+        f"parts = [nightly.Part(n, ({str(tmp_path)!r} + f'/{{n}}.py',), beside={beside} and n != 'first') "
+        "for n in ('first', 'second', 'third')]\n"
         "nightly.parts = lambda day, *, all_faults: parts\n"
         "raise SystemExit(nightly.main([]))\n"
     )
     (tmp_path / "first.py").write_text("")
-    (tmp_path / "second.py").write_text("import time\nprint('second has begun', flush=True)\ntime.sleep(600)\n")
+    for name in ("second", "third"):
+        (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(600)\n")
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT / "tools")},
     )  # fmt: skip
     for line in process.stdout:
-        if line == "second has begun\n":
+        if line.startswith("== second"):
             break
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)

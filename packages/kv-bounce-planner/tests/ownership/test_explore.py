@@ -96,8 +96,3 @@ def test_the_command_reports_and_refuses_unknown_scopes(tool, capsys):
     assert "direct, cancel: " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         tool.main(["--scope", "nothing"])
-
-
-@pytest.mark.slow
-def test_every_scope_is_exhausted(tool):
-    assert tool.main([]) == 0
