@@ -16,6 +16,7 @@ from comm_broadcast.testing import FakeWorld
 sys.path.insert(0, str(Path(__file__).parent))
 import broadcast_injection as injection
 import broadcast_programs as programs
+import broadcast_random
 
 
 @pytest.mark.parametrize("form", injection.FORMS)
@@ -44,6 +45,13 @@ def test_an_exception_while_closing_leaves_nobody_waiting(form, size, victim):
 def test_small_programs_of_calls_end_as_the_oracle_says(form):
     """Operations that match or do not, failures, dropped handles, closing: what every rank gets of every exchange."""
     assert programs.explore(form, stride=61) > 150
+
+
+@pytest.mark.parametrize("first", range(0, 200, 40))
+def test_random_programs_with_exceptions_end_right(first):
+    """Two features at once, whichever: gathers, windows, codecs of a call, dropped handles, failures, closing, interrupts."""
+    hits = sum(broadcast_random.run(seed) for seed in range(first, first + 40))
+    assert hits > 50
 
 
 def on_mpi(comm):

@@ -1,7 +1,7 @@
 """Exceptions before every bytecode of every call, and small programs of calls against an oracle, exhaustively.
 
     python tools/explore.py                     # fakes: every bytecode; programs; then MPI on 2 and 4 ranks
-    python tools/explore.py --fakes | --programs | --mpi 2 4 [--count 2000]
+    python tools/explore.py --fakes | --programs | --random | --mpi 2 4 [--count 2000]
 
 Prints a line per part; exit 1 when a rank would wait for ever, differ from the others, or not work afterwards.
 """
@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import broadcast_injection as injection  # noqa: E402
 import broadcast_programs as programs  # noqa: E402
+import broadcast_random  # noqa: E402
 
 
 def fakes(form: str, stride: int) -> None:
@@ -76,15 +77,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--fakes", action="store_true")
     parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--random", action="store_true", help="random programs with exceptions, --count of them")
     parser.add_argument("--mpi", type=int, nargs="+", default=[])
-    parser.add_argument("--count", type=int, default=2000, help="injections per call over MPI (count)")
+    parser.add_argument("--count", type=int, default=2000, help="injections per call over MPI, random programs (count)")
     parser.add_argument("--stride", type=int, default=1, help="fakes: every so many bytecodes")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         rank_main(options.count)
         return
-    everything = not (options.fakes or options.programs or options.mpi)
+    everything = not (options.fakes or options.programs or options.random or options.mpi)
     if options.programs or everything:
         for form in programs.FORMS:
             print(
@@ -94,6 +96,9 @@ def main() -> None:
     if options.fakes or everything:
         for form in injection.FORMS:
             fakes(form, options.stride)
+    if options.random or everything:
+        hits = sum(map(broadcast_random.run, range(options.count)))
+        print(f"random programs: {options.count}, {hits} injections, 0 hangs, 0 silent breaks", flush=True)
     for size in options.mpi or ((2, 4) if everything else ()):
         over_mpi(size, options.count)
 
