@@ -228,6 +228,13 @@ for _kind in _stage_kinds():
 
 
 @nox.session(python=False)
+def clients(session: nox.Session) -> None:
+    """Other people's clients and tools against the service: openai, curl, litellm, schemathesis, aiperf (needs the index)."""
+    shared_environment(session)
+    python(session, "tools/clients.py", *session.posargs)
+
+
+@nox.session(python=False)
 def stages(session: nox.Session) -> None:
     """Run stages: ``nox -s stages -- --stage-list "A10-PyTorch-1,A100X-*" --disable-fail-fast``; exit code: the runner's."""
     shared_environment(session)

@@ -19,6 +19,10 @@ pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 #: Tokens of an answer: what the one process that they are compared with takes decides how long these tests are.
 ANSWER_TOKENS, ANSWER_TOKENS_AT_NIGHT = 16, 32
+#: The model's end token; an answer's logprobs do not show it.
+END_OF_TEXT = 2
+#: Likeliest tokens whose log probabilities are told with each token (count).
+LIKELIEST = 3
 LONG = "The tide came in and the tide went out, and each time the keeper of the light wrote down the hour. "
 PROMPTS = (
     "A",
@@ -76,7 +80,8 @@ def answers_of_one_process(tokens):
     engine = create_engine(config, StageSpec.split(info.layer_count, 1)[0])
     runner = SequenceRunner(engine, block_count=64)
     tokenizer = Tokenizer.for_model(config.model)
-    found = [generate(runner, tokenizer, prompt, SamplingParams(max_tokens=tokens)) for prompt in PROMPTS]
+    sampling = SamplingParams(max_tokens=tokens, logprobs=LIKELIEST)
+    found = [generate(runner, tokenizer, prompt, sampling) for prompt in PROMPTS]
     runner.close()
     return found
 
@@ -102,6 +107,30 @@ def test_answers_equal_the_reference_token_for_token(service, client, model, ref
 def test_longer_answers_equal_the_reference_token_for_token(service, client, model):
     """The same, twice as far."""
     check_all_at_once(client, model, answers_of_one_process(ANSWER_TOKENS_AT_NIGHT), ANSWER_TOKENS_AT_NIGHT)
+
+
+def test_log_probabilities_equal_the_reference(client, model, reference):
+    """Of every token, the first (from the context instance) included, and of the likeliest ones: within 1e-4."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(
+                lambda prompt: client.completions.create(
+                    model=model, prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, logprobs=LIKELIEST
+                ),
+                PROMPTS[:8],
+            )
+        )
+    largest = 0.0
+    for answer, wanted in zip(answers, reference):
+        told = answer.choices[0].logprobs
+        shown = [one for one, token in zip(wanted.logprobs, wanted.token_ids) if token != END_OF_TEXT]
+        assert len(told.token_logprobs) == len(shown)
+        for logprob, top, one in zip(told.token_logprobs, told.top_logprobs, shown, strict=True):
+            assert logprob == pytest.approx(one.logprob, abs=1e-4)
+            largest = max(largest, abs(logprob - one.logprob))
+            # Two tokens with one text are one entry here.
+            assert sorted(top.values()) == pytest.approx(sorted(value for _, value in one.top)[-len(top) :], abs=1e-4)
+    print(f"\nlargest difference of a log probability: {largest:.1e}")
 
 
 def check_all_at_once(client, model, reference, tokens):
@@ -160,10 +189,38 @@ def test_eight_clients_mixed_streaming_and_not(service, client, model, reference
         assert used["total_tokens"] == used["prompt_tokens"] + used["completion_tokens"]
 
 
+def test_sampling_fields_work_between_the_two_instances(client, model, reference):
+    """A ban, a bias, a least length and penalties, on the first token (one instance) and on those after it (the other)."""
+    first, second = reference[1].token_ids[:2]
+
+    def ids(**fields):
+        answer = client.completions.create(
+            model=model, prompt=PROMPTS[1], max_tokens=6, temperature=0.0,
+            extra_body={"return_token_ids": True, "ignore_eos": True, **fields},
+        )  # fmt: skip
+        return answer.choices[0].model_extra["token_ids"]
+
+    assert ids()[:2] == [first, second]
+    banned = ids(logit_bias={str(first): -100})
+    assert first not in banned
+    biased = ids(logit_bias={"260": 100})
+    assert biased == [260] * 6
+    plain = reference[0].token_ids
+    answer = client.completions.create(
+        model=model, prompt=PROMPTS[0], max_tokens=ANSWER_TOKENS, temperature=0.0, presence_penalty=2, frequency_penalty=2,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )  # fmt: skip
+    penalised = answer.choices[0].model_extra["token_ids"]
+    assert len(set(penalised)) > len(set(plain)) and penalised[0] == plain[0]
+    assert ids(stop_token_ids=[second]) == [first, second]
+    longer = ids(stop_token_ids=[second], min_tokens=4)
+    assert second not in longer[:4] and len(longer) >= 5
+
+
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens"),
         ("completions", {"prompt": "x", "max_tokens": "many"}, "max_tokens"),
         ("completions", {"prompt": 3}, "prompt"),
         ("completions", {}, "prompt"),

@@ -407,3 +407,17 @@ def test_a_clients_variables_reach_the_template_and_make_no_control_token(tokeni
     for name in ("messages", "bos_token", "add_generation_prompt"):
         with pytest.raises(TemplateError, match=name):
             other.apply_chat_template(messages, variables={name: "x"})
+
+
+def test_a_saved_tokenizer_is_the_same_one(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Text, conversations and control tokens, read back from its folder as any program would."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"eos_token_id": list(tokenizer.eos_token_ids), "bos_token_id": 1})
+    )
+    tokenizer.save(tmp_path)
+    again = Tokenizer.from_folder(tmp_path)
+    messages = [{"role": "user", "content": "Hello <|im_end|> you"}]
+    for text in ("The capital of France is", "d\u00e9j\u00e0 vu \U0001f9a6"):
+        assert again.encode_user_text(text) == tokenizer.encode_user_text(text)
+    assert again.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+    assert again.control_token_ids == tokenizer.control_token_ids

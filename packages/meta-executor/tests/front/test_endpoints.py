@@ -129,6 +129,10 @@ async def test_the_described_service_is_the_served_one(make_cluster: Any) -> Non
         assert set(completion["required"]) == {"model", "prompt"}
         assert {"n", "best_of", "logprobs", "echo", "logit_bias", "min_tokens"} <= set(completion["properties"])
         assert "oneOf" in completion["properties"]["prompt"]
+        assert completion["properties"]["model"] == {"enum": ["synthetic"]}
+        assert document["components"]["schemas"]["TokenizeRequest"]["properties"]["model"] == {
+            "enum": ["synthetic", None]
+        }
         page = await cluster.client.get(f"{cluster.url}/docs")
         assert page.headers["content-type"].startswith("text/html")
         assert "/v1/chat/completions" in page.text and "http:" not in page.text and "https:" not in page.text
@@ -307,6 +311,15 @@ async def test_metrics_agree_with_what_clients_counted(make_cluster: Any) -> Non
         assert float(values["http_exceptions_total"]) == 1
 
 
+async def test_a_wrong_method_is_told_the_right_ones(make_cluster: Any) -> None:
+    """In the header that HTTP has for it."""
+    async with make_cluster() as cluster:
+        for path, allowed in (("/v1/completions", {"POST"}), ("/health", {"GET", "HEAD"})):
+            response = await cluster.client.request("TRACE", cluster.url + path)
+            assert response.status_code == 405
+            assert {word.strip() for word in response.headers["allow"].split(",")} == allowed
+
+
 async def test_probes_of_every_field_are_answered(make_cluster: Any) -> None:
     """/ping as /health, by either method; no key is wanted."""
     async with make_cluster() as cluster:
@@ -331,3 +344,74 @@ async def test_a_refusal_says_why(make_cluster: Any) -> None:
             error = refused.json()["error"]
             assert (refused.status_code, error["param"], error["code"]) == (400, field, "unsupported_value")
             assert words in error["message"]
+
+
+async def test_five_hundred_requests_with_errors_and_disconnects_are_all_counted(make_cluster: Any) -> None:
+    """What clients counted is what the metrics say: answers, tokens, refusals, failures and those that left."""
+    async with make_cluster(contexts=2, generations=2) as cluster:
+        counted: dict[str, int] = {}
+
+        def count(name: str, more: int = 1) -> None:
+            counted[name] = counted.get(name, 0) + more
+
+        async def one(index: int) -> None:
+            kind = index % 10
+            url = f"{cluster.url}/v1/{'chat/completions' if index % 2 else 'completions'}"
+            prompt: dict[str, Any] = (
+                {"messages": [{"role": "user", "content": "a"}]} if index % 2 else {"prompt": "abc"}
+            )
+            body = {"model": "synthetic", "max_tokens": 1 + index % 20, **prompt}
+            if kind == 7:
+                response = await cluster.client.post(url, json={**body, "temperature": 9})
+                count("refused", response.status_code == 400)
+            elif kind == 8:
+                response = await cluster.client.post(url, json={**body, "model": "another"})
+                count("refused", response.status_code == 404)
+            elif kind == 9:
+                async with cluster.client.stream(
+                    "POST", url, json={**body, "max_tokens": 40, "stream": True}
+                ) as stream:
+                    await anext(stream.aiter_bytes())
+                count("left")
+            elif kind in (5, 6):
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                async with cluster.client.stream("POST", url, json={**body, **options}) as stream:
+                    events = [json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: {")]
+                if "error" in events[-1]:
+                    count("failed")
+                else:
+                    count("answers")
+                    count("tokens", events[-1]["usage"]["completion_tokens"])
+            else:
+                response = await cluster.client.post(url, json={**body, "n": 1 + index % 2})
+                if response.status_code == 200:
+                    count("answers")
+                    count("tokens", response.json()["usage"]["completion_tokens"])
+                else:
+                    count("failed", response.status_code == 502)
+
+        for instance in cluster.instances:
+            if instance.role == "generation":
+                instance.refusals = [(wire.ENGINE_FAILED, "boom")] * 12
+        for begin in range(0, 500, 50):
+            await asyncio.gather(*(one(index) for index in range(begin, begin + 50)))
+        await cluster.settled()
+        text = (await cluster.client.get(f"{cluster.url}/metrics")).text
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+        def value(name: str) -> float:
+            return sum(float(v) for k, v in values.items() if k.split("{")[0] == name)
+
+        assert counted["left"] == 50 and counted["refused"] == 100 and counted["failed"] >= 1
+        # One that left may have been answered to its end before the front saw it leave.
+        ended = value("client_disconnects_total") + value("total_responses_total") + value("http_exceptions_total")
+        assert ended == 400
+        assert value("client_disconnects_total") <= 50
+        late = 50 - value("client_disconnects_total")
+        assert value("total_responses_total") + value("http_exceptions_total") == 350 + late
+        assert counted["failed"] <= value("http_exceptions_total") <= 24
+        assert value("validation_exceptions_total") == counted["refused"]
+        assert value("total_requests_total") == 500
+        tokens = value("trtllm_generation_tokens_total")
+        assert counted["tokens"] <= tokens <= counted["tokens"] + 14 * late
+        assert value("running_requests") == 0 and value("internal_errors_total") == 0

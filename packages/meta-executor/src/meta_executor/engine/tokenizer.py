@@ -214,6 +214,19 @@ class Tokenizer:
             add_bos=add_bos,
         )
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write it as a Hugging Face folder, for programs that count tokens themselves."""
+        names = {index: text for text, index in self._control.items()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": self._template_text,
+            "add_bos_token": self._add_bos,
+            "bos_token": None if self.bos_token_id is None else names.get(self.bos_token_id),
+            "eos_token": names.get(self.eos_token_ids[0]) if self.eos_token_ids else None,
+        }
+        Path(folder, "tokenizer.json").write_text(self._backend.to_str(), "utf-8")
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+
     # -- encoding -----------------------------------------------------------------------------------------------------
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -365,11 +366,11 @@ class FrontService:
 
     async def document(self, request: Request) -> Response:
         """``GET /openapi.json``."""
-        return _json(openapi_document())
+        return _json(openapi_document(self.served_names))
 
     async def documentation(self, request: Request) -> Response:
         """``GET /docs``."""
-        return Response(documentation_page(), media_type="text/html; charset=utf-8")
+        return Response(documentation_page(self.served_names), media_type="text/html; charset=utf-8")
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 means that a request can be served now."""
@@ -535,9 +536,13 @@ def _routes(service: FrontService) -> Starlette:
         return _error(ApiError(404, f"no route {request.url.path[:_ECHO_MAX]}", code="not_found"))
 
     async def wrong_method(request: Request, error: Exception) -> Response:
-        return _error(
+        response = _error(
             ApiError(405, f"{request.method} is not for {request.url.path[:_ECHO_MAX]}", code="method_not_allowed")
         )
+        if isinstance(error, HTTPException) and error.headers:
+            # Which methods are.
+            response.headers.update(error.headers)
+        return response
 
     def get(path: str, handler: Handler) -> Route:
         return Route(path, handler, methods=["GET"])

@@ -80,8 +80,12 @@ _QUESTIONS = {
 
 
 @functools.cache
-def openapi_document() -> dict[str, Any]:
-    """OpenAPI 3.1."""
+def openapi_document(names: tuple[str, ...]) -> dict[str, Any]:
+    """OpenAPI 3.1.
+
+    Args:
+        names: Names under which the model is asked for.
+    """
     schemas, components = msgspec.json.schema_components(
         [kind for _, _, kind in _BODIES.values()], ref_template="#/components/schemas/{name}"
     )
@@ -89,11 +93,14 @@ def openapi_document() -> dict[str, Any]:
         for name, field in component.get("properties", {}).items():
             if name in _RAW and not set(field) - {"default"}:
                 field.update(_RAW[name])
+        if "model" in component.get("properties", {}):
+            required = "model" in component.get("required", ())
+            component["properties"]["model"] = {"enum": [*names] if required else [*names, None]}
     paths: dict[str, Any] = {}
     for (path, (name, words, _)), schema in zip(_BODIES.items(), schemas, strict=True):
         answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
         if path.startswith("/v1/"):
-            answer["text/event-stream"] = {"schema": {"type": "string"}}
+            answer["text/event-stream"] = {"schema": {}}
         paths[path] = {
             "post": {
                 "operationId": name,
@@ -108,6 +115,7 @@ def openapi_document() -> dict[str, Any]:
             for status in statuses.split()
         }
         paths[path] = {"get": {"operationId": name, "summary": words, "responses": {**_refusals(), **described}}}
+    paths["/ping"]["post"] = {**paths["/ping"]["get"], "operationId": "ping_by_post"}
     return {
         "openapi": "3.1.0",
         "info": {"title": "meta-executor", "version": __version__},
@@ -127,9 +135,9 @@ def _refusals() -> dict[str, Any]:
 
 
 @functools.cache
-def documentation_page() -> str:
+def documentation_page(names: tuple[str, ...]) -> str:
     """A page for people; it needs nothing from anywhere else."""
-    document = openapi_document()
+    document = openapi_document(names)
     rows = []
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
