@@ -159,6 +159,8 @@ async def a_client_that_leaves(cluster: Any) -> None:
     async with cluster.client.stream("POST", f"{cluster.url}/v1/completions", json=body) as stream:
         await anext(stream.aiter_bytes())
         await cluster.generation.started.wait()
+    while not cluster.generation.aborts:  # the test's own deadline ends it
+        await asyncio.sleep(0.01)
     cluster.generation.line_gate.set()
     await cluster.settled()
     assert cluster.generation.aborts == [cluster.generation.received[0].request_id]
