@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from broadcast_values import Poison, Unpicklable
+
 from comm_broadcast import (
     BroadcastConfig,
     Broadcaster,
@@ -14,7 +16,6 @@ from comm_broadcast import (
     CallMismatchError,
     ClosedError,
     LocalProtocolError,
-    PickleCodec,
 )
 from comm_broadcast.testing import FakeWorld
 
@@ -22,25 +23,6 @@ ROUNDS_MAX = 300
 BYTES = BytesCodec()
 #: What a rank can do in one exchange; a program is a sequence of them.
 STEPS = ("broadcast", "gather", "allgather", "bytes", "unpicklable", "poison", "drop", "close")
-
-
-class Unpicklable:
-    """Cannot be encoded."""
-
-    def __reduce__(self) -> Any:
-        raise ValueError("cannot be encoded")
-
-
-class Picky(PickleCodec):
-    """Refuses to decode one value on rank 1, and everything that it is told to."""
-
-    refuses = False
-
-    def decode(self, segments: Any) -> Any:
-        value = super().decode(segments)
-        if self.refuses and value == "poison":
-            raise ValueError("cannot be decoded")
-        return value
 
 
 def oracle(programs: tuple[tuple[str, ...], ...]) -> list[list[str]]:
@@ -196,7 +178,7 @@ def schedules() -> Iterator[Iterator[int]]:
 def run(form: str, programs: tuple[tuple[str, ...], ...], schedule: Iterator[int]) -> list[list[str]]:
     """One run; what each rank got."""
     world = FakeWorld(2)
-    codecs = [Picky(), Picky()]
+    codecs = [Poison(False), Poison(False)]
     codecs[1].refuses = True
     made: list[Any] = world.run(lambda comm: Broadcaster(comm, codec=codecs[comm.rank], config=FORMS[form][0]))
     ranks = [Rank(b, program) for b, program in zip(made, programs, strict=True)]

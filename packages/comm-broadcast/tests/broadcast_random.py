@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from broadcast_injection import Fault, Injector, Stop, same
+from broadcast_values import Poison, Unpicklable
 
 from comm_broadcast import (
     BroadcastConfig,
@@ -23,7 +24,6 @@ from comm_broadcast import (
     ClosedError,
     Handle,
     LocalProtocolError,
-    PickleCodec,
 )
 from comm_broadcast.testing import FakeWorld
 
@@ -41,30 +41,6 @@ PAYLOADS = {
 Outcome = tuple[Any, ...]
 
 
-class Raising:
-    """Cannot be encoded."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-class Picky(PickleCodec):
-    """Refuses poison on ranks above 0."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def decode(self, segments: Any) -> Any:
-        value = super().decode(segments)
-        if self.rank and value == "poison":
-            raise ValueError("poison")
-        return value
-
-
 def make(payload: str, rank: int) -> Any:
     values: dict[str, Callable[[], Any]] = {
         "small": lambda: ("value", rank),
@@ -73,8 +49,8 @@ def make(payload: str, rank: int) -> Any:
         "large": lambda: [np.full(3000, rank), "text", np.full(2500, rank + 1), b"y" * 5000],
         "poison": lambda: "poison",
         "bytes": lambda: b"b" * 50,
-        "unpicklable": lambda: Raising(ValueError("cannot be encoded")),
-        "interrupting": lambda: Raising(KeyboardInterrupt("while it is encoded")),
+        "unpicklable": lambda: Unpicklable(ValueError("cannot be encoded")),
+        "interrupting": lambda: Unpicklable(KeyboardInterrupt("while it is encoded")),
     }
     return values[payload]()
 
@@ -193,7 +169,9 @@ def run(seed: int) -> int:
         frame_bytes=rng.choice([256, 512, 4096]), chunk_bytes=4096, gather_bytes_max=rng.choice([0, 16_384]),
         ahead_max=rng.choice([0, 1, 1, 2, 3, 5]), shared_slot_bytes=rng.choice([0, 0, 20_000]),
     )  # fmt: skip
-    made: list[Any] = FakeWorld(size).run(lambda comm: Broadcaster(comm, root, config=config, codec=Picky(comm.rank)))
+    made: list[Any] = FakeWorld(size).run(
+        lambda comm: Broadcaster(comm, root, config=config, codec=Poison(comm.rank > 0))
+    )
     common = [(_any(rng, OPERATIONS), _any(rng, PAYLOADS)) for _ in range(rng.randrange(1, 9))]
     ranks = []
     for broadcaster in made:
@@ -251,12 +229,12 @@ def _check_told(story: str, ranks: list[Rank]) -> None:
         mine = failed.broadcaster.rank
         own = [
             f for outcome in failed.got.values() if outcome[0] == "failed" for f in outcome[1]
-            if f.rank == mine and not f.earlier and f.cause == "ValueError: poison"
+            if f.rank == mine and not f.earlier and f.cause == "ValueError: cannot be decoded"
         ]  # fmt: skip
         for rank in ranks:
             told = [f for outcome in rank.got.values() if outcome[0] == "failed" for f in outcome[1]]
             count = sum(f.rank == mine and f.earlier for f in told) + sum(
-                (r, cause) == (mine, "ValueError: poison") for r, cause in rank.told
+                (r, cause) == (mine, "ValueError: cannot be decoded") for r, cause in rank.told
             )
             if count != len(own) and not (rank.was_closed and count == len(own) - 1):
                 raise AssertionError(

@@ -2,9 +2,10 @@
 
 import itertools
 import pickle
+import sys
 import threading
+from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -18,7 +19,6 @@ from comm_broadcast import (
     CallMismatchError,
     ClosedError,
     CommBroadcastError,
-    PickleCodec,
     RankFailure,
     RemoteProtocolError,
     TokenBatchCodec,
@@ -26,36 +26,11 @@ from comm_broadcast import (
 from comm_broadcast._frame import Call, Frame, Kind, Operation, pack_report, report_in
 from comm_broadcast.testing import FakeWorld
 
+sys.path.insert(0, str(Path(__file__).parent))
+from broadcast_values import Poison, Request, Unpicklable
+
 ONE = BroadcastConfig(ahead_max=1)
 VERBS = ("broadcast", "gather", "allgather")
-
-
-class Request(msgspec.Struct):
-    """An engine's request."""
-
-    request_id: int
-    tokens: np.ndarray
-
-
-class Poison(PickleCodec):
-    """Cannot decode some values on some ranks."""
-
-    def __init__(self, refuses):
-        super().__init__()
-        self.refuses = refuses
-
-    def decode(self, segments):
-        value = super().decode(segments)
-        if self.refuses and isinstance(value, str) and value.startswith("poison"):
-            raise ValueError("cannot be decoded")
-        return value
-
-
-class Unpicklable:
-    """Cannot be encoded."""
-
-    def __reduce__(self):
-        raise ValueError("cannot be encoded")
 
 
 def outcomes(broadcaster, calls, timeout_s=10.0):

@@ -4,9 +4,10 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
 import threading
+from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -36,15 +37,12 @@ from comm_broadcast._handle import Pace
 from comm_broadcast._settings import choose, is_crowded
 from comm_broadcast.testing import FakeWorld
 
-
-class Request(msgspec.Struct):
-    """An engine's request."""
-
-    request_id: int
-    tokens: np.ndarray
-
+sys.path.insert(0, str(Path(__file__).parent))
+from broadcast_values import Poison, Request
 
 VERBS = ("broadcast", "gather", "allgather")
+#: For what holds in both forms: every exchange waits for all ranks; the root of a broadcast waits for nobody.
+both_forms = pytest.mark.parametrize("ahead_max", [0, 2])
 
 
 @pytest.mark.parametrize("value", ["small", "x" * 20_000])
@@ -112,13 +110,6 @@ def test_verdicts_are_those_of_the_table(size):
             assert error is None
 
 
-class Poison(PickleCodec):
-    """Cannot be decoded."""
-
-    def decode(self, segments):
-        raise ValueError("cannot be decoded")
-
-
 def test_a_mismatch_forgets_no_failure():
     """A failure that was not told yet is told in the exchange after the one whose calls differed."""
 
@@ -127,7 +118,7 @@ def test_a_mismatch_forgets_no_failure():
         told = []
         for verb in ("broadcast", "broadcast" if comm.rank else "gather", "broadcast"):
             try:
-                getattr(broadcaster, verb)("value", timeout_s=10.0)
+                getattr(broadcaster, verb)("poison", timeout_s=10.0)
             except CommBroadcastError as error:
                 told.append((type(error), getattr(error, "earlier", None)))
         return told
@@ -170,11 +161,12 @@ def test_slots_of_exchanges_that_failed_are_free_again():
     assert FakeWorld(2).run(body) == [4, 0]
 
 
-def test_one_broadcaster_serves_several_codecs():
+@both_forms
+def test_one_broadcaster_serves_several_codecs(ahead_max):
     """A broadcaster of tokens gathers a number, without another communicator."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm, codec=TokenBatchCodec(Request))
+        broadcaster = Broadcaster(comm, codec=TokenBatchCodec(Request), config=BroadcastConfig(ahead_max=ahead_max))
         batch = [Request(1, np.arange(5, dtype=np.int32))]
         got = broadcaster.broadcast(batch if comm.rank == 0 else None)
         raw = broadcaster.broadcast(b"raw" if comm.rank == 0 else None, codec=BytesCodec())
@@ -183,11 +175,12 @@ def test_one_broadcaster_serves_several_codecs():
     assert FakeWorld(2).run(body) == [([0, 1, 2, 3, 4], [0, 1], b"raw")] * 2
 
 
-def test_a_bad_argument_of_one_call_is_refused_and_nothing_was_sent():
+@both_forms
+def test_a_bad_argument_of_one_call_is_refused_and_nothing_was_sent(ahead_max):
     """A codec that cannot be used, a time that is none: the call does not count, and the ranks stay level."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm)
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max))
         for bad in (PickleCodec, object(), PickleCodec(out_of_band_bytes_min=-1)):
             with pytest.raises(BroadcastConfigError, match="codec"):
                 broadcaster.broadcast(1, codec=bad)
@@ -200,11 +193,12 @@ def test_a_bad_argument_of_one_call_is_refused_and_nothing_was_sent():
     assert FakeWorld(2).run(body) == [[0, 1]] * 2
 
 
-def test_a_standing_receive_ends_when_the_root_closes():
+@both_forms
+def test_a_standing_receive_ends_when_the_root_closes(ahead_max):
     """It raises what happened; whoever had it open then closes without waiting."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm)
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max))
         if comm.rank == 0:
             broadcaster.broadcast("work")
             broadcaster.close()
@@ -251,11 +245,12 @@ def test_whoever_has_a_receive_open_may_close(closing):
         assert rows == ["told", "closed"]
 
 
-def test_a_dropped_handle_gives_its_exchange_up():
+@both_forms
+def test_a_dropped_handle_gives_its_exchange_up(ahead_max):
     """The next call finishes it, and so does close; a handle that is kept is refused a second exchange."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm)
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max))
         broadcaster.start_broadcast(1)
         gc.collect()
         handle = broadcaster.start_broadcast(2)
@@ -270,11 +265,12 @@ def test_a_dropped_handle_gives_its_exchange_up():
     assert FakeWorld(2).run(body) == [2, 2]
 
 
-def test_a_fault_can_be_left_without_the_others():
+@both_forms
+def test_a_fault_can_be_left_without_the_others(ahead_max):
     """``release`` is local and waits for nobody; what is open ends with a named error."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm)
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max))
         if comm.rank == 2:
             with pytest.raises(BroadcastTimeoutError):
                 broadcaster.close(timeout_s=0.05)
@@ -293,13 +289,14 @@ def test_a_fault_can_be_left_without_the_others():
     assert FakeWorld(3).run(body) == ["left"] * 3
 
 
-def test_a_with_statement_closes_or_releases():
+@both_forms
+def test_a_with_statement_closes_or_releases(ahead_max):
     """Closes, together; with an exception it waits for nobody."""
 
     def body(comm):
-        with Broadcaster(comm) as broadcaster:
+        with Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max)) as broadcaster:
             broadcaster.allgather(1)
-        with pytest.raises(ZeroDivisionError), Broadcaster(comm) as other:
+        with pytest.raises(ZeroDivisionError), Broadcaster(comm, config=BroadcastConfig(ahead_max=ahead_max)) as other:
             raise ZeroDivisionError
         with pytest.raises(LocalProtocolError, match="closed"):
             other.broadcast()
@@ -374,12 +371,14 @@ class Calls(PickleCodec):
         return super().encode(value)
 
 
-def test_a_codec_cannot_begin_an_exchange_within_one():
+@both_forms
+def test_a_codec_cannot_begin_an_exchange_within_one(ahead_max):
     """It is told so, and the exchange fails on every rank as it does for any codec's error."""
 
     def body(comm):
         codec = Calls()
-        codec.broadcaster = broadcaster = Broadcaster(comm, codec=codec)
+        config = BroadcastConfig(ahead_max=ahead_max)
+        codec.broadcaster = broadcaster = Broadcaster(comm, codec=codec, config=config)
         with pytest.raises(BroadcastError, match="from within an exchange"):
             broadcaster.broadcast("again" if comm.rank == 0 else None)
         return broadcaster.allgather(comm.rank)

@@ -2,7 +2,9 @@
 
 import pickle
 import random
+import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,6 +21,9 @@ from comm_broadcast import (
     TokenBatchCodec,
 )
 from comm_broadcast.testing import FakeWorld
+
+sys.path.insert(0, str(Path(__file__).parent))
+from broadcast_values import Poison, Unpicklable
 
 
 class Request(msgspec.Struct):
@@ -40,16 +45,6 @@ class Nameless(PickleCodec):
     @name.setter
     def name(self, value):
         pass
-
-
-class Unpicklable:
-    """Fails on the way out, with any error."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __reduce__(self):
-        raise self.error
 
 
 def equal(first, second):
@@ -168,29 +163,15 @@ def test_a_root_that_cannot_encode_fails_everybody_and_the_next_works(error, agr
     assert FakeWorld(3).run(body) == ["next"] * 3
 
 
-class PickyCodec(PickleCodec):
-    """Refuses to decode on one rank."""
-
-    def __init__(self, refuse):
-        super().__init__()
-        self.refuse = refuse
-
-    def decode(self, segments):
-        value = super().decode(segments)
-        if self.refuse and value == "poison":
-            raise ValueError("cannot be rebuilt here")
-        return value
-
-
 def test_with_agreement_a_rank_that_cannot_decode_fails_everybody_at_once():
     """The exchange itself raises on all ranks, naming the one."""
 
     def body(comm):
-        broadcaster = Broadcaster(comm, config=BroadcastConfig(agree=True), codec=PickyCodec(comm.rank == 1))
+        broadcaster = Broadcaster(comm, config=BroadcastConfig(agree=True), codec=Poison(comm.rank == 1))
         with pytest.raises(BroadcastError) as caught:
             broadcaster.broadcast("poison" if comm.rank == 0 else None)
         assert caught.value.rank == 1
-        assert "cannot be rebuilt" in caught.value.cause
+        assert "cannot be decoded" in caught.value.cause
         return broadcaster.broadcast("next" if comm.rank == 0 else None)
 
     assert FakeWorld(3).run(body) == ["next"] * 3
@@ -202,7 +183,7 @@ def test_without_agreement_it_fails_the_next_exchange_everywhere(following):
     world = FakeWorld(3)
 
     def body(comm):
-        broadcaster = Broadcaster(comm, codec=PickyCodec(comm.rank == 2))
+        broadcaster = Broadcaster(comm, codec=Poison(comm.rank == 2))
         if comm.rank == 2:
             with pytest.raises(BroadcastError, match="rank 2"):
                 broadcaster.broadcast()

@@ -4,8 +4,10 @@ None of it may leave a rank waiting: each is told to all ranks, or refused befor
 """
 
 import os
+import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,6 +26,9 @@ from comm_broadcast import (
 )
 from comm_broadcast import _pool as pool
 from comm_broadcast.testing import FakeWorld
+
+sys.path.insert(0, str(Path(__file__).parent))
+from broadcast_values import Request
 
 CONFIG = BroadcastConfig(frame_bytes=512, chunk_bytes=4096, gather_bytes_max=8192)
 VERBS = ("broadcast", "gather", "allgather")
@@ -53,13 +58,6 @@ class Union(msgspec.Struct):
     """A struct whose fields msgspec does not take."""
 
     field: First | Second
-    tokens: np.ndarray
-
-
-class Request(msgspec.Struct):
-    """One that it takes."""
-
-    request_id: int
     tokens: np.ndarray
 
 

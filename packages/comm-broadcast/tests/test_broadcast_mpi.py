@@ -6,7 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -21,29 +20,15 @@ from comm_broadcast import (
 )
 from comm_broadcast._codec import BufferSegment, Segment
 
-
-class Request(msgspec.Struct):
-    """An engine's request."""
-
-    request_id: int
-    tokens: np.ndarray
-
-
-class Raises:
-    """Cannot be pickled."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __reduce__(self):
-        raise self.error
+sys.path.insert(0, str(Path(__file__).parent))
+from broadcast_values import Request, Unpicklable
 
 
 def rebuild(refusing_rank):
     from mpi4py import MPI
 
     if MPI.COMM_WORLD.rank == refusing_rank:
-        raise ValueError("cannot be rebuilt here")
+        raise ValueError("cannot be decoded here")
     return "rebuilt"
 
 
@@ -70,7 +55,7 @@ def check_all(comm):
     # a, b: the root cannot encode, whatever it raises
     for error in (ValueError("no"), KeyboardInterrupt(), SystemExit(1)):
         with pytest.raises((BroadcastError, type(error))) as caught:
-            broadcaster.broadcast(Raises(error) if rank == 0 else None)
+            broadcaster.broadcast(Unpicklable(error) if rank == 0 else None)
         if rank == 0 and not isinstance(error, Exception):
             assert caught.value is error
         else:
@@ -111,7 +96,7 @@ def check_all(comm):
     # g: gathers fail together
     gatherer = Broadcaster(MpiComm(comm), root=last)
     with pytest.raises(BroadcastError) as caught:
-        gatherer.allgather(Raises(ValueError("no")) if rank == last else "fine")
+        gatherer.allgather(Unpicklable(ValueError("no")) if rank == last else "fine")
     assert caught.value.rank == last
     assert gatherer.allgather(rank) == list(range(size))
     got = gatherer.gather(np.full(3 + 100_000 * rank, rank))

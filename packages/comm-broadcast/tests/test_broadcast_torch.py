@@ -28,7 +28,7 @@ def _rebuild():
     import torch.distributed as dist
 
     if dist.get_rank() == 1:
-        raise ValueError("cannot be rebuilt here")
+        raise ValueError("cannot be decoded here")
     return "rebuilt"
 
 
