@@ -13,6 +13,7 @@ A package declares its faults in ``packages/NAME/faults.txt``, one line each:
     check worlds: python tools/explore.py "2 ranks"    "pytest" and "python" are this interpreter's; run in the package
 
     [machine worlds]                                   for what follows: the checks, tried in this order
+    [machine] needs cryptography                       likewise; where this module is not, these checks say nothing
     release without the last lease | _release | round_.acks == self.all_mask => True
     a failed send is forgotten     | _send    | self._failed(...) => !drop
     table READY_TRANSITIONS                            every row removed, every row retargeted
@@ -25,8 +26,9 @@ into one fault. The name of a generated fault is shown by ``--list``.
 
 A fault counts as killed by the first check that exits 1, dies of a signal, or takes ten times as long as without a fault. A
 fault that cannot be planted, or a check that does not run (any other exit code), is an error and never a kill. The package
-without a fault has to pass all the checks first. Exit 0: every fault that was tried was killed, and one was; 1: a survivor or
-an error; 2: the declarations cannot be read. What time did not allow is counted and said.
+without a fault has to pass all the checks first. NO COVERAGE: what would notice the fault needs a module that is not installed
+here. Exit 0: every fault that was tried was killed, and one was; 1: a survivor or an error; 2: the declarations cannot be read;
+3: no survivor and no error, but faults without coverage. What time did not allow is counted and said.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ import compileall
 import contextlib
 import difflib
 import functools
+import importlib.util
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -47,6 +51,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -58,6 +63,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist")
 #: A check with a fault may take this many times what it takes without, and at least so long (seconds).
 SLOWER_MAX, LIMIT_MIN_S, BASELINE_LIMIT_S = 10, 60.0, 600.0
+#: Verdict on a fault that nothing could notice here.
+UNCOVERED = "NO COVERAGE"
 
 
 class DeclarationError(ValueError):
@@ -66,11 +73,17 @@ class DeclarationError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: the checks that are tried, and how to plant it (the new text by module)."""
+    """One fault: the checks that are tried, how to plant it (the new text by module), and modules that the checks need."""
 
     name: str
     checks: tuple[str, ...]
     plant: Callable[[], dict[str, str]]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def lacks(self) -> str:
+        """The modules that it needs and that are not installed here, in words."""
+        return ", ".join(name for name in self.needs if importlib.util.find_spec(name) is None)
 
 
 @dataclass
@@ -101,6 +114,7 @@ def read(folder: Path) -> Declared:
     texts = {".".join(p.relative_to(source).with_suffix("").parts): p.read_text("utf-8") for p in paths}
     declared = Declared(folder.name, source, Sources(texts))
     chosen: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     harmless: dict[str, str] = {}
     for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
         text = line.strip()
@@ -110,8 +124,8 @@ def read(folder: Path) -> Declared:
             elif text.startswith("check "):
                 name, _, command = text.removeprefix("check ").partition(": ")
                 declared.checks[name] = _command(command)
-            elif text.startswith("[") and text.endswith("]"):
-                chosen = tuple(text[1:-1].split())
+            elif text.startswith("["):
+                chosen, needs = _section(text)
                 if not chosen or set(chosen) - set(declared.checks):
                     raise DeclarationError(f"{text} names a check that is not declared above")
             elif text.startswith("harmless "):
@@ -123,11 +137,12 @@ def read(folder: Path) -> Declared:
                 place, _, default = text.removeprefix("table ").partition(" default ")
                 for row in rows_of(declared.sources, place, default):
                     planted = functools.partial(plant_row, declared.sources, place, row)
-                    declared.faults.append(Fault(f"{place}: {row}", chosen, planted))
+                    declared.faults.append(Fault(f"{place}: {row}", chosen, planted, needs))
             else:
                 name, edits = _edits(text)
                 check(declared.sources, edits)
-                declared.faults.append(Fault(name, chosen, functools.partial(plant, declared.sources, edits)))
+                planted = functools.partial(plant, declared.sources, edits)
+                declared.faults.append(Fault(name, chosen, planted, needs))
         except PlantingError as error:
             declared.errors.append(f"{file.relative_to(folder.parent)}:{number}: {error}")
         except DeclarationError as error:
@@ -144,6 +159,17 @@ def _command(text: str) -> list[str]:
     if not words or words[0] not in ("pytest", "python"):
         raise DeclarationError(f"{text!r} does not begin with pytest or python")
     return [sys.executable, *(PYTEST if words[0] == "pytest" else ()), *words[1:]]
+
+
+def _section(text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The checks of ``[CHECK ...]`` or ``[CHECK ...] needs MODULE ...``, and the modules."""
+    names, bracket, rest = text[1:].partition("]")
+    word, *modules = rest.split() or [""]
+    if not bracket or word not in ("", "needs") or bool(word) != bool(modules):
+        raise DeclarationError("want: [CHECK ...], or [CHECK ...] needs MODULE ...")
+    if not all(module.isidentifier() for module in modules):
+        raise DeclarationError(f"needs the names of whole modules, got {' '.join(modules)}")
+    return tuple(names.split()), tuple(modules)
 
 
 def _edits(text: str) -> tuple[str, tuple[Edit, ...]]:
@@ -202,14 +228,35 @@ def _killer(name: str, code: int | None, output: str) -> str:
     if code < 0:
         return f"{name}: died of signal {-code}"
     lines = [line for line in output.splitlines() if line.strip()]
-    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR ")) and "::" in line]
     return (
         f"{name}: {failed[0].split(' - ')[0].rpartition('::')[2] if failed else lines[-1][:90] if lines else 'exit 1'}"
     )
 
 
-def judge(fault: Fault, declared: Declared, base: Path, limits_s: dict[str, float]) -> tuple[str, str]:
-    """("killed", by what), ("SURVIVED", "") or ("ERROR", why)."""
+@dataclass(frozen=True)
+class Baseline:
+    """How a check went without a fault: how long it may take with one, and its tests here (None: not counted)."""
+
+    limit_s: float
+    passed: int | None = None
+    skipped: int = 0
+
+
+def _tests(output: str) -> tuple[int | None, int]:
+    """Tests that passed and that were skipped, by pytest's last line; (None, 0) where that is none."""
+    last = (output.strip().splitlines() or [""])[-1]
+    found = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped|xfailed|deselected)", last)}
+    return (found.get("passed", 0), found.get("skipped", 0)) if found else (None, 0)
+
+
+def judge(fault: Fault, declared: Declared, base: Path, baselines: dict[str, Baseline]) -> tuple[str, str]:
+    """("killed", by what), ("SURVIVED", what was skipped), (UNCOVERED, what is missing) or ("ERROR", why)."""
+    if fault.lacks:
+        return UNCOVERED, f"needs {fault.lacks}, which is not installed here"
+    checks = [name for name in fault.checks if baselines[name].passed != 0]
+    if not checks:
+        return UNCOVERED, f"every test of {' and of '.join(fault.checks)} is skipped here"
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder) / "s"
         shutil.copytree(base, copy)
@@ -222,28 +269,29 @@ def judge(fault: Fault, declared: Declared, base: Path, limits_s: dict[str, floa
             path.write_text(text, "utf-8")
             for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
                 compiled.unlink()
-        for name in fault.checks:
-            code, output = _run(declared.checks[name], declared, copy, limits_s[name])
+        for name in checks:
+            code, output = _run(declared.checks[name], declared, copy, baselines[name].limit_s)
             if code == 1 or code is None or code < 0:
                 return "killed", _killer(name, code, output)
             if code != 0:
                 lines = output.strip().splitlines() or [""]
                 return "ERROR", f"{name} did not run (exit {code}): {lines[-1][:200]}"
-    return "SURVIVED", ""
+    skipped = [f"{baselines[name].skipped} of {name}" for name in fault.checks if baselines[name].skipped]
+    return "SURVIVED", f"tests skipped here: {', '.join(skipped)}" if skipped else ""
 
 
 def _since(began_s: float) -> str:
     return f"{time.monotonic() - began_s:.0f} s"
 
 
-def run_package(declared: Declared, chosen: list[Fault], jobs: int, until_s: float = math.inf) -> tuple[int, int]:
-    """Print a line per fault; how many were killed, and how many were tried and not killed.
+def run_package(declared: Declared, chosen: list[Fault], jobs: int, until_s: float = math.inf) -> Counter[str]:
+    """Print a line per fault; how many there are by verdict.
 
     Args:
         until_s: No fault is begun later than this (s, of ``time.monotonic``).
     """
     began_s = time.monotonic()
-    used = list(dict.fromkeys(name for fault in chosen for name in fault.checks))
+    used = list(dict.fromkeys(name for fault in chosen if not fault.lacks for name in fault.checks))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         base = Path(folder) / "s"
         shutil.copytree(declared.source.parent, base, ignore=shutil.ignore_patterns("__pycache__"))
@@ -253,7 +301,7 @@ def run_package(declared: Declared, chosen: list[Fault], jobs: int, until_s: flo
         )
         if code != 0 or not output.strip().startswith(str(base)):
             print(f"ERROR {declared.package}: its copy is not what is imported: {output.strip()[-200:]}")
-            return 0, len(chosen)
+            return Counter(ERROR=len(chosen))
 
         def unplanted(name: str) -> tuple[str, int | None, str, float]:
             start_s = time.monotonic()
@@ -261,38 +309,40 @@ def run_package(declared: Declared, chosen: list[Fault], jobs: int, until_s: flo
             return name, code, output, time.monotonic() - start_s
 
         try:
-            limits_s = {}
+            baselines = {}
             for name, code, output, took_s in pool.map(unplanted, used):
-                limits_s[name] = max(LIMIT_MIN_S, SLOWER_MAX * took_s)
+                tests = _tests(output) if PYTEST[1] in declared.checks[name] else (None, 0)
+                baselines[name] = Baseline(max(LIMIT_MIN_S, SLOWER_MAX * took_s), *tests)
                 if code != 0:
                     print(
                         f"ERROR {declared.package}: check {name} fails without a fault (exit {code})\n{output[-2000:]}"
                     )
-                    return 0, len(chosen)
+                    return Counter(ERROR=len(chosen))
             print(
                 f"{declared.package}: {len(used)} checks pass without a fault, {time.monotonic() - began_s:.0f} s",
                 flush=True,
             )
 
             def judged(fault: Fault) -> tuple[str, str] | None:
-                return judge(fault, declared, base, limits_s) if time.monotonic() < until_s else None
+                return judge(fault, declared, base, baselines) if time.monotonic() < until_s else None
 
-            killed = bad = 0
+            verdicts: Counter[str] = Counter()
             for fault, known in zip(chosen, pool.map(judged, chosen), strict=True):
                 if known is not None:
                     word, by = known
-                    killed += word == "killed"
-                    bad += word != "killed"
+                    verdicts[word] += 1
                     print(f"{word:8} {fault.name}{': ' if by else ''}{by}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(_RUNNING):
                 _stop(process)
             raise
-    print(f"{declared.package}: {killed} of {killed + bad} faults killed, {_since(began_s)}")
-    if left := len(chosen) - killed - bad:
+    print(f"{declared.package}: {verdicts['killed']} of {verdicts.total()} faults killed, {_since(began_s)}")
+    if verdicts[UNCOVERED]:
+        print(f"{declared.package}: {verdicts[UNCOVERED]} faults without coverage here")
+    if left := len(chosen) - verdicts.total():
         print(f"{declared.package}: {left} of {len(chosen)} faults were not tried: the time was over")
-    return killed, bad
+    return verdicts
 
 
 def show(fault: Fault, declared: Declared) -> None:
@@ -319,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     until_s = time.monotonic() + options.seconds
     names = options.packages or sorted(p.parent.name for p in (ROOT / "packages").glob("*/faults.txt"))
-    killed = bad = count = 0
+    verdicts: Counter[str] = Counter()
+    bad = count = 0
     for name in names:
         folder = Path(name).resolve() if os.sep in name else ROOT / "packages" / name
         if not (folder / "faults.txt").is_file():
@@ -342,15 +393,16 @@ def main(arguments: list[str] | None = None) -> int:
             for fault in chosen:
                 show(fault, declared)
         elif chosen:
-            good, wrong = run_package(declared, chosen, options.jobs, until_s)
-            killed, bad = killed + good, bad + wrong
+            verdicts += run_package(declared, chosen, options.jobs, until_s)
     if not count and not bad:
         parser.error("no fault has such a name")
     if options.check or options.list or options.show:
         return 1 if bad else 0
-    if not killed and not bad:
+    bad += verdicts["SURVIVED"] + verdicts["ERROR"]
+    if not verdicts and not bad:
         print("ERROR no fault was tried: the time was over before the first")
-    return 0 if killed and not bad else 1
+        return 1
+    return 1 if bad else 3 if verdicts[UNCOVERED] else 0
 
 
 if __name__ == "__main__":

@@ -88,6 +88,10 @@ def test_an_error_is_never_a_kill(package, capsys, command, faults, message):
         ("[nothing]\n", "not declared"),
         ("[it]\nminus | add | a + b\n", "want: NAME"),
         ("check b: rm -rf x\n", "does not begin with"),
+        ("[it\n", "want: [CHECK"),
+        ("[it] needs\n", "want: [CHECK"),
+        ("[it] wants os\n", "want: [CHECK"),
+        ("[it] needs os.path\n", "whole modules"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(package, capsys, faults, message):
@@ -111,6 +115,33 @@ def test_listing_showing_and_checking_run_nothing(package, capsys, monkeypatch):
     assert "-    return a + b\n+    return a - b" in out
     with pytest.raises(SystemExit):
         package(faults, "--only", "another")
+
+
+def test_a_fault_whose_check_needs_what_is_not_here_has_no_coverage(package, capsys):
+    """It is no survivor and no kill: exit 3, unless there is a survivor too. Where the module is, it is tried."""
+    minus, plus = "minus | add | a + b => a - b\n", "no bound | add | if ... => !drop\n"
+    assert package(f"[it] needs os\n{minus}") == 0
+    assert package(f"[it] needs os no_such_module\n{minus}") == 3
+    out = capsys.readouterr().out
+    assert "NO COVERAGE minus: needs no_such_module, which is not installed here" in out
+    assert "0 of 1 faults killed" in out and "1 faults without coverage here" in out
+    assert package(f"[it] needs no_such_module\n{minus}[it]\n{plus}") == 1
+    assert package(f"check broken: python -c 1/0\n[broken] needs no_such_module\n{minus}") == 3
+
+
+def test_a_check_that_only_skips_is_none(package, capsys, tmp_path):
+    """Whatever it returns; and of a survivor it is said what was skipped."""
+    (tmp_path / "thing" / "test_it.py").write_text(
+        "import pytest, thing\n\ndef test_skipped():\n    pytest.skip()\n\ndef test_same():\n    assert thing.add(1, 2) == 3\n"
+    )
+    checks = "check skips: pytest test_it.py -k skipped\ncheck some: pytest test_it.py\n"
+    minus, bound = "minus | add | a + b => a - b\n", "no bound | add | if ... => !drop\n"
+    assert package(f"{checks}[skips]\n{minus}") == 3
+    assert "NO COVERAGE minus: every test of skips is skipped here" in capsys.readouterr().out
+    assert package(f"{checks}[skips some]\n{minus}") == 0
+    assert "killed   minus: some" in capsys.readouterr().out
+    assert package(f"{checks}[skips some]\n{bound}") == 1
+    assert "SURVIVED no bound: tests skipped here: 1 of skips, 1 of some" in capsys.readouterr().out
 
 
 def test_what_time_did_not_allow_is_said_and_is_no_kill(package, capsys):

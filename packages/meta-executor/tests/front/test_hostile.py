@@ -261,7 +261,14 @@ async def test_bytes_that_are_being_read_are_counted(make_cluster: Any) -> None:
             third.send(post(BODY.ljust(90_000)))
             assert (await third.answer())[0] == 200
             third.send(post(BODY.ljust(90_000)))
-            assert (await third.answer())[0] == 200, "a decoded body holds nothing"
+            assert (await third.answer())[0] == 200, "an ended request holds nothing"
+            cluster.context.gate = asyncio.Event()
+            cluster.context.started.clear()
+            third.send(post(BODY.ljust(90_000)))
+            await cluster.context.started.wait()
+            assert cluster.service.ledger.reading_bytes == 0, "a decoded body holds nothing while its request runs"
+            cluster.context.gate.set()
+            assert (await third.answer())[0] == 200
             await cluster.settled()
 
 
