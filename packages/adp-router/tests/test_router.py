@@ -87,6 +87,8 @@ def test_no_rank_exceeds_its_slots():
     assert max(finals) <= result.expected_request_count
     over = Router().route(free(2), [RankState(0, 0, 5, free_slots=-1), RankState(1, 0, 0, free_slots=4)])
     assert over.expected_request_count >= 5
+    short = Router().route(free(8), [RankState(0, 0, 1, free_slots=2)])
+    assert short.expected_request_count == 3
 
 
 def test_pinned_tokens_count():
@@ -135,6 +137,10 @@ def test_a_full_or_draining_rank_is_skipped_and_thin_requests_pass_fat_ones():
     requests = [RouteRequest(0, 1600, kv_block_count=100), RouteRequest(1, 16, kv_block_count=1)]
     result = Router(config=RouterConfig(count_multiplier=9.0)).route(requests, ranks)
     assert result.assignments == {0: (1,), 1: (0,), 2: ()}
+    fat = RouteRequest(2, 6000, kv_block_count=101)
+    result = Router(compat=True).route([fat, *requests], ranks)
+    assert result.assignments == {0: (1,), 1: (0,), 2: ()}
+    assert [(x.request_id, x.reason) for x in result.leftovers] == [(2, LeftoverReason.NO_FREE_KV_BLOCKS)]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +254,16 @@ def test_conversations_stay_at_home_and_overflow_without_moving():
     away = router.route([RouteRequest(99, 9, conversation_id="c")], full).decisions[0]
     assert away.why is Why.OVERFLOW
     assert router.home_of("c") == home
+
+
+def test_an_overflow_takes_nobodys_turn():
+    """Conversations that begin go round; one that is away from its full home does not count."""
+    router = Router("conversation")
+    ranks = [RankState(r, 1, 1) for r in range(3)]
+    assert router.route([RouteRequest(0, 9, conversation_id="c")], ranks).assignments[0] == (0,)
+    away = router.route([RouteRequest(1, 9, conversation_id="c")], [RankState(0, 1, 1, free_slots=0), *ranks[1:]])
+    assert [(d.rank, d.why) for d in away.decisions] == [(1, Why.OVERFLOW)]
+    assert router.route([RouteRequest(2, 9, conversation_id="d")], ranks).assignments[1] == (2,)
 
 
 def test_homes_are_forgotten_least_recently_used_first():
@@ -417,6 +433,9 @@ def check(requests, ranks, result, cached=False):
         if state.free_tokens is not None:
             assert sum(computed(r, position) for r in mine) <= state.free_tokens
     assert len(result.decisions) == len(placed)
+    # Before the shares there is one span; then one for each round.
+    assert len(result.log.spans) <= 1 + len(ranks) + 1
+    assert all(x.reason is not LeftoverReason.COUNT_LIMIT for x in result.leftovers)
     assert all(e.field == "target_rank" for e in result.errors)
 
 
@@ -645,3 +664,7 @@ def test_statistics_add_up():
     assert s.placed_by_rank == {0: 2}
     assert s.placed_by_reason == {"target": 1, "least_loaded": 1}
     assert s.left_over_by_reason == {"no_free_slot": 1}
+    s.placed_by_rank[0] = s.placed_by_reason["target"] = s.left_over_by_reason["no_free_slot"] = 99
+    assert router.statistics().placed_by_rank == {0: 2}
+    assert router.statistics().placed_by_reason == {"target": 1, "least_loaded": 1}
+    assert router.statistics().left_over_by_reason == {"no_free_slot": 1}

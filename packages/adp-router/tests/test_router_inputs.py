@@ -127,6 +127,16 @@ def test_what_is_not_a_list_of_requests_is_refused(requests):
         Router().route(requests, RANKS)
 
 
+def test_errors_come_in_the_order_of_the_requests():
+    """Whichever field is looked at first; and an id that was refused makes no other one a duplicate."""
+    requests = [RouteRequest(3, -1), RouteRequest("x", 5), RouteRequest(0, 5), RouteRequest(4, 5, target_rank=9)]
+    result = Router().route(requests, RANKS)
+    assert [(e.request_id, e.field) for e in result.errors] == [
+        (3, "token_count"), ("x", "request_id"), (4, "target_rank"),
+    ]  # fmt: skip
+    assert sorted(result.assignments.values()) == [(), (0,)]
+
+
 @pytest.mark.parametrize("column", [5, None, {1: 2}, {1}, np.array(3), Angry()])
 def test_what_is_not_a_column_is_refused(column):
     """By name."""
@@ -216,6 +226,12 @@ def test_every_row_of_every_column_is_in_the_digest():
     assert len(found) == count
 
 
+def test_columns_of_unlike_width_do_not_look_alike():
+    """Two numbers of 32 bits and one of 64 have the same bytes: they are other calls all the same."""
+    two, one = RouteBatch([1, 2], [5, 6]), RouteBatch([1 + (2 << 32)], [5 + (6 << 32)])
+    assert Router().route(two, RANKS).digest != Router().route(one, RANKS).digest
+
+
 def test_parts_of_a_digest_do_not_run_into_each_other():
     """However the same bytes are cut, the digest differs: empty parts, parts that look like lengths."""
     for text in (b"", b"abc", b"1:a2:", b"0:0:0:"):
@@ -237,33 +253,69 @@ def test_columns_in_which_nothing_is_said_are_as_if_left_out():
     assert (first.assignments, first.digest) == (second.assignments, second.digest)
 
 
-RANK_CHANGES = [{name: 9} for name in RANK_FIELDS if name != "draining"] + [{"draining": True}]
+RANK_CHANGES = [
+    *({name: 9} for name in RANK_FIELDS if name != "draining"),
+    *({f"free_{name}": free} for name in ("slots", "kv_blocks", "tokens") for free in (0, -1)),
+    {"draining": True},
+]
 
 
-@pytest.mark.parametrize("change", RANK_CHANGES, ids=lambda c: next(iter(c)))
+@pytest.mark.parametrize("change", RANK_CHANGES, ids=str)
 def test_the_digest_sees_every_field_of_a_rank(change):
     """One by one."""
     plain = Router().route([], [RankState(1)]).digest
     assert Router().route([], [RankState(**{"rank": 1, **change})]).digest != plain
 
 
-def test_the_digest_sees_what_a_router_remembers():
-    """What was given, what is kept free, what was seen idle, homes and turns."""
+def remembered(router):
+    """What a router remembers, by name; homes by their digest."""
+    memory = router._memory.draft()
+    return {
+        "given": memory.given, "held": memory.held, "idle": memory.idle, "cursor": memory.cursor,
+        "homes": memory.homes.digest_part(),
+    }  # fmt: skip
 
-    def after(policy, *calls):
-        router = Router(policy, config=RouterConfig(starvation_rounds=1))
+
+BUSY = [RankState(0, 1, 1), RankState(1, 1, 1)]
+FULL = RankState(0, 1, 1, free_slots=0)
+FIVE = [RouteRequest(1, 5), RouteRequest(2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "first", "second"),
+    [
+        ("given", "balanced", [(FIVE[:1], BUSY)], []),
+        (
+            "held",
+            "balanced",
+            [([RouteRequest(1, 5, child_count=3, waited_rounds=2)], [RankState(0, 1, 1, 2), RankState(1, 1, 1, 1)])],
+            [],
+        ),
+        ("idle", "balanced", [([], [RankState(0, free_slots=3), RankState(1)])], []),
+        ("cursor", "round_robin", [(FIVE, BUSY)], [(FIVE[:1], [FULL, BUSY[1]]), (FIVE[1:], BUSY)]),
+        (
+            "homes",
+            "conversation",
+            [([RouteRequest(1, 5, target_rank=0, conversation_id=c)], BUSY) for c in "ab"],
+            [([RouteRequest(1, 5, target_rank=0, conversation_id=c)], BUSY) for c in "ba"],
+        ),
+        (
+            "homes",
+            "conversation",
+            [([RouteRequest(1, 5, target_rank=0, conversation_id="c"), RouteRequest(2, 5, target_rank=1)], BUSY)],
+            [([RouteRequest(1, 5, target_rank=1, conversation_id="c"), RouteRequest(2, 5, target_rank=0)], BUSY)],
+        ),
+    ],
+)
+def test_the_digest_sees_what_a_router_remembers(name, policy, first, second):
+    """Two histories that leave one difference, and no other: what was given, kept free, seen idle, whose turn, homes."""
+    routers = [Router(policy, config=RouterConfig(starvation_rounds=1)) for _ in range(2)]
+    for router, calls in zip(routers, (first, second), strict=True):
         for call in calls:
             router.route(*call)
-        return router.route([], [RankState(0, 1, 1), RankState(1, 1, 1)]).digest
-
-    one = ([RouteRequest(1, 5)], RANKS)
-    assert after("balanced", one) != after("balanced")
-    big = ([RouteRequest(1, 5, child_count=3, waited_rounds=2)], [RankState(0, 1, 1, 2), RankState(1, 1, 1, 1)])
-    assert after("balanced", big) != after("balanced")
-    assert after("balanced", ([], [RankState(0, free_slots=3), RankState(1)])) != after("balanced")
-    assert after("round_robin", one) != after("balanced", one)
-    homes = [([RouteRequest(1, 5, target_rank=0, conversation_id=c)], RANKS) for c in "ab"]
-    assert after("conversation", *homes) != after("conversation", *homes[::-1])
+    one, other = map(remembered, routers)
+    assert [key for key in one if one[key] != other[key]] == [name]
+    assert routers[0].route([], BUSY).digest != routers[1].route([], BUSY).digest
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), "3", True, -1, 0.5, [], Angry(), float("-inf")])
@@ -330,6 +382,8 @@ def test_settings_that_are_equal_have_equal_digests():
     for first, second in pairs:
         assert first.route([], RANKS).digest == second.route([], RANKS).digest
         assert (first.policy_name, first.compat) == (second.policy_name, second.compat)
+        assert type(first.policy_name) is type(second.policy_name) is str
+        assert type(first.compat) is type(second.compat) is bool
     for value in (None, "no", 2, [], Angry()):
         with pytest.raises(RouterConfigError, match="compat must be True or False"):
             Router(compat=value)
@@ -379,6 +433,16 @@ def test_a_relax_that_is_no_truth_value_is_that_requests_error(relax):
     result = Router().route(batch, RANKS)
     assert [(e.request_id, e.field) for e in result.errors] == [(1, "strict")]
     assert result.assignments[0] == (2,)
+
+
+def test_minus_one_of_an_engine_is_no_rank():
+    """An engine says None where it has no target; and who has none is not strict, whatever it says of relaxing."""
+    objects = [Wanting(1, False), Wanting(2, False), Wanting(3, False)]
+    objects[0].scheduling_params.attention_dp_rank = -1
+    objects[1].scheduling_params.attention_dp_rank = None
+    result = Router().route(batch_from(objects, length=lambda r: 5), RANKS)
+    assert [(e.request_id, e.field) for e in result.errors] == [(1, "target_rank")]
+    assert result.assignments == {0: (3,), 1: (2,)}
 
 
 @pytest.mark.parametrize("children", [3, 0, True, 1.5, object(), Angry()])

@@ -238,6 +238,48 @@ def test_a_draining_rank_is_not_kept_free():
     assert result.assignments == {0: (), 1: (), 2: ()}
 
 
+IDLE, BUSY = {"token_count": 0, "request_count": 0}, {"token_count": 5, "request_count": 1}
+
+
+@pytest.mark.parametrize(
+    ("history", "kept"),
+    [
+        ([], True),
+        ([{**IDLE, "free_kv_blocks": 2}], False),
+        ([{**IDLE, "free_kv_blocks": 4}], True),
+        ([{"token_count": 5, "free_kv_blocks": 2}], True),
+        ([{"request_count": 1, "free_kv_blocks": 2}], True),
+        ([{**IDLE, "free_kv_blocks": 4}, {**IDLE, "free_kv_blocks": 2}], True),
+        ([{**IDLE, "free_kv_blocks": 2}, {**BUSY, "free_kv_blocks": 1}], False),
+        ([{**IDLE, "free_kv_blocks": 2}, None], True),
+        ([{**IDLE, "free_kv_blocks": 2}, {**IDLE, "free_slots": 9}], True),
+        ([{**IDLE, "free_slots": 9}, {**IDLE, "free_kv_blocks": 2}], True),
+        ([{**IDLE, "free_kv_blocks": 2}, IDLE], True),
+    ],
+)
+def test_what_a_rank_had_free_when_it_was_idle_says_whether_it_is_kept_free(history, kept):
+    """The most of each capacity that it had then; not what it had while it held something; nothing of one that was gone."""
+    router = Router(config=RouterConfig(starvation_rounds=1))
+    other = RankState(1, 90, 1, free_slots=0)
+    for fields in history:
+        router.route([], [other] if fields is None else [RankState(0, **fields), other])
+    requests = [RouteRequest(0, 9, kv_block_count=4, waited_rounds=1), RouteRequest(1, 1)]
+    result = router.route(requests, [RankState(0, **BUSY, free_kv_blocks=1), other])
+    assert result.assignments == {0: () if kept else (1,), 1: ()}
+
+
+def test_a_home_that_is_kept_free_is_not_taken_by_its_conversation():
+    """The turn goes elsewhere, the home stays."""
+    router = Router("conversation", config=RouterConfig(starvation_rounds=1))
+    ranks = [RankState(0, 0, 1, 3), RankState(1, 5, 3, 1)]
+    router.route([RouteRequest(0, 1, target_rank=0, conversation_id="c")], ranks)
+    big = RouteRequest(1, 9, child_count=3, waited_rounds=1)
+    result = router.route([big, RouteRequest(2, 1, conversation_id="c")], ranks)
+    assert result.assignments == {0: (), 1: (2,)}
+    assert [d.why for d in result.decisions] == [Why.OVERFLOW]
+    assert router.home_of("c") == 0
+
+
 def test_at_most_half_of_the_ranks_are_kept_free():
     """Many large requests do not stop the others; the longest wait comes first."""
     big = [RouteRequest(i, 9, child_count=3, waited_rounds=20 + i) for i in range(4)]

@@ -82,6 +82,22 @@ def test_the_rule_that_decided_is_named(requests, ranks, rule, passed):
     assert all(e.value in line for e in passed)
 
 
+def test_an_explanation_counts_as_the_call_did():
+    """Children and KV blocks of those before it: load in sequences, and a rank that they left without room."""
+    requests = [
+        RouteRequest(1, 50, child_count=3, kv_block_count=2),
+        RouteRequest(2, 30),
+        RouteRequest(3, 20, kv_block_count=3),
+    ]
+    ranks = [RankState(0, free_kv_blocks=4), RankState(1, 100, free_kv_blocks=9)]
+    first, second, third = Router(config=RouterConfig(count_multiplier=9.0)).route(requests, ranks).decisions
+    assert (first.rank, second.rank, third.rank) == (0, 0, 1)
+    assert (second.load_tokens, second.load_requests) == (50, 4)
+    assert [(p.rank, p.load_tokens, p.load_requests, p.exclusion) for p in third.passed_over] == [
+        (0, 80, 5, Exclusion.NO_FREE_KV_BLOCKS)
+    ]
+
+
 def test_an_explanation_is_true_of_every_decision():
     """Random calls: who is called least loaded has no less loaded rank beside it that could take the request."""
     rng = random.Random(4)
@@ -276,6 +292,20 @@ def test_a_busy_rank_is_not_worth_its_cache():
     assert decision.rank == 1
 
 
+def test_what_a_call_gave_counts_for_its_next_prefix():
+    """Load and half of what was given: six of eight fill up the rank with the cache, one goes elsewhere, one comes back."""
+    requests = [RouteRequest(i, 1000, prefix_matches=(900, 0)) for i in range(8)]
+    result = Router("prefix").route(requests, [RankState(0), RankState(1)])
+    assert result.assignments == {0: (0, 1, 2, 3, 4, 5, 7), 1: (6,)}
+
+
+def test_a_cache_on_a_full_rank_attracts_nobody():
+    """What nobody can use decides nothing, and is not said to."""
+    request = RouteRequest(1, 1000, prefix_matches=(900, 0, 0))
+    decision = place(Router("prefix"), request, [RankState(0, free_slots=0), RankState(1, 5), RankState(2, 9)])
+    assert (decision.rank, decision.why) == (1, Why.LEAST_LOADED)
+
+
 # -- conversations -----------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +386,8 @@ def test_homes_are_those_of_a_plain_list():
     homes, plain = Homes(), []
     for _ in range(400):
         draft, after = homes.draft(), list(plain)
-        for _ in range(rng.randrange(4)):
+        # A call may use more homes than are kept: some come and go in it.
+        for _ in range(rng.choice((0, 1, 2, 3, 12))):
             key, rank = f"c{rng.randrange(9)}", rng.randrange(3)
             draft.use(key, rank)
             after = [entry for entry in after if entry[0] != key] + [(key, rank)]

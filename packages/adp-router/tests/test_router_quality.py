@@ -173,6 +173,18 @@ def test_the_gate_holds_while_a_rank_has_no_room_within_its_bound():
     assert steps == [False] * 5 + [True]
 
 
+def test_each_wait_of_the_gate_begins_anew():
+    """After an opening, and after a step in which it held for the other reason: the full bound again."""
+    lone, full, idle = [rank(1, 4), rank(0, 4)], [rank(1, 4), rank(2, 4)], [rank(1, 0), rank(0, 4)]
+    gate = DpGate(GateConfig(wait_steps_max=2, batching_steps=2))
+    assert [gate.step(full) for _ in range(6)] == [False, False, True] * 2
+    assert [gate.step(lone) for _ in range(6)] == [False, False, True] * 2
+    assert [gate.step(each) for each in (lone, full, lone, lone, lone)] == [False, False, False, False, True]
+    assert gate.step(idle)
+    statistics_ = gate.statistics()
+    assert (statistics_.released, statistics_.held, statistics_.timed_out) == (6, 12, 3)
+
+
 @pytest.mark.parametrize("bad", [{"wait_steps_max": -1}, {"batching_steps": -1}])
 def test_bad_gate_settings_are_refused(bad):
     """Field and value."""

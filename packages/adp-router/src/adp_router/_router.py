@@ -138,8 +138,9 @@ class Router:
         checked = check_requests(batch, position_of, len(states))
         memory = self._memory.draft()
         digest = digest_of(self._settings, memory.digest_part(), rank_bytes, *checked.packed)
-        turn = range(len(states)) if self.compat else memory.turns(states)
-        placement = Placement(checked.batch, states, turn, as_seed=self.compat, cached=self._policy.cached)
+        # In the compatible mode nothing counts as given: the turns are the order of the ranks.
+        turns = memory.turns(states)
+        placement = Placement(checked.batch, states, turns, as_seed=self.compat, cached=self._policy.cached)
         if self.compat:
             impossible: dict[int, str] = {}
             self._place_as_seed(placement, checked.good, position_of, memory)
@@ -188,18 +189,18 @@ class Router:
         return impossible
 
     def _place_in_shares(self, placement: Placement, rest: Sequence[int], memory: Memory) -> None:
-        """Fair shares among the ranks that can take something; what a full rank cannot take is shared by the others again."""
-        for attempt in range(placement.size + 1):
+        """Fair shares among the ranks that can take something; what a full rank cannot take is shared by the others again.
+
+        It ends after as many rounds as there are ranks, and one: the shares of a round together are at least what is left, so
+        where something is left over one of its ranks did not reach its share, and can take nothing of that in the next.
+        """
+        while True:
             among = placement.able(rest) or range(placement.size)
-            # Each round fills a rank for good, or nearly so; the last one only asks for capacity.
-            multiplier = self._multiplier if attempt < placement.size else None
-            placement.limit_to(fair_limits(placement, rest, multiplier, among))
+            placement.limit_to(fair_limits(placement, rest, self._multiplier, among))
             self._policy.place(placement, rest, memory)
             rest = placement.take_back()
             if not rest:
                 return
-        for index in rest:
-            placement.leave(index, LeftoverReason.COUNT_LIMIT)
 
     def _result(
         self, placement: Placement, checked: Checked, impossible: dict[int, str], digest: bytes
@@ -223,10 +224,13 @@ class Router:
         fullest = max(placement.counts)
         if self._multiplier is None:
             return fullest
+        # A rank that drains has no share, but in the compatible mode every rank has one.
         ends = (
             min(limit, count + slots)
-            for limit, count, slots in zip(placement.limits, placement.counts, placement.slots, strict=True)
-            if limit < NO_LIMIT
+            for limit, count, slots, is_open in zip(
+                placement.limits, placement.counts, placement.slots, placement.open, strict=True
+            )
+            if limit < NO_LIMIT and (is_open or self.compat)
         )
         return max(fullest, *ends, 0)
 
