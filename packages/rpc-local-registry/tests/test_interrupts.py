@@ -52,10 +52,11 @@ def untouched(code: CodeType) -> frozenset[int]:
 
 
 class Injector:
-    """Raises once, before a chosen bytecode of the package in this thread."""
+    """Raises once, before a chosen bytecode of the package in this thread; of one of its functions, if that is named."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, function: str = "") -> None:
         self._at = at
+        self._function = function
         self._count = 0
 
     @property
@@ -65,6 +66,8 @@ class Injector:
     def _enter(self, frame: Any, event: str, argument: object) -> Any:
         # What is raised in ``__del__`` is dropped by the interpreter.
         if not frame.f_code.co_filename.startswith(SOURCES) or frame.f_code.co_name == "__del__":
+            return None
+        if self._function not in ("", frame.f_code.co_qualname):
             return None
         # In this order: Python 3.13 asks for the function first.
         frame.f_trace, frame.f_trace_lines, frame.f_trace_opcodes = self._look, False, True
@@ -260,6 +263,46 @@ def test_an_interrupt_costs_one_call(verb: Callable[[Bench], Any]) -> None:
 def test_an_interrupt_on_the_borrowed_socket() -> None:
     """The caller itself sends and receives: whatever it was in the middle of, the I/O thread goes on with it."""
     assert sweep(remote, borrowed=True, first=1, stride=7) > 60
+
+
+def test_what_is_queued_waits_for_nobody() -> None:
+    """Interrupted between queueing and the wake-up, a call is sent, or taken back, without the help of another one."""
+    with bench() as made:
+        for at in range(1, 1000):
+            made.next_number()
+            before = made.client.statistics().oneway_done
+            injector = Injector(at, "Engine.submit")
+            _, stop = injector.call(lambda: remote_oneway(made))
+
+            def settled() -> bool:
+                now = made.client.statistics()
+                return now.oneway_sent == now.oneway_done and now.pending_bytes == 0
+
+            eventually(settled, PATIENCE_S)
+            assert made.worker.ran.get(made.number, 0) == made.client.statistics().oneway_done - before, stop
+            if not injector.has_raised:
+                return
+        raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("function", ["Call.remote_streaming", "RemoteStream.__init__"])
+def test_a_stream_that_nobody_got_is_over(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted after its call was made: the server hears of it, and what was half made ends without a complaint."""
+    complaints: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    with bench() as made:
+        for at in range(1, 1000):
+            injector = Injector(at, function)
+            stream, stop = injector.call(lambda: made.client.count(10**9).remote_streaming(timeout_s=600))
+            if stream is not None:
+                stream.cancel()
+            del stream
+            eventually(lambda: made.client.statistics().pending == made.server.statistics().pending == 0, PATIENCE_S)
+            assert not complaints, stop
+            if not injector.has_raised:
+                assert at > 5
+                return
+        raise AssertionError("it never ends")
 
 
 @pytest.mark.slow

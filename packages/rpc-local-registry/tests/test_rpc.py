@@ -629,6 +629,37 @@ class TestStreams:
         with pytest.raises(RpcStreamingError, match="fresh one"):
             source._take()
 
+    @pytest.mark.parametrize("fast_path", [False, True])
+    @pytest.mark.parametrize("leave", ["cancel", "forget", "read"])
+    def test_a_source_hears_that_its_consumer_left(self, key: bytes, fast_path: bool, leave: str) -> None:
+        """Once, whatever made it leave; never after a stream that was read to its end."""
+        left: list[str] = []
+        source: StreamSource[int] = StreamSource(on_cancel=lambda: left.append("left"))
+
+        class Worker:
+            @rpc_method(streaming=True, non_blocking=True)
+            def pushed(self) -> StreamSource[int]:
+                return source
+
+        with (
+            RpcServer(Worker(), "ipc://", key) as server,
+            RpcClient(server.address, key, fast_path=fast_path, interface=Worker) as client,
+        ):
+            stream = client.pushed().remote_streaming(timeout_s=60)
+            source.push(1)
+            assert next(stream) == 1
+            if leave == "read":
+                source.close()
+                assert list(stream) == []
+            if leave != "forget":
+                stream.cancel()
+                stream.cancel()
+            del stream
+            eventually(lambda: not source.push(2))
+            eventually(lambda: len(left) == (leave != "read"))
+            assert source.cancelled == (leave != "read")
+        assert left == ["left"] * (leave != "read")
+
     def test_a_source_wants_room(self) -> None:
         """A bound below one is an error."""
         with pytest.raises(ValueError, match="items_max"):

@@ -84,6 +84,11 @@ class Worker:
         """Remember."""
         self.seen.append(value)
 
+    @rpc_method(non_blocking=True)
+    def make(self, count: int) -> Any:
+        """A large answer to a small call."""
+        return np.arange(count)
+
     @rpc_method
     def wait(self) -> str:
         """Until the gate opens."""
@@ -117,12 +122,17 @@ class Lent:
         return engine._exchanges
 
     def __enter__(self) -> Lent:
+        self.until_lent()
+        return self
+
+    def until_lent(self) -> None:
+        """The next call may borrow the socket."""
         engine = self.client._core.engine
         assert engine is not None
         for _ in range(500):
             self.client.echo(0).remote(timeout_s=PATIENCE_S)
             if engine._turn.lent:
-                return self
+                return
         raise AssertionError("never lent")
 
     def __exit__(self, *_: object) -> None:
@@ -158,6 +168,30 @@ class TestBorrowing:
             assert not slow.done()
             lent.worker.gate.set()
             assert slow.result(PATIENCE_S) == "opened"
+
+    def test_nobody_borrows_while_something_else_is_under_way(self) -> None:
+        """An answer of another call could come: the I/O thread keeps the socket until that is over."""
+        with Lent() as lent:
+            slow = lent.client.wait().remote_future(timeout_s=PATIENCE_S)
+            before = lent.exchanges
+            for number in range(50):
+                assert lent.client.echo(number).remote(timeout_s=PATIENCE_S) == number
+            assert lent.exchanges == before
+            lent.worker.gate.set()
+            assert slow.result(PATIENCE_S) == "opened"
+
+    def test_a_borrower_leaves_an_answer_of_several_frames(self) -> None:
+        """To the I/O thread, whole; the session goes on."""
+        with Lent() as lent:
+            borrowed = 0
+            while borrowed < 5:
+                lent.until_lent()
+                before = lent.exchanges
+                made = lent.client.make(100_000).remote(timeout_s=PATIENCE_S)
+                borrowed += lent.exchanges - before
+                assert (made == np.arange(100_000)).all()
+            assert lent.client.statistics().sessions == 1
+            assert not lent.client.statistics().refused
 
     def test_deadlines_and_large_messages(self) -> None:
         """A borrower's call ends in time; frames beside the first travel by the I/O thread."""

@@ -288,6 +288,17 @@ class TestHandshake:
         with pytest.raises(RpcProtocolMismatch, match=r"hmac-sha256; this client .* blake2b"):
             client.answer(answer)
 
+    def test_every_byte_of_both_hellos_is_in_the_keys(self) -> None:
+        """Two clients whose hellos are as long, and answered by the same bytes, have sessions of their own."""
+        made = []
+        for name in ("client", "tneilc"):
+            hello = session.ClientHandshake(self.KEY, b"n" * 16, name, CLIENT).hello()
+            answer, opened = self.server().answer(hello, b"m" * 16)
+            assert opened is not None
+            made.append((list(map(len, hello)), list(map(bytes, answer)), opened.sealer.seal(wire.PING)))
+        assert made[0][:2] == made[1][:2]
+        assert made[0][2] != made[1][2]
+
     def test_a_downgrade_is_impossible(self) -> None:
         """Even who could write valid handshake messages under the key of the handshake alone gets two ends that do not meet."""
         mine = msgspec.structs.replace(CLIENT, macs={HMAC_SHA256: 2, BLAKE2B: 1})
