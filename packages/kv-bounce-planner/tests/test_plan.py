@@ -621,6 +621,19 @@ def test_a_split_over_context_parallel_ranks_is_gathered_from_all_of_them() -> N
     assert first.source_addresses[at] == 0x20000 + 6 * 64
 
 
+def test_a_block_that_gets_several_runs_of_one_rank_is_one_block() -> None:
+    """Token by token in turn: both source ranks write two runs into each whole block of four."""
+    source = InstanceLayout(
+        "ctx", tuple(_shared(r, 2, base=0x10000 * (r + 1), interleave=1) for r in range(2)), cp_size=2
+    )
+    plan = plan_transfer(
+        source, _shared(0, 1, base=0x90000), tokens=TokenRange(0, 14), target_blocks=RequestBlocks.single([5, 1, 2, 7]),
+        source_blocks={0: RequestBlocks.single([3, 4]), 1: RequestBlocks.single([6, 0])},
+    )  # fmt: skip
+    assert [writer.total_bytes for writer in plan.writers.values()] == [7 * 64, 7 * 64]
+    assert [writer.block_count for writer in plan.writers.values()] == [4, 4]
+
+
 def test_equal_shares_move_whole_blocks_between_ranks_of_one_number() -> None:
     """The same split on both sides costs nothing: one writer, as many fragments as without context parallelism."""
     source = InstanceLayout(

@@ -24,6 +24,7 @@ from kv_bounce_planner.sessions import (
     TransportClass,
 )
 from kv_bounce_planner.sessions.config import Handshake
+from kv_bounce_planner.sessions.core import Progressed
 from kv_bounce_planner.sessions.messages import Beat, Sealed, WriterResult, decode_frame, encode_message
 from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor
 
@@ -946,7 +947,7 @@ def test_what_waits_for_the_introduction_of_a_dead_peer_ends_at_once(make_lab, c
 
 def test_what_a_transport_says_once_is_not_lost_to_an_interrupt(make_lab, monkeypatch):
     """A finished write comes with one poll of the transport; the interrupt of its step leaves it for the next."""
-    lab = make_lab(1, parts_max=1, landing=lambda job, part: "hold")
+    lab = make_lab(1, parts_max=1, landing=lambda job, part: "hold", executor=WriteExecutor.SENDER)
     (operation,) = lab.open()
     lab.ready()
     lab.run(8)
@@ -954,7 +955,7 @@ def test_what_a_transport_says_once_is_not_lost_to_an_interrupt(make_lab, monkey
     original, raised = sender._step, []
 
     def interrupted(record, event):
-        if not raised and type(event).__name__ == "Progressed":
+        if not raised and isinstance(event, Progressed) and event.progress.state == "done":
             raised.append(event)
             raise KeyboardInterrupt
         return original(record, event)

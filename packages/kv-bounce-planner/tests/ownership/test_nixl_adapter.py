@@ -76,6 +76,22 @@ def test_fake_transport_conforms():
     check_transport(lambda left, right: (world.transport(left), world.transport(right)), register=register)
 
 
+def test_the_version_of_our_memory_rises_with_every_change_of_it():
+    """Peers that know an earlier one are told: whatever is registered or given back, once; not what failed."""
+    transport, array = NixlTransport(SELF), np.zeros(4096, np.uint8)
+    versions = [transport.memory_version]
+    registrations = []
+    for part in (array[:2048], array[2048:]):
+        registrations.append(transport.register([MemoryRegion(part.ctypes.data, part.nbytes)]))
+        versions.append(transport.memory_version)
+    for registration in registrations:
+        transport.deregister(registration)
+        versions.append(transport.memory_version)
+    assert versions == sorted(set(versions))
+    transport.deregister(registrations[0])
+    assert transport.memory_version == versions[-1]
+
+
 def test_regular_patterns_go_as_strided_rows_and_land_exactly():
     """A block list with one stride on both sides; a large fragment is cut; a mixed list falls back to rows."""
     left, right = NixlTransport(SELF), NixlTransport(PEER)

@@ -427,6 +427,26 @@ def test_a_last_word_that_was_lost_is_said_again_when_the_sender_asks(make_lab):
     assert len(said(lab, ReadOffer)) == 2 and len(said(lab, ReadOver)) == 2
 
 
+def test_a_recall_that_was_lost_with_its_link_is_repeated_on_the_next_one(make_lab):
+    """The reader goes on in the meantime; then it stops, and what had begun is waited for."""
+    gate = Gate()
+    lab = make_lab(1, linked=True, landing=gate, parts_max=1)
+    operation = reading(lab)
+    sender = lab.senders[0]
+    sender.fail(KEY, "preempted")
+    lab.run(1, receiver=False)
+    assert sender.state_of(operation) == "RECALLED"
+    lab.network.sever(lab.peer, sender.self_id)
+    lab.run(2)
+    assert lab.state(operation) == "READING"
+    lab.network.heal(lab.peer, sender.self_id)
+    lab.run(6)
+    assert lab.state(operation) == "STOPPING" and said(lab, Cancel)
+    gate.verdict = "land"
+    lab.run(6)
+    assert sender.state_of(operation) in ("DRAINED", "DONE") and lab.names()[-1] == "MemoryReleased"
+
+
 def test_words_that_do_not_belong_to_a_loan_change_nothing(make_lab):
     """And a loan's words about a write are a contradiction, as any other is."""
     lab = make_lab(1, landing=Gate())
