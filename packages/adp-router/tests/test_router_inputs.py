@@ -184,6 +184,8 @@ def variants():
         {"conversation_id": "\\ud800"}, {"conversation_id": ""}, {"prefix_matches": (1, 0)}, {"prefix_matches": (0, 1)},
         {"waited_rounds": 1}, {"token_count": float("nan")}, {"token_count": "5"}, {"token_count": 5.5}, {"token_count": True},
         {"token_count": 1 << 70}, {"target_rank": 0, "strict": True}, {"conversation_id": 5}, {"conversation_id": "5"},
+        {"token_count": []}, {"token_count": [5]}, {"token_count": [6]}, {"token_count": [5, 5]}, {"token_count": [[5]]},
+        {"token_count": b"5"}, {"token_count": {}},
     ]  # fmt: skip
     rng.shuffle(changes)
     return [RouteRequest(**{**base, **change}) for change in changes]
