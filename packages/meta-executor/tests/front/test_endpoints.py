@@ -13,6 +13,7 @@ import pytest
 
 from meta_executor import wire
 from meta_executor.front.envelope import ACCESS_LOGGER
+from meta_executor.front.stories import Story
 from meta_executor.listener.access import KeyFile
 
 pytestmark = pytest.mark.asyncio
@@ -415,3 +416,17 @@ async def test_five_hundred_requests_with_errors_and_disconnects_are_all_counted
         tokens = value("trtllm_generation_tokens_total")
         assert counted["tokens"] <= tokens <= counted["tokens"] + 14 * late
         assert value("running_requests") == 0 and value("internal_errors_total") == 0
+
+
+async def test_a_story_has_an_end(make_cluster: Any) -> None:
+    """A request of very many answers tells the beginning, and how much more there was; old ones are forgotten."""
+    async with make_cluster() as cluster:
+        body = {"model": "synthetic", "prompt": "a", "n": 40, "max_tokens": 2}
+        await cluster.client.post(f"{cluster.url}/v1/completions", json=body, headers={"x-request-id": "many"})
+        story = (await cluster.client.get(f"{cluster.url}/debug/requests/many")).json()
+        assert len(story["answers"]) == 40 and len(story["events"]) == 128 and story["events_left_out"] > 100
+        for index in range(1030):
+            cluster.service.stories.begin(Story(f"r{index}", "/", "a", 0.0, 0.0))
+        for name in ("many", f"cmpl-{story['answers'][0]:x}", "r0"):
+            assert (await cluster.client.get(f"{cluster.url}/debug/requests/{name}")).status_code == 404
+        assert cluster.service.stories.find("r1029") is not None

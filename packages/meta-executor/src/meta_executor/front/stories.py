@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 #: Of one story (count): a request of very many answers tells the beginning.
-_EVENTS_MAX = 512
+_EVENTS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
