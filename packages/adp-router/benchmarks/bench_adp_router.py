@@ -91,7 +91,8 @@ class Item:
 
 
 def input_forms(router: Router, sizes: list[int]) -> dict[str, Callable[[], object]]:
-    """Every form in which requests may be given: three capacities, a length where tokens would be read, the digest."""
+    """Every form in which requests may be given: three capacities, a length where tokens would be read, the digest; and what a
+    rank needs of the result, its own requests."""
     count = len(sizes)
     states = ranks()
     columns = RouteBatch(list(range(count)), sizes, kv_block_counts=[256] * count)
@@ -103,13 +104,13 @@ def input_forms(router: Router, sizes: list[int]) -> dict[str, Callable[[], obje
 
     def engine(given: list[Any], *names: str) -> Callable[[], object]:
         if names:
-            return lambda: router.route(batch_from(given, length=length, attributes=names), states)
-        return lambda: router.route(batch_from(given, length=length), states)
+            return lambda: router.route(batch_from(given, length=length, attributes=names), states).ids_on(0)
+        return lambda: router.route(batch_from(given, length=length), states).ids_on(0)
 
     return {
-        "columns": lambda: router.route(columns, states),
-        "NumPy columns": lambda: router.route(arrays, states),
-        "request objects": lambda: router.route(requests, states),
+        "columns": lambda: router.route(columns, states).ids_on(0),
+        "NumPy columns": lambda: router.route(arrays, states).ids_on(0),
+        "request objects": lambda: router.route(requests, states).ids_on(0),
         "engine objects, attributes named": engine(objects, "child_req_ids"),
         "engine objects": engine(objects),
         "queue items, attributes named": engine(items, "request", "child_req_ids"),

@@ -523,7 +523,12 @@ def test_many_ranks_and_huge_loads_are_placed_as_few_and_small_ones(size, load):
     rng = random.Random(size)
     ranks = [RankState(r, load + rng.randrange(3), 0, 9999, 9999) for r in range(size)]
     requests = [RouteRequest(i, rng.choice([0, 7, rng.randrange(99)])) for i in range(2 * size)]
-    assert Router().route(requests, ranks).assignments == dumb_balanced(requests, ranks)
+    router = Router()
+    result = router.route(requests, ranks)
+    wanted = dumb_balanced(requests, ranks)
+    assert result.assignments == wanted
+    assert {r: result.ids_on(r) for r in range(size)} == wanted
+    assert router.statistics().placed_by_rank == {r: len(ids) for r, ids in wanted.items()}
 
 
 def counts_of(result):
@@ -637,6 +642,17 @@ def test_processes_with_other_hash_seeds_agree():
         outputs.add(done.stdout)
     assert len(outputs) == 1
     assert len(json.loads(outputs.pop())) == 120
+
+
+def test_a_rank_asks_for_its_own_ids():
+    """Ranks need not be numbered from 0; what was given may change meanwhile; an unknown rank is an error."""
+    ids = [5, 6, 7]
+    result = Router().route(RouteBatch(ids, [3, 2, 1]), [RankState(7), RankState(2)])
+    ids.clear()
+    assert (result.ids_on(7), result.ids_on(2)) == ((5,), (6, 7)) == tuple(result.assignments.values())
+    assert "assignments={7: (5,), 2: (6, 7)}" in repr(result)
+    with pytest.raises(KeyError):
+        result.ids_on(0)
 
 
 def test_explain_says_why():

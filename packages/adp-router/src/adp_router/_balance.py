@@ -36,17 +36,16 @@ def place_balanced(placement: Placement, indices: Sequence[int]) -> None:
     order = sorted(indices, key=placement.batch.token_counts.__getitem__, reverse=True)
     lengths = gather(placement.batch.token_counts, order)
     by_turn = sorted(range(placement.size), key=placement.turn.__getitem__)
-    where: list[int] = []
-    while free and len(where) < len(order):
+    done = 0
+    while free and done < len(order):
         positions = _with_room(placement, able)
-        stretch, in_rounds = _stretch(placement, lengths, len(where), positions)
+        stretch, in_rounds = _stretch(placement, lengths, done, positions)
         if stretch < _STRETCH_MIN:
             break
-        some = lengths[len(where) : len(where) + stretch]
-        where += _place_stretch(placement, some, placement.sums(indices)[0], positions, by_turn, in_rounds=in_rounds)
-    done = len(where)
-    if done:
-        placement.note_least_loaded(order[:done], where, lengths[:done])
+        some = lengths[done : done + stretch]
+        where = _place_stretch(placement, some, placement.sums(indices)[0], positions, by_turn, in_rounds=in_rounds)
+        placement.note_least_loaded(order[done : done + stretch], where, some)
+        done += stretch
     if done < len(order):
         _place_bound(placement, order[done:], _with_room(placement, able), by_turn)
 

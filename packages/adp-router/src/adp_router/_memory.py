@@ -38,14 +38,14 @@ class Totals:
             self.by_rank.copy(), self.by_reason.copy(), self.by_leftover.copy(),
         )  # fmt: skip
 
-    def add(self, result: RoutingResult, why_counts: dict[Why, int]) -> None:
-        """Count a call."""
+    def add(self, result: RoutingResult, why_counts: dict[Why, int], placed: Sequence[int]) -> None:
+        """Count a call; ``placed``: requests by position."""
         self.calls += 1
         self.placed += sum(why_counts.values())
         self.left_over += len(result.leftovers)
         self.refused += len(result.errors)
-        for rank, ids in result.assignments.items():
-            self.by_rank[rank] = self.by_rank.get(rank, 0) + len(ids)
+        for state, count in zip(result.log.ranks, placed, strict=True):
+            self.by_rank[state.rank] = self.by_rank.get(state.rank, 0) + count
         for why, count in why_counts.items():
             self.by_reason[why] = self.by_reason.get(why, 0) + count
         for left in result.leftovers:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
 
 from adp_router._plain import plain_integer
 from adp_router._text import shown
@@ -85,6 +87,7 @@ class RouteLog:
         turn: Where each position stands among equals.
         request_ids, token_counts, weights, block_counts, matches: Of every request of the call; None: 0 each (weights: 1).
         index, position, why, added: One entry per placement, in order; ``added``: tokens that the rank's load grew by.
+            Positions are bytes where there are at most 256 ranks.
         spans: Limits, by stretch.
     """
 
@@ -96,7 +99,7 @@ class RouteLog:
     block_counts: tuple[int, ...] | None
     matches: tuple[tuple[int, ...], ...] | None
     index: tuple[int, ...]
-    position: tuple[int, ...]
+    position: Sequence[int]
     why: tuple[Why, ...]
     added: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -202,23 +205,55 @@ class _Replay:
         return max(length - matches[index][position], 0)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RoutingResult:
     """Where every request went. Each request is in exactly one of ``assignments``, ``leftovers`` and ``errors``.
 
     Attributes:
-        assignments: Request ids by rank, in the order to start them; every rank is a key.
         expected_request_count: Sequences on the fullest rank if its fair share is taken (count); no rank ends above it.
         digest: Hash of everything that was put in (16 bytes): equal on ranks that saw the same.
-        log: What happened, frozen; ``decisions`` reads it.
+        log: What happened, frozen; ``assignments`` and ``decisions`` are worked out from it when they are asked for.
     """
 
-    assignments: dict[int, tuple[int, ...]]
     leftovers: tuple[Leftover, ...]
     errors: tuple[RequestError, ...]
     expected_request_count: int
     digest: bytes
-    log: RouteLog = field(repr=False)
+    log: RouteLog
+
+    def __repr__(self) -> str:
+        return (
+            f"RoutingResult(assignments={self.assignments!r}, leftovers={self.leftovers!r}, errors={self.errors!r}, "
+            f"expected_request_count={self.expected_request_count!r}, digest={self.digest!r})"
+        )
+
+    @cached_property
+    def assignments(self) -> dict[int, tuple[int, ...]]:
+        """Request ids by rank, in the order to start them; every rank is a key. See :meth:`ids_on` for one rank's."""
+        log = self.log
+        placed: list[list[int]] = [[] for _ in log.ranks]
+        for position, index in zip(log.position, log.index, strict=True):
+            placed[position].append(log.request_ids[index])
+        return {state.rank: tuple(placed[p]) for p, state in enumerate(log.ranks)}
+
+    def ids_on(self, rank: int) -> tuple[int, ...]:
+        """Request ids of one rank, in the order to start them: all that this rank itself needs, without the others'.
+
+        Raises:
+            KeyError: No such rank was in this call.
+        """
+        log = self.log
+        ranks = [state.rank for state in log.ranks]
+        if rank not in ranks:
+            raise KeyError(rank)
+        mine = ranks.index(rank)
+        if isinstance(log.position, bytes):
+            is_mine = bytearray(256)
+            is_mine[mine] = 1
+            chosen: Iterable[int] = compress(log.index, log.position.translate(is_mine))
+        else:
+            chosen = [index for index, position in zip(log.index, log.position, strict=True) if position == mine]
+        return tuple(map(log.request_ids.__getitem__, chosen))
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

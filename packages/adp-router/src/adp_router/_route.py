@@ -7,7 +7,8 @@ turn it is. Requests are indices into a batch's columns; ranks are positions in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, MutableSequence, Sequence
 from operator import itemgetter
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from adp_router._types import Exclusion, LeftoverReason, RankState, Why
 
 T = TypeVar("T")
 
+#: Positions below this are logged as bytes, in which a rank's own are found at once.
+_BYTE_END = 256
 #: Above every sum of counts that a call could hold.
 NO_LIMIT = 1 << 200
 _REASON = {
@@ -69,7 +72,7 @@ class Placement:
         self.matches = batch.prefix_matches if cached else None
         #: What was placed, in order, as columns: request, position, why, tokens added.
         self.log_index: list[int] = []
-        self.log_position: list[int] = []
+        self.log_position: MutableSequence[int] = bytearray() if self.size <= _BYTE_END else []
         self.log_why: list[Why] = []
         self.log_added: list[int] = []
         self.why_counts: dict[Why, int] = {}
@@ -138,7 +141,7 @@ class Placement:
     def note_least_loaded(self, indices: Sequence[int], positions: Sequence[int], added: Sequence[int]) -> None:
         """Log many placements on the least loaded rank at once; the books are the caller's to keep."""
         self.log_index += indices
-        self.log_position += positions
+        self.log_position.extend(positions)
         self.log_why += [Why.LEAST_LOADED] * len(positions)
         self.log_added += added
         if positions:
@@ -157,6 +160,12 @@ class Placement:
             if _CLOSENESS[lacking] > _CLOSENESS[best]:
                 best = lacking
         return _REASON[best]
+
+    def placed_counts(self) -> list[int]:
+        """Requests placed by position (count)."""
+        positions = self.log_position
+        found = Counter(positions) if isinstance(positions, list) else None
+        return [positions.count(p) if found is None else found[p] for p in range(self.size)]
 
     def take_back(self) -> list[int]:
         """Requests that only the count limit kept out, in order of arrival; they are to be tried again."""
@@ -220,11 +229,15 @@ class Placement:
             block_counts=None if batch.kv_block_counts is None else tuple(batch.kv_block_counts),
             matches=None if self.matches is None else tuple(self.matches),
             index=tuple(self.log_index),
-            position=tuple(self.log_position),
+            position=_frozen(self.log_position),
             why=tuple(self.log_why),
             added=tuple(self.log_added),
             spans=tuple(self._spans),
         )
+
+
+def _frozen(positions: MutableSequence[int]) -> Sequence[int]:
+    return bytes(positions) if isinstance(positions, bytearray) else tuple(positions)
 
 
 def fair_limits(placement: Placement, rest: Sequence[int], multiplier: float | None, among: Sequence[int]) -> list[int]:

@@ -149,7 +149,7 @@ class Router:
             impossible = self._place(placement, checked.good, position_of, memory)
             memory.homes.trim(self.config.conversations_max)
         result = self._result(placement, checked, impossible, digest)
-        memory.totals.add(result, placement.why_counts)
+        memory.totals.add(result, placement.why_counts, placement.placed_counts())
         self._memory = memory
         return result
 
@@ -206,11 +206,7 @@ class Router:
         self, placement: Placement, checked: Checked, impossible: dict[int, str], digest: bytes
     ) -> RoutingResult:
         ids = placement.batch.request_ids
-        placed: list[list[int]] = [[] for _ in placement.ranks]
-        for position, index in zip(placement.log_position, placement.log_index, strict=True):
-            placed[position].append(ids[index])
         return RoutingResult(
-            assignments={state.rank: tuple(placed[p]) for p, state in enumerate(placement.ranks)},
             leftovers=tuple(
                 Leftover(ids[index], reason, impossible.get(index, "")) for index, reason in placement.left
             ),
