@@ -366,10 +366,16 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
         hostname: str = "127.0.0.1",
         names: dict[str, Any] | None = None,
         local_prefill_max: int = 0,
+        elsewhere: bool = False,
         **config: Any,
     ) -> AsyncIterator[Cluster]:
         instances = [FakeInstance("context", f"ctx-{i}", byte_tokenizer) for i in range(contexts)]
         instances += [FakeInstance("generation", f"gen-{i}", byte_tokenizer) for i in range(generations)]
+        names_here = [instance.owner_id for instance in instances]
+        if elsewhere:
+            for instance in instances:
+                # Each was started alone: it is the first one of its own run.
+                instance.owner_id = "ctx-0" if instance.role == "context" else "gen-0"
         if style == "generation_first":
             for instance in instances:
                 if instance.role == "context":
@@ -379,7 +385,7 @@ def make_cluster(byte_tokenizer: Tokenizer) -> Callable[..., contextlib.Abstract
             stack.push_async_callback(running.stop)
             for instance in instances:
                 instance.url = running.start(instance.app)
-            servers = [FrontServer(i.owner_id, i.role, i.url) for i in instances]
+            servers = [FrontServer(name, i.role, i.url, elsewhere) for name, i in zip(names_here, instances)]
             legs = LegClient(KEY)
             stack.push_async_callback(legs.close)
             front = FrontConfig(**config)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from meta_executor import wire
+from meta_executor.config import FrontRouterConfig
 
 pytestmark = pytest.mark.asyncio
 
@@ -105,3 +106,27 @@ async def test_a_server_that_could_not_be_reached_is_named_in_the_next_choice(ma
             whys
         )
         await cluster.settled()
+
+
+async def test_instances_of_several_runs_may_call_themselves_the_same(make_cluster) -> None:
+    """Two of each role, each the first of its own run: all are used, and are told apart by the names that they have here."""
+    turns = FrontRouterConfig(type="round_robin")
+    async with make_cluster(
+        contexts=2, generations=2, elsewhere=True, context_router=turns, generation_router=turns
+    ) as cluster:
+        for _ in range(4):
+            assert (await cluster.complete()).status_code == 200
+        assert [len(instance.received) for instance in cluster.instances] == [2, 2, 2, 2]
+        routing = await shown(cluster)
+        assert {d.owner_id for d in routing.decisions} == {"ctx-0", "ctx-1", "gen-0", "gen-1"}
+        assert [i.owner_id for i in routing.instances] == ["ctx-0", "ctx-1", "gen-0", "gen-1"]
+        assert [len(i.decisions) for i in routing.instances] == [2, 2, 2, 2]
+        await cluster.settled()
+
+
+async def test_an_instance_of_this_run_must_have_its_name(make_cluster) -> None:
+    """An answer of another slot at its address is not believed."""
+    async with make_cluster(prepare=False) as cluster:
+        cluster.context.owner_id = "ctx-7"
+        await cluster.service.directory.prepare()
+        assert not cluster.service.can_serve()

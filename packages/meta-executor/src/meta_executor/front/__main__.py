@@ -29,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
         owner_id, separator, url = text.partition("=")
         if not separator or not url.startswith("http://"):
             parser.error(f"--server {text!r}: want OWNER=http://HOST:PORT")
-        servers.append(FrontServer(owner_id, run.instance(owner_id).role, url.rstrip("/")))
+        spec = run.instance(owner_id)
+        servers.append(FrontServer(owner_id, spec.role, url.rstrip("/"), elsewhere=bool(spec.url)))
     return run_front(run, servers)
 
 

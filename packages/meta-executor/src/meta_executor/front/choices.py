@@ -97,7 +97,8 @@ class Choices:
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                instances.append(answer)
+                # Under the name that it has here: instances of several runs may call themselves the same.
+                instances.append(msgspec.structs.replace(answer, owner_id=server.owner_id))
         decided, held = self._recent.last(count_max)
         now_s = self._clock()
         return wire.ServiceRouting(

@@ -24,17 +24,19 @@ _RESERVATION_GRACE_S = 60.0
 
 @dataclass(frozen=True)
 class FrontServer:
-    """An instance as the launcher names it.
+    """An instance as this run names it.
 
     Attributes:
         owner_id: Slot, such as ``ctx-0``.
         role: ``context`` or ``generation``.
         url: Where it answers, without a slash at the end.
+        elsewhere: It was started apart, and has in its own run a name of its own.
     """
 
     owner_id: str
     role: str
     url: str
+    elsewhere: bool = False
 
 
 def record_of(body: bytes) -> Mapping[str, Any]:
@@ -82,7 +84,7 @@ def make_directory(
         policy=routers.pick,
     )
     for server in servers:
-        directory.add_server(server.url, server.role, owner_id=server.owner_id)
+        directory.add_server(server.url, server.role, owner_id=None if server.elsewhere else server.owner_id)
     return directory
 
 
