@@ -290,6 +290,8 @@ class CalibrationTransport(Protocol):
 
 CALIBRATION_BYTES = (1 << 20, 4 << 20, 32 << 20)
 CALIBRATION_COUNTS = (1, 64, 1024, 8192)
+CALIBRATION_ROUNDS = 3
+_PHASES = ("wire_s", "gather_s", "scatter_s", "overhead_s")
 
 
 def calibrate(
@@ -299,6 +301,7 @@ def calibrate(
     *,
     sizes: Sequence[int] = CALIBRATION_BYTES,
     counts: Sequence[int] = CALIBRATION_COUNTS,
+    rounds: int = CALIBRATION_ROUNDS,
 ) -> CostModel:
     """Measure a small grid, fit the four affine functions and remember the model under its key.
 
@@ -308,20 +311,32 @@ def calibrate(
         cache: Where models are kept; None measures always.
         sizes: Total bytes of the grid.
         counts: Fragments of the grid; points with fragments under 16 B are left out.
+        rounds: So often the whole grid is measured, at least 1; of each point the best counts. What slows the machine for a
+            while slows one round, not every trial of a point.
 
     Returns:
         The model; every coefficient at least 0, fitted to relative error.
 
     Raises:
-        LayoutError: The grid has fewer than three usable points.
+        LayoutError: The grid has fewer than three usable points, or there is no round.
     """
     if cache is not None and transport_key in cache:
         return cache[transport_key]
     grid = [(total, count) for total in sizes for count in counts if count >= 1 and total // count >= 16]
     if len(grid) < 3:
         raise LayoutError("calibration needs at least three points")
-    direct = [transport.measure(Tier.DIRECT, total, count).wire_s for total, count in grid]
-    bounce = [transport.measure(Tier.BOUNCE, total, count) for total, count in grid]
+    if rounds < 1:
+        raise LayoutError(f"calibration needs at least one round, got {rounds}")
+    measured = [
+        [(transport.measure(Tier.DIRECT, *point), transport.measure(Tier.BOUNCE, *point)) for point in grid]
+        for _ in range(rounds)
+    ]
+    direct = [min(round_[at][0].wire_s for round_ in measured) for at in range(len(grid))]
+    # Each phase by itself: what disturbed the gather of one trial says nothing against its wire.
+    bounce = [
+        Phases(*(min(getattr(round_[at][1], name) for round_ in measured) for name in _PHASES))
+        for at in range(len(grid))
+    ]
     pieces = [count for _, count in grid]
     ones = [1] * len(grid)
     totals = [total for total, _ in grid]
