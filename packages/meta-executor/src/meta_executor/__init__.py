@@ -9,6 +9,7 @@ Rooms, each importing only what stands below it:
 - ``executor``: loop, scheduler, ownership, transceiver
 - ``engine``: models, weights, tokenizer, sampling, the KV pool
 - ``evidence``: records of what happened, and their verification
+- ``discovery``: where instances register and the front finds them
 - ``config``: what a service is configured to be
 """
 

@@ -283,6 +283,16 @@ class ConditionalDisaggConfig(_Section, frozen=True, kw_only=True):
     max_local_prefill_length: NonNegativeInt = 0
 
 
+class DiscoveryConfig(_Section, frozen=True, kw_only=True):
+    """How the front finds the instances."""
+
+    #: Where instances register and the front looks: a folder, or the URL of an etcd (``http://host:2379``). None: the launcher
+    #: tells the front where they are.
+    store: str | None = None
+    #: An instance that ended without a word is gone from the store after this time (s).
+    lease_s: Annotated[float, msgspec.Meta(ge=1.0)] = 10.0
+
+
 class ServiceConfig(_Section, frozen=True, kw_only=True):
     """Everything that ``meta-executor up`` starts."""
 
@@ -294,6 +304,7 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     front: FrontConfig = FrontConfig()
     conditional_disagg_config: ConditionalDisaggConfig = ConditionalDisaggConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
     context_servers: InstanceConfig = InstanceConfig(pipeline_parallel_size=4)
     generation_servers: InstanceConfig = InstanceConfig(tensor_parallel_size=2, enable_attention_dp=True)
     #: Where sockets, the key, logs and evidence of a run go: a folder of this user's that others may not write to. None: one
@@ -597,6 +608,8 @@ def _check(config: ServiceConfig) -> None:
         )
     if not all(config.served_model_names) or (config.served_model_name is not None and not config.served_model_names):
         raise ConfigError("served_model_name", f"want a name or several, got {config.served_model_name!r}")
+    if config.discovery.store == "":
+        raise ConfigError("discovery.store", "want a folder, the URL of an etcd, or null, got ''")
     for given, wanted in (("tls_certificate_file", "tls_key_file"), ("tls_key_file", "tls_certificate_file")):
         if getattr(config.front, given) is not None and getattr(config.front, wanted) is None:
             raise ConfigError(f"front.{wanted}", f"is wanted with {given}, got null")

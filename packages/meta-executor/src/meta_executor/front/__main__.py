@@ -1,4 +1,7 @@
-"""``python -m meta_executor.front --run-dir DIR --server ctx-0=http://127.0.0.1:8101 --server gen-0=…``."""
+"""``python -m meta_executor.front --run-dir DIR --server ctx-0=http://127.0.0.1:8101 --server gen-0=…``.
+
+With ``discovery.store`` in the run's configuration the instances are found there, and none need be named.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
 from meta_executor.front.replies import UNKNOWN_HEADER, Reply
 from meta_executor.front.routers import Routers
-from meta_executor.front.servers import FrontServer, TokenLimits, limits_of
+from meta_executor.front.servers import FrontServer, Servers, TokenLimits, limits_of
 from meta_executor.front.stories import Stories, Story
 from meta_executor.front.tenants import Tenants
 from meta_executor.listener.access import CALLER, Access, Caller, Guard, KeyFile, Need, table
@@ -96,7 +96,7 @@ class FrontService:
         tokenizer: The model's.
         config: Bounds.
         schedule_style: Order of the legs.
-        servers: Instances.
+        servers: Instances that are listed; others may register.
         directory: Of them; entered by the caller.
         routers: How one of several is chosen.
         legs: HTTP to them.
@@ -134,7 +134,7 @@ class FrontService:
         self.tokenizer = tokenizer
         self.config = config
         self.schedule_style = schedule_style
-        self.servers = tuple(servers)
+        self.servers = Servers(directory, servers)
         self.directory = directory
         self.access = Access(key, keys)
         self.ledger = Ledger(config.http)
@@ -167,7 +167,6 @@ class FrontService:
         self._idle.set()
         self.runs: set[asyncio.Task[None]] = set()
         self.cutting = False
-        self._owners = {server.url: server.owner_id for server in self.servers}
         self._unknown_logged: set[str] = set()
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -454,7 +453,7 @@ class FrontService:
         return _json(self.stories.drain(self._owner_of))
 
     def _owner_of(self, server: str) -> str:
-        return self._owners.get(server, server)
+        return self.servers.owner_of(server)
 
     async def metrics_text(self, request: Request) -> Response:
         """``GET /metrics`` and ``/prometheus/metrics``."""

@@ -7,7 +7,7 @@ wants to see it. Nothing is asked while requests are served.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -16,7 +16,7 @@ from meta_executor import wire
 from meta_executor.front.leg import LegError
 from meta_executor.front.legs import LegClient
 from meta_executor.front.routers import Hint, Routers
-from meta_executor.front.servers import FrontServer
+from meta_executor.front.servers import Servers
 from meta_executor.recent import Recent
 
 
@@ -34,14 +34,13 @@ class Choices:
     def __init__(
         self,
         directory: AsyncEndpointDirectory,
-        servers: Sequence[FrontServer],
+        servers: Servers,
         legs: LegClient,
         routers: Routers,
         clock: Callable[[], float],
     ) -> None:
         self._directory = directory
-        self._servers = tuple(servers)
-        self._owners = {server.url: server.owner_id for server in servers}
+        self._servers = servers
         self._legs = legs
         self._routers = routers
         self._clock = clock
@@ -61,7 +60,7 @@ class Choices:
         decision = wire.LegDecision(
             request_id=request_id,
             role=role,
-            owner_id=self._owners.get(server, server),
+            owner_id=self._servers.owner_of(server),
             why=self._why(role, hint, excluded),
             weight=weight,
             load_weight=load.weight - weight,
@@ -80,18 +79,19 @@ class Choices:
         else:
             why = self._routers.why(role, hint, len(pickable))
         if excluded:
-            names = ", ".join(self._owners.get(server, server) for server in excluded)
+            names = ", ".join(self._servers.owner_of(server) for server in excluded)
             why += f"; {names} could not be reached"
         return why
 
     async def shown(self, count_max: int) -> wire.ServiceRouting:
         """What ``/debug/routing`` answers: at most so many decisions here and of each instance, with their ages."""
+        servers = tuple(self._servers)  # one may come or go meanwhile
         answers = await asyncio.gather(
-            *(self._legs.routing(server.url, count_max) for server in self._servers), return_exceptions=True
+            *(self._legs.routing(server.url, count_max) for server in servers), return_exceptions=True
         )
         instances: list[wire.InstanceRouting] = []
         unknown: dict[str, str] = {}
-        for server, answer in zip(self._servers, answers, strict=True):
+        for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, LegError):
                 unknown[server.owner_id] = f"{answer.code}: {answer.message}"
             elif isinstance(answer, BaseException):

@@ -74,7 +74,7 @@ class LegClient:
         Raises:
             LegError: See there.
         """
-        stream = await self._stream(server)
+        stream = await self._stream(server, generation)
         if stream is not None:
             return await stream.context(request, generation)
         return await self._http.context(server, request, generation)
@@ -88,7 +88,7 @@ class LegClient:
         Raises:
             LegError: See there; also from the iterator, if the stream is cut or holds an error.
         """
-        stream = await self._stream(server)
+        stream = await self._stream(server, generation)
         if stream is None:
             opened = self._http.generation(server, request, generation, context)
         else:
@@ -103,9 +103,15 @@ class LegClient:
             return await stream.abort(request_id, reason)
         return await self._http.abort(server, request_id, reason)
 
-    async def _stream(self, server: str) -> StreamLegs | None:
-        """The one stream to an instance's present lifetime; None where it offers none."""
+    async def _stream(self, server: str, generation: str | None = None) -> StreamLegs | None:
+        """The one stream to an instance's present lifetime; None where it offers none.
+
+        One that was found by its registration has not said yet where its stream ends: it is asked before its first leg.
+        """
         known = self._known.get(server)
+        if generation is not None and (known is None or known.info.generation != generation):
+            await self.server_info(server)
+            known = self._known.get(server)
         if known is None or not known.info.service_address:
             return None
         stream = self._streams.get(server)

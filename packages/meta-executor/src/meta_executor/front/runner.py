@@ -17,7 +17,9 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from endpoint_lifecycle import AsyncReconciler
 from meta_executor.config import RunSpec
+from meta_executor.discovery import open_store, registry_prefix
 from meta_executor.engine.factory import model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
@@ -42,7 +44,7 @@ def run_front(run: RunSpec, servers: Sequence[FrontServer]) -> int:
 
     Args:
         run: The run; ``service.hostname`` and ``service.port`` say where to listen.
-        servers: Instances of both roles.
+        servers: Instances that are listed; those of ``discovery.store`` are found.
 
     Returns:
         Exit code: 0 after a drain, 1 if running requests had to be cut.
@@ -85,6 +87,10 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         stack.push_async_callback(legs.close)
         stack.callback(reporter.close)
         await stack.enter_async_context(directory)
+        if service_config.discovery.store is not None:
+            store = open_store(run)
+            stack.push_async_callback(store.aclose)
+            await stack.enter_async_context(AsyncReconciler(store, directory, prefix=registry_prefix(run)))
         service = FrontService(
             model=model,
             served_name=(*service_config.served_model_names, model.name)[0],

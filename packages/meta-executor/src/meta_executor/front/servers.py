@@ -1,12 +1,13 @@
-"""Which instances there are: ``/server_info`` answers as records of endpoint-lifecycle, and what they allow.
+"""Which instances there are, listed or found: ``/server_info`` answers as records of endpoint-lifecycle, and what they allow.
 
-The directory of endpoint-lifecycle does the work (single-flight refreshes, reservations, probing); here are only the two
-things that it cannot know: how to fetch a record from our instances, and how to read one.
+The directory of endpoint-lifecycle does the work (single-flight refreshes, reservations, probing); here is only what it cannot
+know: how to fetch a record from our instances, how to read one, and what an instance is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,15 @@ import msgspec
 
 from endpoint_lifecycle import AsyncEndpointDirectory, DirectoryConfig
 from meta_executor import wire
+from meta_executor.discovery import profile_of
 from meta_executor.front.legs import LegClient
 from meta_executor.front.routers import Routers
 
 _SERVER_INFO = msgspec.json.Decoder(wire.ServerInfo)
 #: A reservation outlives its request's own deadline by this much; its expiry is a backstop, counted as a defect (s).
 _RESERVATION_GRACE_S = 60.0
+#: Names of instances that are remembered by where they answered (count).
+_OWNERS_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,6 @@ def record_of(body: bytes) -> Mapping[str, Any]:
     info = _SERVER_INFO.decode(body)
     if info.wire_version != wire.WIRE_VERSION:
         raise ValueError(f"wire_version {info.wire_version}, this front speaks {wire.WIRE_VERSION}")
-    limits = {} if info.limits is None else msgspec.to_builtins(info.limits)
-    scope_ranks = max(1, info.world_size // max(1, info.attention_dp_size * info.pipeline_parallel_size))
     return {
         "ready": info.ready,
         "role": info.role,
@@ -59,14 +61,7 @@ def record_of(body: bytes) -> Mapping[str, Any]:
         "generation": info.generation,
         "state": info.state.lower(),
         "control_addresses": info.control_addresses,
-        "profile": {
-            "layout_fingerprint": info.profile,
-            "dp_size": info.attention_dp_size,
-            "pp_size": info.pipeline_parallel_size,
-            "tp_size": scope_ranks,
-            "limits": limits,
-            "details": {"model": info.model, "vocab_size": info.vocab_size},
-        },
+        "profile": msgspec.to_builtins(profile_of(info)),
     }
 
 
@@ -101,9 +96,33 @@ class TokenLimits:
     prompt: int
 
 
-def limits_of(
-    directory: AsyncEndpointDirectory, servers: Sequence[FrontServer], context_tokens_max: int
-) -> TokenLimits:
+class Servers:
+    """The instances as they are now: those that were listed, and those that have registered.
+
+    Args:
+        directory: Knows them.
+        listed: Named before anything was heard of them.
+    """
+
+    def __init__(self, directory: AsyncEndpointDirectory, listed: Sequence[FrontServer]) -> None:
+        self._directory = directory
+        self._owners: OrderedDict[str, str] = OrderedDict((server.url, server.owner_id) for server in listed)
+
+    def __iter__(self) -> Iterator[FrontServer]:
+        for role in ("context", "generation"):
+            for url in self._directory.servers(role):
+                yield FrontServer(self.owner_of(url), role, url)
+
+    def owner_of(self, url: str) -> str:
+        """The name of the instance there, also of one that has left since; its address where no name was ever heard."""
+        if url in self._directory.servers() and (record := self._directory.record(url)) is not None:
+            self._owners[url] = record.owner_id
+            while len(self._owners) > _OWNERS_MAX:
+                self._owners.popitem(last=False)
+        return self._owners.get(url, url)
+
+
+def limits_of(directory: AsyncEndpointDirectory, servers: Servers, context_tokens_max: int) -> TokenLimits:
     """The tightest limits.
 
     Args:

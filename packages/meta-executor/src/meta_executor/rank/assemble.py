@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from comm_broadcast import Broadcaster, MpiComm, TokenBatchCodec
-from endpoint_lifecycle import EndpointOwner, EndpointProfile
+from endpoint_lifecycle import EndpointOwner
 from kv_bounce_planner.planning import InstanceLayout, KVLayout, default_copier, from_kv_memory
 from kv_bounce_planner.sessions import (
     BounceArena,
@@ -28,6 +28,7 @@ from kv_bounce_planner.sessions import (
 )
 from meta_executor import wire
 from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, Role, RunSpec
+from meta_executor.discovery import profile_of
 from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec
 from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.executor._mpi import MpiLink
@@ -614,12 +615,7 @@ def _published(
     if rank == 0:
         record = owner.finalize().publish(
             tuple(fact.control_address for fact in facts),
-            EndpointProfile(
-                layout_fingerprint=info.profile,
-                dp_size=info.attention_dp_size,
-                pp_size=info.pipeline_parallel_size,
-                limits={} if info.limits is None else msgspec.to_builtins(info.limits),
-            ),
+            profile_of(info),
         )
         generation = str(record.generation).encode()
     return exchange(comm, generation)[0].decode()

@@ -26,6 +26,7 @@ from meta_executor.api.service import ExecutorService
 from meta_executor.api.spawned import SpawnedServer
 from meta_executor.api.worker_client import PEER_TIMEOUT_S
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec
+from meta_executor.discovery import Registration
 from meta_executor.executor.account import Lifetime, rank_evidence, rank_statistics
 from meta_executor.executor.admission import GenerationAdmission
 from meta_executor.executor.desk import Desk
@@ -79,9 +80,17 @@ class FrontOfHouse:
         else:
             self._api = InstanceApi(spec, instance, address, endpoint, fault=lambda: rank.loop.fault)
         self.url = self._api.url
+        self._registration: Registration | None = None
+
+    def register(self, rank: Rank) -> None:
+        """Let fronts find this instance, where the run has a store for that."""
+        if rank.identity.spec.service.discovery.store is not None:
+            self._registration = Registration(rank.identity.spec, rank.owner, self.url)
 
     def close(self) -> None:
-        """Answer what is pending, then end."""
+        """Be found no more, answer what is pending, then end."""
+        if self._registration is not None:
+            self._registration.close()
         self.service.close()
         self._api.close()
         self._rpc.shutdown()
@@ -120,6 +129,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.storage.memory.total_bytes)
     barrier(comm)
     if house is not None:
+        house.register(rank)
         reporter.send("ready", url=house.url, instance_id=instance_id)
         log(
             f"{instance.owner_id}: ready at {house.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"

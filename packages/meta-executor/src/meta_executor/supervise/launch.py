@@ -356,7 +356,9 @@ class Launcher:
 
     def _start_front(self) -> None:
         component = _Component("front", None)
-        servers = [part for owner, url in self.urls().items() for part in ("--server", f"{owner}={url}")]
+        found = self._service.discovery.store is not None
+        listed = {} if found else self.urls()
+        servers = [part for owner, url in listed.items() for part in ("--server", f"{owner}={url}")]
         self._spawn(
             component,
             [sys.executable, *self._front, "--run-dir", str(self._directory.path), *servers],
@@ -463,7 +465,8 @@ class Launcher:
         self._say(str(death))
         component = self._components[death.owner_id]
         if self._restart == "instance" and component.spec is not None and component.said_ready and component.url:
-            port = httpx.URL(component.url).port
+            # Where the front was told an address, it is that address which must answer again.
+            port = None if self._service.discovery.store is not None else httpx.URL(component.url).port
             self._end_survivors(component)
             self.restarts += 1
             self._start_instance(component.spec, port)

@@ -1,0 +1,198 @@
+"""Instances register themselves, fronts find them: the store that a run's instances and front share.
+
+endpoint-lifecycle does the work (leases, publishing, following). Here is which store a run uses, under which keys, and what
+its values are worth: they are sealed with the run's key, because a front dials what it finds and shows its key there. Whoever
+writes to the store without that key can withhold an instance, and never invent one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+
+import msgspec
+
+from endpoint_lifecycle import (
+    AsyncLeasePublisher,
+    EndpointOwner,
+    EndpointProfile,
+    FileLeaseStore,
+    LeaseStore,
+    Snapshot,
+    StoreEvent,
+)
+from meta_executor import wire
+from meta_executor.config import ConfigError, RunSpec
+
+#: Begin of all keys.
+_PREFIX = "/meta-executor/"
+#: An instance's first registration stands within this time (s).
+REGISTER_TIMEOUT_S = 30.0
+_SEAL_BYTES = 32
+
+
+def registry_prefix(run: RunSpec) -> str:
+    """Where the registrations of a run stand: a store may be shared by many."""
+    return f"{_PREFIX}{run.run_id}/"
+
+
+def open_store(run: RunSpec) -> SealedStore:
+    """The run's store; no call is made yet.
+
+    Raises:
+        ConfigError: None is configured, or its client is not installed.
+    """
+    place = run.service.discovery.store
+    if place is None:
+        raise ConfigError("discovery.store", "no store is configured")
+    store: LeaseStore
+    if place.startswith(("http://", "https://")):
+        try:
+            from endpoint_lifecycle.etcd import EtcdLeaseStore
+
+            store = EtcdLeaseStore(place)
+        except ImportError as error:
+            raise ConfigError("discovery.store", f"{place}: {error}; pip install 'endpoint-lifecycle[etcd]'") from error
+    else:
+        store = FileLeaseStore(place)
+    return SealedStore(store, run.key())
+
+
+def profile_of(info: wire.ServerInfo) -> EndpointProfile:
+    """What a front must know of an instance: the same whether it was registered or read from ``/server_info``."""
+    return EndpointProfile(
+        layout_fingerprint=info.profile,
+        dp_size=info.attention_dp_size,
+        pp_size=info.pipeline_parallel_size,
+        tp_size=max(1, info.world_size // max(1, info.attention_dp_size * info.pipeline_parallel_size)),
+        limits={} if info.limits is None else msgspec.to_builtins(info.limits),
+        details={"model": info.model, "vocab_size": info.vocab_size},
+    )
+
+
+class SealedStore:
+    """A ``LeaseStore`` whose values carry a MAC over key and value. One without it is as if it were not there.
+
+    Args:
+        store: Where.
+        key: The run's.
+    """
+
+    def __init__(self, store: LeaseStore, key: bytes) -> None:
+        self._store = store
+        self._key = hmac.digest(key, b"meta-executor registrations", "sha256")
+        #: Values that were passed over because nobody who has the key wrote them.
+        self.unsealed = 0
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, hashlib.sha256(key.encode()).digest() + value, "sha256")
+
+    def _opened(self, key: str, value: bytes | None) -> bytes | None:
+        if value is None:
+            return None
+        if not hmac.compare_digest(value[:_SEAL_BYTES], self._seal(key, value[_SEAL_BYTES:])):
+            self.unsealed += 1
+            return None
+        return value[_SEAL_BYTES:]
+
+    async def grant(self, ttl_s: float) -> int:
+        """See LeaseStore."""
+        return await self._store.grant(ttl_s)
+
+    async def keep_alive(self, lease_id: int) -> bool:
+        """See LeaseStore."""
+        return await self._store.keep_alive(lease_id)
+
+    async def revoke(self, lease_id: int) -> None:
+        """See LeaseStore."""
+        await self._store.revoke(lease_id)
+
+    async def put(self, key: str, value: bytes, lease_id: int, if_revision: int | None = None) -> int | None:
+        """See LeaseStore."""
+        return await self._store.put(key, self._seal(key, value) + value, lease_id, if_revision)
+
+    async def compare_and_delete(self, key: str, revision: int) -> bool:
+        """See LeaseStore."""
+        return await self._store.compare_and_delete(key, revision)
+
+    async def snapshot(self, prefix: str) -> Snapshot:
+        """See ServerSource."""
+        found = await self._store.snapshot(prefix)
+        opened = {key: self._opened(key, value) for key, value in found.items.items()}
+        return Snapshot(
+            found.revision, {key: value for key, value in opened.items() if value is not None}, found.revisions
+        )
+
+    async def watch(self, prefix: str, after_revision: int) -> AsyncIterator[Sequence[StoreEvent]]:
+        """See ServerSource. A value without a seal takes the place of what stood there: that is gone."""
+        changes = self._store.watch(prefix, after_revision)
+        async with aclosing(changes):  # type: ignore[type-var]
+            async for events in changes:
+                yield [StoreEvent(each.key, self._opened(each.key, each.value), each.revision) for each in events]
+
+    async def aclose(self) -> None:
+        """See LeaseStore."""
+        await self._store.aclose()
+
+
+class Registration:
+    """Keeps an instance registered, in a thread of its own. Construction returns when it is.
+
+    Args:
+        run: With a store.
+        owner: Published.
+        url: Where the instance answers.
+
+    Raises:
+        ConfigError: The store cannot be used, or took nothing within ``REGISTER_TIMEOUT_S``.
+    """
+
+    def __init__(self, run: RunSpec, owner: EndpointOwner, url: str) -> None:
+        self._run, self._owner, self._url = run, owner, url
+        self._store = open_store(run)
+        self._registered: Future[None] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._keep, name="registration", daemon=True)
+        self._thread.start()
+        try:
+            self._registered.result()
+        except Exception as error:
+            self._thread.join()
+            raise ConfigError("discovery.store", f"{run.service.discovery.store}: {error}") from error
+
+    def _keep(self) -> None:
+        try:
+            asyncio.run(self._published())
+        except Exception as error:  # noqa: BLE001 - a store's, of any kind: told to who waits for the registration
+            if not self._registered.done():
+                self._registered.set_exception(error)
+
+    async def _published(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        async with aclosing(self._store):
+            publisher = AsyncLeasePublisher(
+                self._store,
+                self._owner,
+                self._url,
+                self._run.service.discovery.lease_s,
+                prefix=registry_prefix(self._run),
+            )
+            async with publisher:
+                await publisher.wait_registered(REGISTER_TIMEOUT_S)
+                self._registered.set_result(None)
+                await self._ended.wait()
+
+    def close(self) -> None:
+        """Withdraw, or let the lease run out if the store cannot be reached. Idempotent."""
+        if self._loop is not None and self._thread.is_alive():
+            try:
+                self._loop.call_soon_threadsafe(self._ended.set)
+            except RuntimeError:
+                pass  # it has ended by itself meanwhile
+        self._thread.join()

@@ -1,0 +1,245 @@
+"""Instances register themselves and the front finds them: the sealed store, a registration, and a whole service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from endpoint_lifecycle import EndpointOwner, MemoryLeaseStore
+from endpoint_lifecycle.testing import check_lease_store, run_virtual
+from meta_executor.config import ConfigError, DiscoveryConfig, RunSpec, ServiceConfig, apply_environment, service_config
+from meta_executor.discovery import Registration, SealedStore, open_store, registry_prefix
+from meta_executor.front.legs import LegClient
+from meta_executor.supervise.launch import Launcher
+
+KEY = bytes.fromhex("ab" * 32)
+
+
+def run_spec(folder: Path, store: str | None) -> RunSpec:
+    folder.mkdir(exist_ok=True)
+    (folder / "key").write_text(KEY.hex())
+    service = ServiceConfig(discovery=DiscoveryConfig(store=store, lease_s=3.0))
+    return RunSpec(run_id="r1", run_dir=str(folder), launcher_pid=os.getpid(), service=service, instances=())
+
+
+def published(owner_id: str = "ctx-0") -> EndpointOwner:
+    owner = EndpointOwner(owner_id, "process-1", "context")
+    owner.finalize().publish(["tcp://127.0.0.1:7000"])
+    return owner
+
+
+def test_a_sealed_store_conforms() -> None:
+    """It is a store like any other: the suite of endpoint-lifecycle, on a clock that runs by itself."""
+
+    async def make() -> SealedStore:
+        return SealedStore(MemoryLeaseStore(), KEY)
+
+    async def wait(ttl_s: float) -> None:
+        await asyncio.sleep(ttl_s + 0.1)
+
+    run_virtual(check_lease_store(make, wait))
+
+
+@pytest.mark.asyncio
+async def test_what_was_written_without_the_key_is_not_there() -> None:
+    """A value of somebody else, one that was changed, and one that was moved under another name: in listings and in changes."""
+    inner = MemoryLeaseStore()
+    ours, other = SealedStore(inner, KEY), SealedStore(inner, b"x" * 32)
+    lease = await ours.grant(30.0)
+    await ours.put("/a/1", b"one", lease)
+    stored = (await inner.snapshot("/a/")).items["/a/1"]
+    seen = []
+
+    async def follow() -> None:
+        async for events in ours.watch("/a/", revision):
+            seen.extend((event.key, event.value) for event in events)
+
+    revision = (await ours.snapshot("/a/")).revision
+    following = asyncio.create_task(follow())
+    await other.put("/a/2", b"two", lease)
+    await inner.put("/a/3", stored, lease)
+    await inner.put("/a/4", stored[:-1] + b"X", lease)
+    await inner.put("/a/5", b"", lease)
+    await ours.put("/a/6", b"six", lease)
+    assert (await ours.snapshot("/a/")).items == {"/a/1": b"one", "/a/6": b"six"}
+    async with asyncio.timeout(10):
+        while len(seen) < 5:
+            await asyncio.sleep(0.01)
+    assert seen == [("/a/2", None), ("/a/3", None), ("/a/4", None), ("/a/5", None), ("/a/6", b"six")]
+    assert ours.unsealed == 8
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+
+
+def test_a_registration_stands_while_its_instance_lives(tmp_path: Path) -> None:
+    """Construction returns with the registration in the store, under the run's own prefix; close withdraws it."""
+    run = run_spec(tmp_path / "run", str(tmp_path / "registry"))
+    owner = published()
+    registration = Registration(run, owner, "http://127.0.0.1:8101")
+
+    async def found() -> list[str]:
+        async with contextlib.aclosing(open_store(run)) as store:
+            return sorted((await store.snapshot(registry_prefix(run))).items)
+
+    assert asyncio.run(found()) == ["/meta-executor/r1/context/ctx-0"]
+    registration.close()
+    registration.close()
+    assert asyncio.run(found()) == []
+
+
+def test_a_store_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instance does not come up unfound: the setting, the place and the reason."""
+    everybody = tmp_path / "everybody"
+    everybody.mkdir()
+    everybody.chmod(0o777)
+    monkeypatch.setattr("meta_executor.discovery.REGISTER_TIMEOUT_S", 1.0)
+    with pytest.raises(ConfigError, match=r"discovery\.store.*everybody may write there"):
+        Registration(run_spec(tmp_path / "run", str(everybody)), published(), "http://127.0.0.1:8101")
+    with pytest.raises(ConfigError, match="no store is configured"):
+        open_store(run_spec(tmp_path / "run", None))
+    with pytest.raises(ConfigError, match="want a folder, the URL of an etcd, or null"):
+        service_config({"discovery": {"store": ""}})
+
+
+# -- the front --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_instance_that_was_found_is_asked_once_per_lifetime_where_its_stream_ends(make_cluster) -> None:  # type: ignore[no-untyped-def]
+    """Its registration has the record, so nobody has fetched it: the first leg of each generation asks, the others do not."""
+    async with make_cluster() as cluster, contextlib.AsyncExitStack() as stack:
+        legs = LegClient(KEY.hex())
+        stack.push_async_callback(legs.close)
+        fake = cluster.context
+        before = fake.info_calls
+        for generation in ("g1", "g1", "g2", "g2"):
+            fake.generation = generation
+            assert await legs._stream(fake.url, generation) is None, "the fake offers no stream"
+        assert fake.info_calls == before + 2
+        assert await legs._stream(fake.url) is None and fake.info_calls == before + 2
+
+
+@pytest.mark.asyncio
+async def test_what_registers_is_served_shown_and_named_when_it_has_left(make_cluster) -> None:  # type: ignore[no-untyped-def]
+    """A second context instance comes and goes while the front runs."""
+    async with make_cluster() as cluster:
+        service, url = cluster.service, "http://127.0.0.1:9"
+        record = published("ctx-7").record()
+        assert record is not None
+        service.directory.apply_set(url, record)
+        assert [s.owner_id for s in service.servers] == ["ctx-0", "ctx-7", "gen-0"]
+        shown = (await cluster.client.get(f"{cluster.url}/server_info")).json()["servers"]
+        assert {"owner_id": "ctx-7", "role": "context", "url": url, "status": "ready"} in shown
+        service.directory.apply_delete(url, record.generation)
+        assert [s.owner_id for s in service.servers] == ["ctx-0", "gen-0"]
+        assert service.servers.owner_of(url) == "ctx-7" and service.servers.owner_of("http://nobody") == "http://nobody"
+
+
+# -- a whole service --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def folder_store(folder: Path) -> Iterator[str]:
+    yield str(folder / "registry")
+
+
+@contextlib.contextmanager
+def etcd_store(folder: Path) -> Iterator[str]:
+    etcd = shutil.which("etcd")
+    if etcd is None:
+        pytest.skip("MISSING COVERAGE: no etcd binary (Debian: apt-get install etcd-server)")
+    pytest.importorskip("etcd3gw", reason="MISSING COVERAGE: the extra `etcd` (etcd3gw) is not installed")
+    url, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    with (folder / "etcd.log").open("ab") as log:
+        process = subprocess.Popen(
+            [
+                etcd,
+                *("--name", "t", "--data-dir", str(folder / "data"), "--unsafe-no-fsync"),
+                *("--listen-client-urls", url, "--advertise-client-urls", url),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"t={peer}"),
+            ],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def served(launcher: Launcher, limit_s: float = 60.0) -> dict[str, str]:
+    """Wait until a completion succeeds; where each instance is, by the front's own word."""
+    deadline = time.monotonic() + limit_s
+    with httpx.Client(base_url=launcher.front_url, timeout=20.0, trust_env=False) as client:
+        body = {"model": "synthetic", "prompt": "Say hello", "max_tokens": 8, "temperature": 0}
+        while (answer := client.post("/v1/completions", json=body)).status_code != 200:
+            assert time.monotonic() < deadline, answer.text
+            launcher._turn(0.1)
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        info = client.get("/server_info", headers=launcher.key_header).json()
+        return {server["owner_id"]: server["url"] for server in info["servers"]}
+
+
+@pytest.mark.service
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("make_store", [folder_store, pytest.param(etcd_store, marks=pytest.mark.etcd)])
+def test_a_front_finds_instances_and_those_that_come_back_elsewhere(make_store) -> None:  # type: ignore[no-untyped-def]
+    """Nobody tells the front an address: it serves, a context rank is killed, its instance comes back at another port and is
+    found there; when all is drained nothing is registered any more."""
+    folder = Path(tempfile.mkdtemp(prefix="mx"))
+    side = {"max_num_tokens": 64, "kv_cache_config": {"max_tokens": 4096}}
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        place = stack.enter_context(make_store(folder))
+        config = service_config(
+            {
+                "port": 0,
+                "run_dir": str(folder / "r"),
+                "engine": {"kind": "synthetic", "synthetic": {"vocab_size": 997, "step_ms": 1}},
+                "discovery": {"store": place, "lease_s": 3.0},
+                "context_servers": {**side, "pipeline_parallel_size": 1, "proxy": "spawn"},
+                "generation_servers": side,
+            }
+        )
+        lines: list[str] = []
+        launcher = Launcher(apply_environment(config, {}), say=lines.append, restart="instance")
+        with launcher.started():
+            command = Path(f"/proc/{launcher.processes()['front']}/cmdline").read_bytes()
+            assert b"--server" not in command and b"http" not in command
+            first = served(launcher)
+            assert first == launcher.urls() and set(first) == {"ctx-0", "gen-0"}
+            os.kill(launcher.processes()["ctx-0/rank0"], signal.SIGKILL)
+            deadline = time.monotonic() + 100
+            while not (launcher.restarts == 1 and launcher._components["ctx-0"].ready):
+                assert time.monotonic() < deadline, lines
+                launcher._turn(0.1)
+            again = served(launcher)
+            assert again == launcher.urls() and again["ctx-0"] != first["ctx-0"] and again["gen-0"] == first["gen-0"]
+            run = msgspec.structs.replace(launcher.run, run_dir=str(folder))
+            (folder / "key").write_text(launcher._key_hex)
+
+        async def left() -> list[str]:
+            async with contextlib.aclosing(open_store(run)) as store:
+                return sorted((await store.snapshot(registry_prefix(run))).items)
+
+        assert asyncio.run(left()) == []
