@@ -92,6 +92,27 @@ SCOPES = (
     Scope("pull, a link breaks", pull=True, parts=1, fail=True, sever=True),
     Scope("pull, a link breaks, two parts", pull=True, parts=2, sever=True),
     Scope("pull, time-outs", pull=True, parts=1, timeouts=True, time=True, errors=True),
+    Scope("pull, errors and death, two parts", pull=True, parts=2, fail=True, kill=True, errors=True, retire=True),
+    Scope("pull, two senders, one dies", pull=True, writers=2, parts=1, cancel=False, kill=True, errors=True),
+    Scope(
+        "pull, a link breaks while reads end in errors",
+        pull=True,
+        parts=2,
+        fail=True,
+        sever=True,
+        errors=True,
+        retire=True,
+    ),
+    Scope(
+        "pull, the reader dies behind a broken link",
+        pull=True,
+        parts=1,
+        fail=True,
+        sever=True,
+        reader_dies=True,
+        retire=True,
+    ),
+    Scope("pull, a link breaks and time passes", pull=True, parts=1, fail=True, sever=True, errors=True, time=True),
     Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
 )
 #: The scopes of the smoke test: the smaller ones.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kv_bounce_planner import _errors
+from kv_bounce_planner._errors import LocalProtocolError
 from kv_bounce_planner.sessions import (
     AddressStillExposed,
     ExpectedOperation,
@@ -31,10 +32,13 @@ from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor
 KEY = RequestKey(1, 0)
 
 
-def rebuilt_receiver(lab, **options):
+def rebuilt_receiver(lab, transport=None, **options):
     """The receiver made again in this process: same name, transport and channel object, as an engine would after an error."""
     resources = SessionResources(
-        lab.receiver._transport, lab.network.channel(lab.peer, linked=lab.linked), arena=lab.arena, clock=lab.clock
+        transport or lab.receiver._transport,
+        lab.network.channel(lab.peer, linked=lab.linked),
+        arena=lab.arena,
+        clock=lab.clock,
     )
     return Receiver(lab.peer, resources, lab.config, **options)
 
@@ -163,7 +167,7 @@ def test_two_receivers_of_one_name_at_once_are_told_apart(make_lab):
     lab.run(6)
     first = lab.receiver
     (operation,) = first._of_operation
-    lab.receiver = rebuilt_receiver(lab, ledger=ExposureLedger())
+    lab.receiver = rebuilt_receiver(lab, lab.world.transport(lab.peer), ledger=ExposureLedger())
     lab.receiver.introduce([lab.senders[0].self_id])
     lab.run(3)
     # The network gives frames to whoever polls: the first one now sees what is meant for the second.
@@ -172,6 +176,21 @@ def test_two_receivers_of_one_name_at_once_are_told_apart(make_lab):
     assert first.state_of(operation) in ("EXPOSED", "IN_DOUBT")
     assert first.statistics()["other_session"] >= 1
     assert not first.drain().quiescent
+
+
+@pytest.mark.parametrize("what", ["FakeTransport", "FakeChannel"])
+def test_a_session_whose_transport_or_channel_another_one_polls_says_so(make_lab, what):
+    """What one of two sessions takes from them, the other never sees: an error by name, not a transfer that never ends."""
+    lab = make_lab(1)
+    shared = {"FakeTransport": lab.receiver._transport, "FakeChannel": lab.receiver._channel}[what]
+    other = SessionResources(
+        shared if what == "FakeTransport" else lab.world.transport(lab.peer),
+        shared if what == "FakeChannel" else lab.network.channel(PeerId("gen", "g2", 0)),
+    )
+    sender = Sender(lab.peer, other)
+    with pytest.raises(LocalProtocolError, match=f"works with the same {what}"):
+        lab.receiver.poll()
+    sender.poll()
 
 
 @pytest.mark.parametrize(

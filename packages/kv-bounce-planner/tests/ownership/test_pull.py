@@ -482,10 +482,108 @@ def test_a_sender_that_will_not_lend_says_so(make_lab):
     assert lab.names() == ["TransferFailed", "MemoryReleased"] and said(lab, Sealed)[-1].reason == "prefill failed"
 
 
+def test_a_planner_whose_fragments_leave_its_own_plan_reads_nothing(make_lab):
+    """The digest is the plan's and the bytes add up, but one fragment would land elsewhere in our memory."""
+    lab = make_lab(1)
+    good = lab.plan(0)
+    targets = good.target_addresses.copy()
+    targets[3] += 64  # inside the buffer, outside of what was opened
+    bent = WriterTransfer(good.writer, good.source_addresses, targets, good.sizes, 8)
+    asked = ExpectedOperation(
+        lab.senders[0].self_id, good.total_bytes, b"", good.writer, "pull", resolve=lambda _offer: bent
+    )
+    lab.receiver.open(lab.identity(), [asked])
+    lab.ready()
+    lab.run(8)
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and "ReportRefused" in lab.events[0].reason
+    assert not lab.world.writes and not lab.target.any()
+
+
+def test_fragments_of_another_segmentation_are_the_same_plan(make_lab):
+    """A source that is scattered more finely than the destination is read in more pieces."""
+    lab = make_lab(1)
+    good = lab.plan(0)
+    halves = [np.repeat(each, 2) for each in (good.source_addresses, good.target_addresses)]
+    for half in halves:
+        half[1::2] += 32
+    fine = WriterTransfer(good.writer, *halves, np.full(16, 32, np.int64), 16)
+    asked = ExpectedOperation(
+        lab.senders[0].self_id, good.total_bytes, b"", good.writer, "pull", resolve=lambda _offer: fine
+    )
+    lab.receiver.open(lab.identity(), [asked])
+    lab.ready()
+    lab.run(20)
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+
+
+def test_no_planner_is_asked_about_what_is_over(make_lab):
+    """One sender's offer and another one's refusal come in one poll: the blocks are the host's again before a plan is made."""
+    lab, asked = make_lab(2), []
+    plan_by = lab.plan_by
+    lab.plan_by = lambda *arguments: asked.append(arguments) or plan_by(*arguments)
+    first, second = lab.open(tier="pull")
+    lab.run(3)
+    lab.inject(lab.senders[0].self_id, lab.peer, ReadOffer(first, "DRAM", 0, b"blocks of 0"))
+    lab.inject(lab.senders[1].self_id, lab.peer, Sealed(second, "prefill failed"))
+    lab.run(1, senders=[])
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and not asked
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("tier", ["direct", "pull"])
+def test_an_interrupt_after_a_job_was_handed_over_does_not_deny_it(make_lab, monkeypatch, tier):
+    """The transport has the job when the interrupt comes: it is neither begun again nor said to have never begun."""
+    lab = make_lab(1, landing=Gate("hold"))
+    side = lab.receiver if tier == "pull" else lab.senders[0]
+    start, started = side._transport.start, []
+
+    def interrupted(job):
+        start(job)
+        started.append(job.operation)
+        raise Interrupt
+
+    monkeypatch.setattr(side._transport, "start", interrupted)
+    (operation,) = lab.open(tier=tier)
+    lab.ready()
+    with pytest.raises(Interrupt):
+        lab.run(6)
+    lab.run(3)
+    assert started == [operation] and lab.names() == []
+    assert side.state_of(operation) in ("READING", "POSTING", "IN_FLIGHT")
+    lab.world.landing = Gate("land")
+    lab.run(10)
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+
+
+def test_an_interrupt_in_one_effect_loses_no_other(make_lab, monkeypatch):
+    """Two reads are stopped by a cancel; the library is interrupted while it stops the first: the second is stopped as well."""
+    lab = make_lab(2, landing=Gate("hold"), parts_max=1)
+    lab.open(tier="pull")
+    lab.ready()
+    lab.run(6)
+    stop, stopped = lab.receiver._transport.stop, []
+
+    def interrupted(operation):
+        stop(operation)
+        stopped.append(operation.writer_rank)
+        if len(stopped) == 1:
+            raise Interrupt
+
+    monkeypatch.setattr(lab.receiver._transport, "stop", interrupted)
+    with pytest.raises(Interrupt):
+        lab.receiver.cancel(lab.identity())
+    lab.world.landing = Gate("land")
+    lab.run(12)
+    assert stopped == [0, 1] and lab.names() == ["TransferCancelled", "MemoryReleased"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tier": "pull"}, "needs resolve"),
+        ({"tier": "pull", "resolve": lambda payload: payload}, "needs the plan of where its bytes land"),
         ({"tier": "direct", "resolve": lambda payload: payload}, "needs resolve"),
         ({"tier": "push"}, "tier wants direct, bounce or pull, got 'push'"),
     ],

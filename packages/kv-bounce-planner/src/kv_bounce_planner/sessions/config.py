@@ -153,8 +153,8 @@ class ExpectedOperation:
         peer: The writer rank's process.
         byte_count: Bytes it will write, >= 1.
         payload: What the sender's ``resolve`` needs, opaque here, at most 1 MiB.
-        plan: The destination derived for this writer. Needed for bounce (validation and scatter); its digest, where
-            given, is what the sender's own plan must equal.
+        plan: The destination derived for this writer. Needed for bounce (validation and scatter) and for pull (what is read
+            must land exactly there); its digest, where given, is what the sender's own plan must equal.
         tier: ``bounce`` offers a region; the sender decides when prefill ends. ``pull``: the sender lends its source, and this
             side reads it; no address of this side leaves.
         resolve: ``pull`` only: the planner here, from the offer's payload (the sender's block table) to fragments. Called once,
@@ -180,6 +180,8 @@ class ExpectedOperation:
             raise ValueError(f"payload of {len(self.payload)} bytes exceeds {PAYLOAD_BYTES_MAX}")
         if self.tier == "bounce" and self.plan is None:
             raise ValueError("a bounce offer needs the plan that its report is checked against")
+        if self.tier == "pull" and self.plan is None:
+            raise ValueError("a pull needs the plan of where its bytes land")
         if self.tier not in ("direct", "bounce", "pull"):
             raise ValueError(f"tier wants direct, bounce or pull, got {self.tier!r}")
         if (self.tier == "pull") != (self.resolve is not None):

@@ -21,6 +21,7 @@ from kv_bounce_planner._errors import (
 )
 from kv_bounce_planner.copies.gather import CopyHandle, PreparedCopy
 from kv_bounce_planner.layout.model import read_only
+from kv_bounce_planner.planning.report import check_fragments
 from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions import receive_core as rc
 from kv_bounce_planner.sessions.arena import AdvertisedReservation, BoundRegion, Reservation
@@ -62,6 +63,7 @@ class _Receive:
     __slots__ = (
         "addresses",
         "advertised",
+        "begun",
         "claim",
         "core",
         "expected",
@@ -101,6 +103,7 @@ class _Receive:
         self.prepared: dict[OperationIdentity, PreparedCopy] = {}
         self.offers: dict[OperationIdentity, ReadOffer] = {}
         self.transfers: dict[OperationIdentity, WriterTransfer] = {}  # what is read
+        self.begun: set[OperationIdentity] = set()
         self.wait_until_s: float | None = None
 
 
@@ -389,7 +392,10 @@ class Receiver(Shell[_Receive]):
         if expected.resolve is None:
             raise LocalProtocolError(f"{operation} has no resolver")
         request = next(spec.request for spec in record.core.operations if spec.operation == operation)
-        self._keep_plan(record, request, expected.resolve(offer.payload))
+        transfer = expected.resolve(offer.payload)
+        self._keep_plan(record, request, transfer)
+        if expected.plan is not None:  # the bytes land in our own memory: exactly where it was said that they do
+            check_fragments(expected.plan, transfer.target_addresses, transfer.sizes)
         return False
 
     def _begin_reads(self) -> None:

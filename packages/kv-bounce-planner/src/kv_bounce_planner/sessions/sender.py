@@ -74,7 +74,19 @@ class Loan:
 class _Send:
     """Shell state of one request."""
 
-    __slots__ = ("claim", "core", "grants", "offers", "prepared", "reports", "resolve", "served", "slots", "transfers")
+    __slots__ = (
+        "begun",
+        "claim",
+        "core",
+        "grants",
+        "offers",
+        "prepared",
+        "reports",
+        "resolve",
+        "served",
+        "slots",
+        "transfers",
+    )
 
     def __init__(self, core: sc.SendTransfer) -> None:
         self.core = core
@@ -87,6 +99,7 @@ class _Send:
         self.slots: dict[OperationIdentity, AdvertisedReservation] = {}
         self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
         self.served = False
+        self.begun: set[OperationIdentity] = set()
 
 
 class Sender(Shell[_Send]):

@@ -27,6 +27,7 @@ import dataclasses
 import enum
 import hashlib
 import threading
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ from kv_bounce_planner.sessions.messages import (
 )
 from kv_bounce_planner.sessions.proof import Evidence, TransportClass
 from kv_bounce_planner.sessions.reports import PlannerReports, Reports
-from kv_bounce_planner.sessions.states import IllegalTransition
+from kv_bounce_planner.sessions.states import IllegalTransition, ReceiveState, SendState
 from kv_bounce_planner.transports.interface import (
     AgentInfo,
     ArrivedMark,
@@ -105,6 +106,10 @@ RECEIPTS_MAX: Final = 262_144
 
 #: Messages that name memory of ours.
 _NAMES_MEMORY = (ReceiveRequest, BounceGrant, ReadOffer)
+#: States in which an operation waits for its plan.
+_UNPLANNED = (SendState.HELD, ReceiveState.ASKED)
+#: By the identity of a transport or channel: the session that polls it, the latest that was made over it (and keeps it alive).
+_OWNERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 #: What is said about an operation's end.
 LastWord = Sealed | Drained | Doubt | ReadOver
 
@@ -119,6 +124,11 @@ class Open(Protocol):
 
     @property
     def transfers(self) -> dict[OperationIdentity, WriterTransfer]: ...
+
+    @property
+    def begun(self) -> set[OperationIdentity]:
+        """Whose jobs were, or were about to be, handed to the transport."""
+        ...
 
 
 OpenT = TypeVar("OpenT", bound=Open)
@@ -212,6 +222,7 @@ class Shell(Generic[OpenT]):
         self._jobs: deque[JobProgress] = deque()
         self._marks: deque[ArrivedMark] = deque()
         self._resolves: deque[tuple[OpenT, OperationIdentity]] = deque()
+        self._effects: deque[tuple[OpenT, Any]] = deque()  # that an interrupt left unperformed
         self._receipts: OrderedDict[OperationIdentity, LastWord] = OrderedDict()
         self._strangers: OrderedDict[tuple[PeerId, bytes], None] = OrderedDict()
         self._events: list[SessionEvent] = []
@@ -224,6 +235,8 @@ class Shell(Generic[OpenT]):
         self._beat_at_s: float | None = None
         #: The last error of something foreign that a poll contained, for logs and health pages.
         self.last_error: BaseException | None = None
+        for resource in (resources.transport, resources.channel):
+            _OWNERS[id(resource)] = self
 
     # -- one poll, and the end
 
@@ -246,10 +259,16 @@ class Shell(Generic[OpenT]):
     def _run(self, phases: Sequence[Callable[[], None]]) -> tuple[SessionEvent, ...]:
         if self._polling:
             raise LocalProtocolError("poll was called from a callback of this session's own poll")
+        for resource in (self._transport, self._channel):
+            if _OWNERS.get(id(resource)) is not self:
+                raise LocalProtocolError(
+                    f"a session that was made later works with the same {type(resource).__name__}: "
+                    "what one of two sessions takes from it, the other never sees; each wants its own"
+                )
         self._polling = True
         bug: IllegalTransition | None = None
         try:
-            for phase in phases:
+            for phase in (self._perform_left, *phases):
                 try:
                     phase()
                 except IllegalTransition as error:  # ours: told after the other phases ran
@@ -763,13 +782,26 @@ class Shell(Generic[OpenT]):
 
     def _step(self, record: OpenT, event: Any) -> None:
         """One event into a core, and its effects, in order; under the lock."""
-        for effect in record.core.step(event, self._clock()):
-            try:
-                self._perform(record, effect)
-            except LocalProtocolError:
-                raise
-            except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
-                self._contain(error)
+        self._perform_all(deque((record, effect) for effect in record.core.step(event, self._clock())))
+
+    def _perform_all(self, effects: deque[tuple[OpenT, Any]]) -> None:
+        try:
+            while effects:
+                record, effect = effects.popleft()
+                try:
+                    self._perform(record, effect)
+                except LocalProtocolError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
+                    self._contain(error)
+        finally:
+            if effects and effects is not self._effects:  # interrupted: the next poll performs the others
+                self._effects.extend(effects)
+
+    def _perform_left(self) -> None:
+        if self._effects:
+            with self._lock:
+                self._perform_all(self._effects)
 
     def _step_all(self, event: Any) -> None:
         with self._lock:
@@ -799,9 +831,14 @@ class Shell(Generic[OpenT]):
         self, record: OpenT, operation: OperationIdentity, state: enum.Enum, build: Callable[[], TransferJob]
     ) -> None:
         """Hand a job to the transport, outside the lock: what builds it may be the user's."""
+        if operation in record.begun and (
+            record.core.state_of(operation) is not state or operation in self._transport.active()
+        ):
+            return  # an interrupt came between handing it over and noting that
         if record.core.state_of(operation) is not state:
             self._never_begun(record, operation, "stopped", "stopped before it began")
             return
+        record.begun.add(operation)
         try:
             self._transport.start(build())
         except Exception as error:  # noqa: BLE001 - a codec's or a library's: nothing of this job was handed over
@@ -817,6 +854,8 @@ class Shell(Generic[OpenT]):
 
     def _resolve_one(self, item: tuple[OpenT, OperationIdentity]) -> None:
         record, operation = item
+        if record.core.state_of(operation) not in _UNPLANNED:
+            return  # it is over: the host may have taken back what a planner would look at
         reason, wants = "", False
         try:
             wants = self._plan(record, operation)
