@@ -93,12 +93,15 @@ def serve(role: str, config: Path | None) -> None:
 @cli.command()
 @_CONFIG
 def front(config: Path | None) -> None:
-    """Start the front alone, for instances that run already: those of `urls` in both sections of CONFIG."""
+    """Start the front alone, for instances that run already: those of `urls`, or of `discovery.store`, in CONFIG."""
     service = _read(config)
+    roles = tuple(role for role in ("context", "generation") if service.instance(role).urls)
     for role in ("context", "generation"):
-        if not service.instance(role).urls:
-            _fail(2, f"{role}_servers.urls: want the addresses of instances that run already")
-    _run(service, ("context", "generation"), True, "never")
+        if role not in roles and service.discovery.store is None:
+            _fail(2, f"{role}_servers.urls: want the addresses of instances that run already, or discovery.store")
+    if service.key_file is None:
+        _fail(2, "key_file: is wanted: the instances and this front have one key")
+    _run(service, roles, True, "never")
 
 
 def _run(service: ServiceConfig, roles: tuple[str, ...], with_front: bool, restart: str) -> None:

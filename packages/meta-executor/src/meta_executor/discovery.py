@@ -1,4 +1,4 @@
-"""Instances register themselves, fronts find them: the store that a run's instances and front share.
+"""Instances register themselves, fronts find them: the store that a service's instances and front share.
 
 endpoint-lifecycle does the work (leases, publishing, following). Here is which store a run uses, under which keys, and what
 its values are worth: they are sealed with the run's key, because a front dials what it finds and shows its key there. Whoever
@@ -37,8 +37,8 @@ _SEAL_BYTES = 32
 
 
 def registry_prefix(run: RunSpec) -> str:
-    """Where the registrations of a run stand: a store may be shared by many."""
-    return f"{_PREFIX}{run.run_id}/"
+    """Where the registrations of a service stand, also of parts that were started apart: what has one key is one service."""
+    return f"{_PREFIX}{hmac.digest(run.key(), b'meta-executor service', 'sha256')[:8].hex()}/"
 
 
 def open_store(run: RunSpec) -> SealedStore:
@@ -181,7 +181,7 @@ class Registration:
                 self._owner,
                 self._url,
                 self._run.service.discovery.lease_s,
-                prefix=registry_prefix(self._run),
+                prefix=f"{registry_prefix(self._run)}{self._run.run_id}/",  # a slot of this run alone
             )
             async with publisher:
                 await publisher.wait_registered(REGISTER_TIMEOUT_S)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+import yaml
 
 from endpoint_lifecycle import EndpointOwner, MemoryLeaseStore
 from endpoint_lifecycle.testing import check_lease_store, run_virtual
+from meta_executor import wire
 from meta_executor.config import ConfigError, DiscoveryConfig, RunSpec, ServiceConfig, apply_environment, service_config
 from meta_executor.discovery import Registration, SealedStore, open_store, registry_prefix
 from meta_executor.front.legs import LegClient
@@ -94,7 +97,11 @@ def test_a_registration_stands_while_its_instance_lives(tmp_path: Path) -> None:
         async with contextlib.aclosing(open_store(run)) as store:
             return sorted((await store.snapshot(registry_prefix(run))).items)
 
-    assert asyncio.run(found()) == ["/meta-executor/r1/context/ctx-0"]
+    beside = Registration(msgspec.structs.replace(run, run_id="r2"), published(), "http://127.0.0.1:8102")
+    service = registry_prefix(run)
+    assert asyncio.run(found()) == [f"{service}r1/context/ctx-0", f"{service}r2/context/ctx-0"]
+    assert KEY.hex()[:8] not in service
+    beside.close()
     registration.close()
     registration.close()
     assert asyncio.run(found()) == []
@@ -243,3 +250,74 @@ def test_a_front_finds_instances_and_those_that_come_back_elsewhere(make_store) 
                 return sorted((await store.snapshot(registry_prefix(run))).items)
 
         assert asyncio.run(left()) == []
+
+
+@pytest.mark.service
+@pytest.mark.timeout(200)
+def test_parts_that_were_started_apart_meet_in_the_store() -> None:
+    """Two context instances, a generation instance and a front, each a start of its own with one key; nobody names an address.
+    One context instance leaves: it is shown no more and the other one serves."""
+    folder = Path(tempfile.mkdtemp(prefix="mx"))
+    (folder / "key").write_text(KEY.hex())
+    (folder / "key").chmod(0o600)
+    config = {
+        "port": 0,
+        "run_dir": str(folder / "r"),
+        "key_file": str(folder / "key"),
+        "engine": {"kind": "synthetic"},
+        "discovery": {"store": str(folder / "registry"), "lease_s": 3.0},
+        "context_servers": {"pipeline_parallel_size": 1},
+        "generation_servers": {"tensor_parallel_size": 1},
+    }
+    (folder / "c.yaml").write_text(yaml.safe_dump(config))
+    commands: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> None:
+        program = [sys.executable, "-m", "meta_executor", *words, str(folder / "c.yaml")]
+        commands.append(subprocess.Popen(program, stderr=subprocess.PIPE, text=True))
+
+    def address(command: subprocess.Popen[str]) -> str:
+        said = []
+        for line in command.stderr or ():
+            said.append(line)
+            if ": ready at " in line:
+                return line.split()[3]
+        raise AssertionError("".join(said))
+
+    def end(command: subprocess.Popen[str]) -> int:
+        command.send_signal(signal.SIGINT)
+        command.communicate(timeout=60)
+        return command.returncode
+
+    try:
+        for words in (("front",), ("serve", "context"), ("serve", "context"), ("serve", "generation")):
+            start(*words)
+        urls = [address(command) for command in commands[1:]]
+        front = address(commands[0])
+        with httpx.Client(
+            base_url=front, timeout=20.0, trust_env=False, headers={wire.KEY_HEADER: KEY.hex()}
+        ) as client:
+
+            def shown(wanted: set[str]) -> None:
+                deadline = time.monotonic() + 30
+                while (now := {s["url"] for s in client.get("/server_info").json()["servers"]}) != wanted:
+                    assert time.monotonic() < deadline, now
+                    time.sleep(0.05)
+
+            def answered() -> None:
+                body = {"model": "synthetic", "prompt": "abcdefgh", "max_tokens": 4, "temperature": 0}
+                answer = client.post("/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+
+            shown(set(urls))
+            answered()
+            assert end(commands.pop(1)) == 0
+            shown(set(urls[1:]))
+            answered()
+        assert [end(command) for command in commands] == [0, 0, 0]
+        commands.clear()
+    finally:
+        for command in commands:
+            command.kill()
+            command.wait()
+        shutil.rmtree(folder, ignore_errors=True)

@@ -356,8 +356,9 @@ class Launcher:
 
     def _start_front(self) -> None:
         component = _Component("front", None)
-        found = self._service.discovery.store is not None
-        listed = {} if found else self.urls()
+        listed = self.urls()
+        if self._service.discovery.store is not None:  # what we started registers; what runs already may know no store
+            listed = {spec.owner_id: spec.url for spec in self.run.instances if spec.url}
         servers = [part for owner, url in listed.items() for part in ("--server", f"{owner}={url}")]
         self._spawn(
             component,
