@@ -9,6 +9,7 @@ import gc
 import random
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -408,3 +409,41 @@ def test_an_interrupted_submit_is_taken_back() -> None:
         if injector.left:
             break
     assert gone > 20
+
+
+def test_an_interrupt_while_the_timer_starts_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The standard library's ``start`` can turn it into an error of its own lock; the request is taken back all the same."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        try:
+            raise Stop("here")
+        except Stop:
+            raise RuntimeError("release unlocked lock")  # noqa: B904 - as it comes out of a ``with``
+
+    books = Books()
+    submitter = ThreadBatchSubmitter(books.sender, CONFIGS["full"], **books.hooks())
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(Stop, match="here"):
+        submitter.submit(1)
+    monkeypatch.undo()
+    tickets = {2: submitter.submit(2)}
+    assert submitter.close(PATIENCE_S)
+    books.check(submitter, tickets, "an interrupted start")
+
+
+def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no interrupt."""
+
+    def refused(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    books = Books()
+    submitter = ThreadBatchSubmitter(books.sender, CONFIGS["full"], **books.hooks())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start"):
+            submitter.submit(1)
+    assert submitter.close(PATIENCE_S)
+    assert books.sender.requests == []

@@ -357,3 +357,84 @@ def test_the_fuzzer_can_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     finally:
         del sys.modules["fuzz_tool"]
     assert "accepted" in capsys.readouterr().err
+
+
+class Echo:
+    """Gives back."""
+
+    @rpc_method(non_blocking=True)
+    def echo(self, value: int) -> int:
+        """The same."""
+        return value
+
+
+class Stop(KeyboardInterrupt):
+    """An interrupt."""
+
+
+def refused(_: threading.Thread) -> None:
+    """No thread can be had."""
+    raise RuntimeError("can't start new thread")
+
+
+def interrupted(thread: threading.Thread) -> None:
+    """As the standard library's ``start`` when a signal's handler raises while it waits for the thread."""
+    START(thread)
+    try:
+        raise Stop("here")
+    except Stop:
+        raise RuntimeError("release unlocked lock")  # noqa: B904 - as it comes out of a ``with``
+
+
+START = threading.Thread.start
+
+
+def io_threads() -> list[str]:
+    """This package's, which run."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("rpc-client", "rpc-server"))]
+
+
+@pytest.mark.parametrize("address", ["ipc://", "tcp://127.0.0.1:0"])
+def test_a_server_whose_thread_cannot_be_started(key: bytes, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as if nothing had been tried, and can be tried again."""
+    server = RpcServer(Echo(), address, key)
+    before = resources()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start"):
+            server.start()
+    assert server.address == address
+    assert resources() == before
+    server.shutdown()
+    with RpcServer(Echo(), address, key) as other, RpcClient(other.address, key) as client:
+        assert client.echo(1).remote(timeout_s=20) == 1
+
+
+def test_an_interrupted_start_of_a_server_ends_it(key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt comes out as it was; neither thread nor address stays."""
+    server = RpcServer(Echo(), "ipc://", key)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Stop, match="here"):
+            server.start()
+    eventually(lambda: not io_threads())
+    assert not Path(server.address.removeprefix("ipc://")).exists()
+    with pytest.raises(RpcServerStopped):
+        server.start()
+
+
+@pytest.mark.parametrize(("start", "error"), [(refused, RuntimeError), (interrupted, Stop)])
+def test_a_client_whose_thread_does_not_start(
+    key: bytes, start: Any, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call raises what happened; no thread and no descriptor stays, and the next call opens a session."""
+    with RpcServer(Echo(), "ipc://", key) as server:
+        client = RpcClient(server.address, key)
+        before = resources()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(error):
+                client.echo(1).remote()
+        eventually(lambda: resources() == before)
+        assert client.echo(1).remote(timeout_s=20) == 1
+        client.close()

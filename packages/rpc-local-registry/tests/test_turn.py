@@ -111,7 +111,7 @@ class Lent:
     def __init__(self, **config: Any) -> None:
         self.worker = Worker()
         key = new_key()
-        self.server = RpcServer(self.worker, "ipc://", key).start()
+        self.server = RpcServer(self.worker, "ipc://", key, config=RpcConfig(**config)).start()
         self.lost: list[RpcError] = []
         self.client = RpcClient(self.server.address, key, config=RpcConfig(**config), on_lost=self.lost.append).start()
 

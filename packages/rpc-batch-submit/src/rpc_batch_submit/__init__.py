@@ -1,7 +1,8 @@
 """Coalesce many submits into one call.
 
 Layout: ``_errors`` and ``_config`` are leaves; ``_batcher`` is the pure core; ``_outcomes`` reads results and helps the
-worker; ``_asyncio`` and ``_threads`` are the drivers. ``testing`` is public. Nothing but the standard library.
+worker; ``_driver`` is what the two drivers ``_asyncio`` and ``_threads`` share. ``testing`` is public. Nothing but the
+standard library.
 """
 
 from rpc_batch_submit.__about__ import __version__

@@ -87,6 +87,8 @@ def ends_of(
     batch: SendBatch[_T], handed_over: Sequence[Entry[_T]], outcomes: Sequence[BaseException | None]
 ) -> list[tuple[Entry[_T], BaseException | None]]:
     """Each request of a batch with its end: the outcome of those that were handed over; the others were cancelled."""
+    if len(handed_over) == len(batch.entries):
+        return list(zip(batch.entries, outcomes))
     known = dict(zip(handed_over, outcomes))
     return [
         (entry, known[entry] if entry in known else BatchAborted("cancelled before it was sent"))

@@ -109,9 +109,14 @@ class Core:
             engine = Engine(
                 self.address, self._key, self.config, self._name, self.causes, self.totals, self._on_engine_failed
             )
-            self.sessions += 1
-            engine.start()
-            self.engine = engine
+            try:
+                self.sessions += 1
+                engine.start()
+                self.engine = engine
+            except BaseException:
+                # An interrupt: nobody would end its thread and its session.
+                engine.close(wait=False)
+                raise
             return engine
 
     def _on_engine_failed(self, engine: Engine, error: RpcError) -> None:

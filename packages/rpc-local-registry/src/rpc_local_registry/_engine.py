@@ -46,6 +46,7 @@ from rpc_local_registry._errors import (
     rebuild,
 )
 from rpc_local_registry._hooks import call_hook, told
+from rpc_local_registry._lanes import start_thread
 from rpc_local_registry._mac import offer
 from rpc_local_registry._session import ClientHandshake, ClientTerms, ServerTerms, Session
 from rpc_local_registry._streams import Inbox
@@ -293,7 +294,7 @@ class Engine:
 
     def start(self) -> None:
         """Start the I/O thread; the handshake begins."""
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def busy(self) -> bool:

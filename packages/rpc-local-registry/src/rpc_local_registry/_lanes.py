@@ -96,6 +96,19 @@ class Lanes:
         return join_threads(idle, timeout_s) and not busy
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Start it, and give an interrupt as it came.
+
+    ``start`` waits for the thread in a condition, which an interrupt can break: that one's error then stands in its place.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        if thread.ident is None or error.__context__ is None:
+            raise
+        raise error.__context__ from None
+
+
 def join_threads(threads: list[threading.Thread], timeout_s: float) -> bool:
     """Wait for threads, except the calling one; True if all have ended."""
     deadline_s = time.monotonic() + timeout_s

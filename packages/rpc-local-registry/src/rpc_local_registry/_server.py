@@ -46,7 +46,7 @@ from rpc_local_registry._errors import (
     describe_own,
 )
 from rpc_local_registry._hooks import call_hook, told
-from rpc_local_registry._lanes import Lane, Lanes
+from rpc_local_registry._lanes import Lane, Lanes, start_thread
 from rpc_local_registry._mac import offer
 from rpc_local_registry._methods import ASYNC, ASYNC_GENERATOR, GENERATOR, PUSH, MethodSpec, methods_of
 from rpc_local_registry._session import ClientTerms, ServerHandshake, ServerTerms, Session
@@ -272,19 +272,29 @@ class RpcServer:
             if self._link is not None:
                 return self
             link = Link.bind(self._address, self._config, self._tickets.admits)
+            thread = threading.Thread(
+                target=self._run, args=(link,), name=f"rpc-server-{self._name or 'io'}"[:48], daemon=True
+            )
+            before = self._address
             try:
                 self._handshake = ServerHandshake(self._key, self._name, server_terms(self._config))
                 _registry.register_local_worker(link.address, self._worker, self._key)
+                self._address = link.address
+                self._pid = os.getpid()
+                self._link = link
+                self._thread = thread
+                start_thread(thread)
             except BaseException:
-                link.close()
+                if thread.ident is None:
+                    # As if nothing had been tried.
+                    _registry.unregister_local_worker(link.address, self._worker)
+                    link.close()
+                    self._address, self._link, self._thread = before, None, None
+                else:
+                    # An interrupt: the thread sees to the rest.
+                    self._stopping = True
+                    link.wake()
                 raise
-            self._link = link
-            self._address = link.address
-            self._pid = os.getpid()
-            self._thread = threading.Thread(
-                target=self._run, args=(link,), name=f"rpc-server-{self._name or 'io'}"[:48], daemon=True
-            )
-            self._thread.start()
         return self
 
     def shutdown(self) -> None:
