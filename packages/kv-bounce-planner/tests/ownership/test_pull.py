@@ -19,6 +19,7 @@ from kv_bounce_planner.sessions import (
     SessionResources,
     free,
 )
+from kv_bounce_planner.sessions import receiver as receiver_module
 from kv_bounce_planner.sessions.messages import (
     PAYLOAD_BYTES_MAX,
     BounceGrant,
@@ -28,6 +29,7 @@ from kv_bounce_planner.sessions.messages import (
     Drained,
     ReadOffer,
     ReadOver,
+    ReceiveRequest,
     Sealed,
     decode_frame,
 )
@@ -295,6 +297,46 @@ def test_a_session_made_again_waits_for_its_predecessors_reads(make_lab):
     assert lab.names()[-2:] == ["TransferSucceeded", "MemoryReleased"]
 
 
+def rebuilt(lab, transport):
+    """The receiver made again in this process, over that transport."""
+    resources = SessionResources(transport, lab.network.channel(lab.peer), arena=lab.arena, clock=lab.clock)
+    return Receiver(lab.peer, resources, lab.config, ledger=ExposureLedger())
+
+
+def test_a_session_made_again_gives_back_what_its_predecessor_was_lent(make_lab):
+    """The same agent read it, so the new session can tell: not before the read has ended, and then nothing is quarantined."""
+    gate = Gate()
+    lab = make_lab(1, landing=gate, parts_max=1)
+    operation = reading(lab)
+    sender = lab.senders[0]
+    lab.receiver = rebuilt(lab, lab.receiver._transport)
+    lab.introduce()
+    lab.run(10)
+    assert sender.state_of(operation) == "LENT_IN_DOUBT" and not said(lab, ReadOver)
+    gate.verdict = "land"
+    lab.run(10)
+    assert 0 < len(lab.world.landed) < 8, "stopped before all was begun"
+    assert sender.state_of(operation) == "DRAINED" and said(lab, ReadOver)[-1].complete is False
+    sender.seal(KEY)
+    lab.run(2)
+    assert lab.sent_names()[-1] == "SourceReleased" and not lab.receiver._owed
+
+
+def test_another_agent_says_nothing_about_what_this_one_reads(make_lab):
+    """Made again over another transport, or a process under a restored name: its word is not the reader's, asked or unasked."""
+    lab = make_lab(1, landing=Gate())
+    operation = reading(lab)
+    sender = lab.senders[0]
+    lab.receiver = rebuilt(lab, lab.world.transport(lab.peer))
+    lab.introduce()
+    lab.run(4)
+    lab.inject(lab.peer, sender.self_id, ReadOver(operation, False, "trust me"))
+    before = sender.statistics().get("foreign", 0)
+    lab.run(3)
+    assert sender.state_of(operation) == "LENT_IN_DOUBT" and sender.statistics()["foreign"] == before + 1
+    assert not said(lab, Cancel)
+
+
 # --- planners -------------------------------------------------------------------------------------------------------
 
 
@@ -555,6 +597,27 @@ def test_an_interrupt_after_a_job_was_handed_over_does_not_deny_it(make_lab, mon
     assert side.state_of(operation) in ("READING", "POSTING", "IN_FLIGHT")
     lab.world.landing = Gate("land")
     lab.run(10)
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+
+
+@pytest.mark.parametrize("tier", ["direct", "pull"])
+def test_an_interrupt_while_a_transfer_is_opened_takes_nothing_over(make_lab, monkeypatch, tier):
+    """The caller never hears an identity, so nothing may be published, and the blocks and addresses are free again."""
+    lab = make_lab(1)
+    push = receiver_module.heapq.heappush
+
+    def interrupted(*arguments):
+        push(*arguments)
+        raise Interrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(receiver_module.heapq, "heappush", interrupted)
+        with pytest.raises(Interrupt):
+            lab.open(tier=tier, blocks=["a block"])
+    assert lab.run(3) == [] and not said(lab, ReceiveRequest) and lab.receiver.drain().quiescent
+    lab.open(tier=tier, blocks=["a block"])
+    lab.ready()
+    lab.run(12)
     assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
 
 

@@ -44,6 +44,7 @@ from kv_bounce_planner.sessions.messages import (
     Drained,
     Message,
     ReadOffer,
+    ReadOver,
     ReceiveRequest,
     Sealed,
     WriterResult,
@@ -147,6 +148,8 @@ class Receiver(Shell[_Receive]):
         self._expiries: list[tuple[float, int, TransferIdentity]] = []
         self._opened = 0
         self._draining: dict[TransferIdentity, _Receive] = {}
+        #: Reads of an earlier session over our agents that a sender has asked about, until they are over.
+        self._owed: dict[OperationIdentity, PeerLife] = {}
         self._waiting: dict[TransferIdentity, _Receive] = {}
 
     # -- the host's calls
@@ -221,21 +224,36 @@ class Receiver(Shell[_Receive]):
                 required_of_reader=self._transport.transport_class.required_of_reader,
                 drain_deadline_s=self.config.drain_deadline_s,
             )
-            self._ledger.enter(identity, blocks, addresses)
-            self._next_operation += len(specs)
             record = _Receive(core, expected, claim, blocks)
             record.introduced_until_s = now_s + self.config.introduction_timeout_s
-            self._opened += 1
-            limit_s = self.config.operation_timeout_s if timeout_s is None else timeout_s
-            heapq.heappush(self._expiries, (now_s + limit_s, self._opened, identity))
-            self._transfers[identity] = record
-            self._unpublished.append(record)
-            self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
-            bound(self._incarnations, OVER_MAX)
-            for operation in expected:
-                self._of_operation[operation] = record
-            self._counters["opened"] += 1
+            self._next_operation += len(specs)
+            self._ledger.enter(identity, blocks, addresses)
+            try:
+                self._admit(record, now_s + (self.config.operation_timeout_s if timeout_s is None else timeout_s))
+            except BaseException:  # an interrupt between two lines: nothing is taken over, the blocks are free again
+                self._revoke(record)
+                raise
         return tuple(expected)
+
+    def _admit(self, record: _Receive, until_s: float) -> None:
+        identity = record.core.identity
+        self._opened += 1
+        heapq.heappush(self._expiries, (until_s, self._opened, identity))
+        self._transfers[identity] = record
+        self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
+        bound(self._incarnations, OVER_MAX)
+        for operation in record.expected:
+            self._of_operation[operation] = record
+        self._unpublished.append(record)
+        self._counters["opened"] += 1
+
+    def _revoke(self, record: _Receive) -> None:
+        self._transfers.pop(record.core.identity, None)
+        for operation in record.expected:
+            self._of_operation.pop(operation, None)
+        if record in self._unpublished:
+            self._unpublished.remove(record)
+        self._ledger.leave(record.core.identity, record.exposed)
 
     def cancel(self, identity: TransferIdentity, reason: str = "cancelled") -> bool:
         """End a transfer logically; its memory follows by proof only. Any thread.
@@ -259,6 +277,7 @@ class Receiver(Shell[_Receive]):
             self._resolve,
             self._begin_reads,
             self._progress,
+            self._answer_for_predecessors,
             self._check_reports,
             self._copies,
             self._tick,
@@ -369,6 +388,19 @@ class Receiver(Shell[_Receive]):
         receipt = self._receipts.get(operation)
         if receipt is not None and isinstance(message, ReadOffer | Cancel):
             self._queue(life.peer, receipt)
+        elif isinstance(message, Cancel) and operation.session != self.session:
+            self._transport.stop(operation)  # a predecessor's read over this very agent, if it still goes on
+            self._owed[operation] = life
+
+    def _answer_for_predecessors(self) -> None:
+        """Tell senders that nothing of what an earlier session object read of them is read any more."""
+        if not self._owed:
+            return
+        active = self._transport.active()
+        with self._lock:
+            for operation in [each for each in self._owed if each not in active]:
+                life = self._owed.pop(operation)
+                self._queue(life.peer, ReadOver(operation, False, "the session that read it is gone"))
 
     def _mark(self, arrived: ArrivedMark) -> None:
         operation = arrived.mark.operation

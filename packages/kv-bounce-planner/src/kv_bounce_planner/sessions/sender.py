@@ -75,6 +75,7 @@ class _Send:
     """Shell state of one request."""
 
     __slots__ = (
+        "agents",
         "begun",
         "claim",
         "core",
@@ -100,6 +101,7 @@ class _Send:
         self.prepared: dict[OperationIdentity, tuple[int, PreparedCopy]] = {}  # for a slot at that address
         self.served = False
         self.begun: set[OperationIdentity] = set()
+        self.agents: dict[OperationIdentity, str] = {}  # of the life that asked: what reads, if it reads
 
 
 class Sender(Shell[_Send]):
@@ -346,6 +348,7 @@ class Sender(Shell[_Send]):
         heapq.heappush(self._expiries, (self._clock() + self.config.operation_timeout_s, self._arrived, operation))
         self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
         mine = life.transport if life.transport is not None else self._transport.transport_class
+        record.agents[operation] = life.agent
         self._step(record, sc.RequestArrived(peer, request, mine.required))
 
     def _objects(self, life: PeerLife, request: ReceiveRequest) -> str:
@@ -414,13 +417,31 @@ class Sender(Shell[_Send]):
         else:
             self._step(record, sc.RefusalArrived(operation, message.reason))
 
+    def _met(self, life: PeerLife) -> None:
+        """Ask a session that was made again over the same agent what became of the loans of its predecessor."""
+        for record in self._requests.values():
+            for operation in record.core.outstanding:
+                if self._reads_on(record, operation, life):
+                    self._queue(life.peer, Cancel(operation, "its session is gone"))
+
+    def _reads_on(self, record: _Send, operation: OperationIdentity, life: PeerLife) -> bool:
+        """Whether that life has the agent by which an earlier life of its name reads, or has read, this loan."""
+        return (
+            record.core.peer_of(operation) == life.peer
+            and record.core.state_of(operation) is SendState.LENT_IN_DOUBT
+            and record.agents.get(operation) == life.agent
+        )
+
     def _returned(self, life: PeerLife, word: sc.Returned) -> None:
-        """The receiver's word about a loan."""
+        """The receiver's word about a loan, or that of its successor who has its agent."""
         operation = word.operation
-        if not _is_of(operation, life):
+        record = self._requests.get(operation.request)
+        known = record is not None and record.core.knows(operation)
+        if not _is_of(operation, life) and not (
+            record is not None and known and not word.doubt and self._reads_on(record, operation, life)
+        ):
             self._counters["foreign"] += 1
             return
-        record = self._requests.get(operation.request)
         if record is not None and record.core.knows(operation):
             self._step(record, word)
         else:

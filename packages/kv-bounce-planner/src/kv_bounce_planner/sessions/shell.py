@@ -440,6 +440,7 @@ class Shell(Generic[OpenT]):
                 self._ask_again(life)
             elif was is not PeerState.READY:
                 self._events.append(PeerIntroduced(peer))
+                self._met(life)
 
     def _lives_again(self, peer: PeerId, frame: Frame) -> bool:
         """Whether a hello under the name of a process that ended is a new life's. One that has not heard us is asked."""
@@ -452,7 +453,8 @@ class Shell(Generic[OpenT]):
             self._counters["of_the_dead"] += 1
             gone.asked, gone.answer_until_s = True, self._clock() + self.config.introduction_timeout_s
             self._strangers.pop((peer, frame.source), None)  # asked each time: an answer may be lost with its link
-            self._answer_stranger(peer, frame.source)
+            if not self._answer_stranger(peer, frame.source):
+                self._forget_link(peer)
             return False
         del self._gone[peer]
         life = self._lives.get(peer)
@@ -635,10 +637,10 @@ class Shell(Generic[OpenT]):
             with self._lock:
                 life.outbox.append(frame)
 
-    def _answer_stranger(self, peer: PeerId, source: bytes) -> None:
-        """Tell a session that does not know this one of it, once."""
+    def _answer_stranger(self, peer: PeerId, source: bytes) -> bool:
+        """Tell a session that does not know this one of it, once. Returns whether it was told."""
         if source == NO_SESSION or (peer, source) in self._strangers:
-            return
+            return source != NO_SESSION
         self._strangers[(peer, source)] = None
         bound(self._strangers, STRANGERS_MAX)
         try:
@@ -647,6 +649,8 @@ class Shell(Generic[OpenT]):
             self._strangers.pop((peer, source), None)  # not told: told at its next frame
             if not isinstance(error, WouldBlock | ChannelError):
                 raise
+            return False
+        return True
 
     # -- links
 
@@ -909,6 +913,9 @@ class Shell(Generic[OpenT]):
     def _ask_again(self, life: PeerLife) -> None:
         """A link is back: whoever exposed memory asks what became of it."""
         self._step_all(shared.LinkReturned(life.peer))
+
+    def _met(self, life: PeerLife) -> None:
+        """A life of a peer was introduced that was not known before."""
 
     def _interested(self) -> set[PeerId]:
         """Peers of which an end is awaited."""
