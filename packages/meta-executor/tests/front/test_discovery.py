@@ -101,8 +101,12 @@ def test_a_registration_stands_while_its_instance_lives(tmp_path: Path) -> None:
     service = registry_prefix(run)
     assert asyncio.run(found()) == [f"{service}r1/context/ctx-0", f"{service}r2/context/ctx-0"]
     assert KEY.hex()[:8] not in service
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "key").write_text("cd" * 32)
+    assert registry_prefix(msgspec.structs.replace(run, run_dir=str(tmp_path / "other"))) != service
     beside.close()
     registration.close()
+    assert not registration._thread.is_alive()
     registration.close()
     assert asyncio.run(found()) == []
 
