@@ -88,16 +88,12 @@ class BaseAgreement:
     def _take(self) -> tuple[AgreementEvent, ...]:
         """What the host has not been given yet, as far as it still binds."""
         core = self._core
-        looked_through = core.context.may_lapse
         events = core.take()
         if self._events:
             events, self._events = (*self._events, *events), []
-            looked_through = True
         if core.fault is not None:  # also what drain() and close() kept from before the fault
             return tuple([event for event in events if isinstance(event, SURVIVES_FAULT)])
-        if looked_through:
-            return tuple([event for event in events if type(event) not in _REVOCABLE or self._binds(event)])
-        return events
+        return tuple([event for event in events if type(event) not in _REVOCABLE or self._binds(event)])
 
     def _binds(self, event: Any) -> bool:
         """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
@@ -320,7 +316,10 @@ class BaseAgreement:
             raise
         finally:
             self._polling = False
-        return self._take() if self._events or core.context.events else ()
+        context = core.context
+        if self._events or context.may_lapse or context.fault is not None:
+            return self._take()
+        return core.take() if context.events else ()
 
     def _turn(self, now_s: float) -> None:
         """One exchange with the others."""

@@ -67,7 +67,10 @@ class Codec:
         """The bytes of ``frame`` for member ``target`` (an index); at most ``frame_bytes_max`` long."""
         sequence, busy_ms, records, session, _content = frame
         if records != self._packed:
-            self._payload = b"".join([_pack_record(*record) for record in records])
+            if len(records) == 1:
+                self._payload = _pack_record(*records[0])
+            else:
+                self._payload = b"".join([_pack_record(*record) for record in records])
             self._packed = records
         body = _pack_head(_FIRST, len(records), self._sent[target], sequence, busy_ms, session) + self._payload
         return body + crc32(body).to_bytes(_CHECKSUM, "little")
