@@ -287,6 +287,21 @@ def test_a_communicator_that_fails_breaks_the_object():
     broadcaster.close()
 
 
+def test_a_communicator_that_cannot_be_freed_is_given_up():
+    """Closing says so once; the object is closed all the same."""
+
+    class Kept(BrokenComm):
+        def free(self):
+            raise TransportError("Free", self.rank, RuntimeError("busy"))
+
+    broadcaster = Broadcaster(Kept(FakeWorld(1).comm(0), 9))
+    with pytest.raises(TransportError, match="rank 0: Free: busy"):
+        broadcaster.close()
+    broadcaster.close()
+    with pytest.raises(LocalProtocolError, match="closed"):
+        broadcaster.broadcast(1)
+
+
 def test_ranks_that_are_not_level_are_noticed_by_all():
     """One rank is an exchange behind: the frames say so to everybody, and the object refuses from then on."""
 

@@ -21,6 +21,7 @@ from comm_broadcast._errors import (
     CallMismatchError,
     CommBroadcastError,
     LocalProtocolError,
+    TransportError,
 )
 from comm_broadcast._exchange import Ended, Exchange, is_running
 from comm_broadcast._frame import Call, Operation
@@ -270,9 +271,12 @@ class Broadcaster:
                     self.release()
                 raise
             self._settle()
-        broken = self.last.broken is not None
-        if not broken:
-            self.comm.free()
+        try:
+            if self.last.broken is None:
+                self.comm.free()
+        except TransportError:
+            self.release()
+            raise
         self.release()
         if self.last.told:
             raise _all_of(self.last.told)
