@@ -558,6 +558,31 @@ def test_fragments_of_another_segmentation_are_the_same_plan(make_lab):
     assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
 
 
+@pytest.mark.parametrize("tier", ["direct", "bounce", "pull"])
+def test_a_planner_that_uses_its_arrays_again_changes_nothing(make_lab, tier):
+    """They are looked at until the last part was posted, or scattered: what counts is what they were when they were checked."""
+    lab = make_lab(1, parts_max=1)
+    good, made = lab.plan(0), []
+
+    def plan(_asked):
+        arrays = [each.copy() for each in (good.source_addresses, good.target_addresses, good.sizes)]
+        made.extend(arrays)
+        own = WriterPlan(0, arrays[1], arrays[2], 8, 8)
+        return WriterTransfer(own, *arrays, 8)
+
+    expected = plan(None).writer
+    reads = {"resolve": plan} if tier == "pull" else {}
+    lab.receiver.open(
+        lab.identity(), [ExpectedOperation(lab.senders[0].self_id, good.total_bytes, b"", expected, tier, **reads)]
+    )
+    lab.senders[0].ready(KEY, lambda asked: Loan(b"") if asked.pulls else plan(asked))
+    for _ in range(30):
+        lab.run(1)
+        for array in made:
+            array[:] = array[0]
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
+
+
 def test_no_planner_is_asked_about_what_is_over(make_lab):
     """One sender's offer and another one's refusal come in one poll: the blocks are the host's again before a plan is made."""
     lab, asked = make_lab(2), []

@@ -95,6 +95,14 @@ def _join_pairs(source: Int64Array, target: Int64Array, sizes: Int64Array) -> tu
     return source[starts], target[starts], np.add.reduceat(sizes, starts)
 
 
+def _freeze(plan: object, *names: str) -> None:
+    """Arrays that their maker could still change are copied: what was checked and hashed is what is carried out later."""
+    for name in names:
+        array = getattr(plan, name)
+        if array.flags.writeable:
+            object.__setattr__(plan, name, read_only(array.copy()))
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +123,9 @@ class WriterPlan:
     sizes: Int64Array
     fragment_count: int
     block_count: int
+
+    def __post_init__(self) -> None:
+        _freeze(self, "target_addresses", "sizes")
 
     @property
     def range_count(self) -> int:
@@ -171,6 +182,9 @@ class WriterTransfer:
     target_addresses: Int64Array
     sizes: Int64Array
     raw_count: int
+
+    def __post_init__(self) -> None:
+        _freeze(self, "source_addresses", "target_addresses", "sizes")
 
     @property
     def merged_count(self) -> int:
