@@ -1,20 +1,26 @@
 """What the host costs: a whole service on the synthetic engine, against an earlier commit run in turn with it.
 
-    python bench_service.py [--against COMMIT | FOLDER] [--requests N] [--rounds N] [--idle S]
+    python bench_service.py [--against COMMIT | FOLDER] [--requests N] [--rounds N] [--idle S] [--seconds S] [--small]
 
-PP4 to two attention-DP ranks of 256, a step of 20 ms of device time, 1,024 + 64 tokens, 400 clients. Processor time of every
-process of the service per token, of the generation loops per token, tokens per second, failures, iterations of the loops that
-took long, and who had no time left; while idle its share of a core, and the first token of a request that comes alone.
+PP4 to two attention-DP ranks of 256, a step of 20 ms of device time, 1,024 + 64 tokens, 400 clients; eight prompts fit into a
+step of the context instance, so that both instances' steps would allow 20,000 tokens/s. Processor time of every process of
+the service per token, of the generation loops per token, tokens per second, failures, iterations of the loops that took long,
+and who had no time left; while idle its share of a core, and the first token of a request that comes alone.
+
+Both trees run with this interpreter and their own sources; git is needed only to unpack a commit. Rounds that would not end
+within ``--seconds`` are left out, and that is said.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +31,11 @@ from meta_executor.bench.load import LoadConfig
 
 CLIENTS = 400
 STEP_MS = 20
+PROMPT_TOKENS, ANSWER_TOKENS = 1024, 64
+#: Prompts in a step of the context instance (count).
+PROMPTS_PER_STEP = 8
+#: Each client's row makes a token in each step; and so many prompts are read.
+DEVICE_TOKENS_PER_S = 1000 / STEP_MS * min(CLIENTS, PROMPTS_PER_STEP * ANSWER_TOKENS)
 #: Requests one after the other, for the first token of a request that comes alone (count).
 ALONE = 15
 VOCABULARY = 32_000
@@ -47,9 +58,9 @@ def configuration(tree: Path) -> dict[str, Any]:
         "engine": {"kind": "synthetic", "synthetic": synthetic},
         "context_servers": {
             "pipeline_parallel_size": 4,
-            "max_batch_size": 8,
-            "max_num_tokens": 2048,
-            "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 65_536},
+            "max_batch_size": PROMPTS_PER_STEP,
+            "max_num_tokens": PROMPTS_PER_STEP * PROMPT_TOKENS,
+            "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 131_072},
             "cache_transceiver_config": {
                 "enable_async_terminal_agreement": True,
                 "enable_async_readiness_agreement": True,
@@ -75,14 +86,19 @@ class Measured:
     #: Share of a core while idle, and first token of a request that comes alone (s); None where not asked.
     idle: float | None
     alone_s: float | None
+    #: All of it, from the start of the service to its end, without being idle (s).
+    took_s: float
 
 
 def measure(tree: Path, *, requests: int, idle_s: float) -> Measured:
     """Start, warm, be idle for so long (0: not at all), load, drain."""
+    began_s = time.monotonic()
     with running(tree, configuration(tree)) as service:
 
         def send(count: int, clients: int, answer_tokens: int) -> Trial:
-            config = LoadConfig(requests=count, concurrency=clients, prompt_tokens=1024, answer_tokens=answer_tokens)
+            config = LoadConfig(
+                requests=count, concurrency=clients, prompt_tokens=PROMPT_TOKENS, answer_tokens=answer_tokens
+            )
             return load(service, config, vocab_size=VOCABULARY)
 
         send(32, 32, 16)
@@ -93,7 +109,8 @@ def measure(tree: Path, *, requests: int, idle_s: float) -> Measured:
             time.sleep(idle_s)
             idle = service.usage().since(before).total() / idle_s
             alone_s = send(ALONE, 1, 8).first_s()
-        return Measured(send(requests, CLIENTS, 64), idle, alone_s)
+        trial = send(requests, CLIENTS, ANSWER_TOKENS)
+    return Measured(trial, idle, alone_s, time.monotonic() - began_s - (idle_s and idle_s + 3.0))
 
 
 def unpacked(commit: str, folder: Path) -> Path:
@@ -127,7 +144,8 @@ def tell(name: str, trial: Trial) -> None:
         f"per token {1e6 * per_token():6.0f} us: front {1e6 * per_token('front'):5.0f}, context {1e6 * per_token('ctx'):5.0f}, "
         f"generation {1e6 * per_token('gen'):5.0f} (loops {1e6 * trial.loop_per_token_s():5.1f}); load generator "
         f"{1e6 * trial.result.cpu_s / max(trial.tokens, 1):4.0f}; {len(trial.failures)} failures {trial.failures[:1]}\n"
-        f"          {trial.limit()}; turns of the loops: context "
+        f"          {trial.limit(DEVICE_TOKENS_PER_S)}\n"
+        f"          turns of the loops: context "
         f"{trial.turns_of('ctx').get('all', 'not counted')}, generation {trial.turns_of('gen') or 'not counted'}",
         flush=True,
     )
@@ -149,13 +167,14 @@ def middle(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def longest_turn_ms(trials: list[Trial]) -> float | None:
-    """The smallest edge that no iteration of a generation loop exceeded (ms); None where turns are not counted."""
-    longer: dict[int, int] = {}
+def longest_turn_ms(trials: list[Trial], name: str) -> float | None:
+    """The smallest edge that no iteration of a generation loop exceeded (ms; infinite: the last one was exceeded); None where
+    turns are not counted."""
+    longer: Counter[int] = Counter()
     for trial in trials:
         for edge, count in trial.turns_of("gen").items():
-            if edge != "all":
-                longer[int(edge.removesuffix("ms"))] = longer.get(int(edge.removesuffix("ms")), 0) + count
+            if found := re.fullmatch(rf"{name}(\d+)ms", edge):
+                longer[int(found.group(1))] += count
     return next((float(edge) for edge in sorted(longer) if not longer[edge]), float("inf")) if longer else None
 
 
@@ -168,12 +187,15 @@ def tell_own(new: list[Measured]) -> None:
     if idle:
         figure("idle share of a core", round(middle(idle), 4), "core", None, None, "<= 0.02", middle(idle) <= 0.02)
     loop, plain = middle([trial.loop_per_token_s() for trial in trials]), middle([plain_loop_s() for _ in range(5)])
-    ratio = loop / plain
-    figure("generation loop over a plain Python loop", 1e6 * loop, "us/token", 1e6 * plain, ratio, "<= 4", ratio <= 4)
-    longest = longest_turn_ms(trials)
-    if longest is not None:
-        goal = STEP_MS / 10
-        figure("longest turn of a generation loop", longest, "ms, at most", None, None, f"<= {goal:g}", longest <= goal)
+    # The goal of 4 is that of bench_loop.py, which decodes only; here a loop also receives every prompt's KV.
+    figure("generation loop, transfers included, over a plain Python loop", round(1e6 * loop, 2), "us/token",
+           round(1e6 * plain, 4), round(loop / plain, 1), "none", None)  # fmt: skip
+    goal = STEP_MS / 10
+    for name, said in (("", "by the clock"), ("worked_over_", "of its own processor time")):
+        longest = longest_turn_ms(trials, name)
+        if longest is not None:
+            figure(f"longest turn of a generation loop, {said}", longest, "ms, at most", None, None,
+                   f"<= {goal:g}", longest <= goal)  # fmt: skip
 
 
 def tell_against(new: list[Measured], old: list[Measured]) -> None:
@@ -211,13 +233,21 @@ def main() -> None:
     parser.add_argument(
         "--idle", type=float, default=60.0, metavar="S", help="idle before the first load; 0: not at all"
     )
+    parser.add_argument("--seconds", type=float, default=520.0, help="begin no round that would end later")
+    parser.add_argument("--small", action="store_true", help="one short round, to see that it runs; no figures to keep")
     options = parser.parse_args()
+    if options.small:
+        options.requests, options.rounds, options.idle = 100, 1, 2.0
+    began_s = time.monotonic()
     new: list[Measured] = []
     old: list[Measured] = []
     with tempfile.TemporaryDirectory(prefix="base-") as scratch:
         tree = None if options.against == "none" else unpacked(options.against, Path(scratch))
         for turn in range(options.rounds):
             idle_s = 0.0 if turn else options.idle
+            if turn and time.monotonic() - began_s + new[-1].took_s + (old[-1].took_s if old else 0) > options.seconds:
+                print(f"no time for more than {turn} of {options.rounds} rounds in {options.seconds:g} s", flush=True)
+                break
             new.append(measure(ROOT, requests=options.requests, idle_s=idle_s))
             tell("this tree", new[-1].trial)
             if tree is not None:

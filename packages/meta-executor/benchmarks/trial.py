@@ -21,9 +21,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meta_executor.bench.load import LoadConfig, LoadResult, run_load
-
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def sources_of(tree: Path) -> list[str]:
+    """Where a tree's packages are imported from."""
+    return [str(path) for path in sorted((tree / "packages").glob("*/src"))]
+
+
+#: Of this interpreter as it was started, without this tree's packages: what else a service needs may stand there.
+_INHERITED = [
+    path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sources_of(ROOT)
+]
+# The load generator is this tree's, wherever it is started from and whatever is installed.
+sys.path[1:1] = sources_of(ROOT)
+os.environ["PYTHONPATH"] = os.pathsep.join(sources_of(ROOT) + _INHERITED)
+
+from meta_executor.bench.load import LoadConfig, LoadResult, run_load  # noqa: E402 - of this tree
+
 _TICKS_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _READY = re.compile(r"http://[0-9.]+:[0-9]+")
 _TURNS = re.compile(r'^meta_executor_rank_(turns\w*)\{rank="(\d+)"\} ([0-9.e+]+)$', re.MULTILINE)
@@ -138,10 +153,9 @@ def running(tree: Path, config: dict[str, object]) -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="bs-") as folder:
         file = Path(folder) / "service.yaml"
         file.write_text(json.dumps(config), "utf-8")
-        sources = [str(path) for path in sorted((tree / "packages").glob("*/src"))]
         process = subprocess.Popen(
             [sys.executable, "-c", "from meta_executor.cli import main; main()", "up", str(file)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sources_of(tree) + _INHERITED), "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -214,17 +228,26 @@ class Trial:
         names: Counter[str] = Counter()
         for (owner, name), count in self.turns.items():
             if owner.startswith(kind):
-                names[name.removeprefix("turns").removeprefix("_over_") or "all"] += count
+                names[name.removeprefix("turns").removeprefix("_over_").removeprefix("_") or "all"] += count
         return dict(names)
 
-    def limit(self) -> str:
-        """What had no time left, with numbers: the machine's cores, or a thread that can use only one of them."""
+    def limit(self, device_tokens_per_s: float | None = None) -> str:
+        """What had no time left, with numbers: the machine's cores, a thread that can use only one of them, or the device.
+
+        Args:
+            device_tokens_per_s: What the steps allow, if that is known.
+        """
         seconds, cores = self.result.seconds, len(os.sched_getaffinity(0))
         whole = (self.used.total() + self.result.cpu_s) / seconds
         threads = {name.split()[0] + " main thread": used / seconds for name, used in sorted(self.used.loops.items())}
         threads["load generator"] = self.result.share
         busiest = max(threads, key=lambda name: threads[name])
-        said = f"{whole:.2f} of {cores} cores used, busiest thread: {busiest} {100 * threads[busiest]:.0f} % of a core"
+        kinds = {kind: self.used.total(kind) / seconds for kind in ("front", "ctx", "gen")}
+        kinds["load generator"] = self.result.share
+        said = f"{whole:.2f} of {cores} cores used: " + ", ".join(f"{kind} {used:.2f}" for kind, used in kinds.items())
+        said += f"; busiest thread: {busiest} {100 * threads[busiest]:.0f} % of a core"
+        if device_tokens_per_s is not None:
+            said += f"; {100 * self.tokens / seconds / device_tokens_per_s:.0f} % of what the device's steps allow"
         if threads[busiest] >= 0.85:
             return f"limit: {busiest} ({said})"
         if whole >= 0.85 * cores:

@@ -556,51 +556,9 @@ def _check(config: ServiceConfig) -> None:
         ("context_servers", config.context_servers),
         ("generation_servers", config.generation_servers),
     ):
-        for url in section.urls:
-            address = url.rstrip("/")
-            if not address.startswith("http://") or "/" in address[len("http://") :] or " " in address:
-                raise ConfigError(f"{role}.urls", f"want http://HOST:PORT, got {url!r}")
-            if address in seen:
-                raise ConfigError(f"{role}.urls", f"{url!r} is there twice")
-            seen[address] = role
-        if section.urls and section.num_instances not in (1, len(section.urls)):
-            raise ConfigError(
-                f"{role}.num_instances", f"got {section.num_instances}, but there are {len(section.urls)} urls"
-            )
-        if section.urls and config.key_file is None:
-            raise ConfigError("key_file", f"is wanted with {role}.urls: they and this front have one key")
-        if section.context_parallel_size != 1:
-            raise ConfigError(
-                f"{role}.context_parallel_size", f"only 1 is supported, got {section.context_parallel_size}"
-            )
-        if section.tensor_parallel_size > 1 and not section.enable_attention_dp:
-            raise ConfigError(
-                f"{role}.tensor_parallel_size",
-                f"{section.tensor_parallel_size} needs enable_attention_dp: true (ranks hold whole layers; "
-                "split projections are not supported)",
-            )
-        if section.enable_attention_dp and section.pipeline_parallel_size > 1:
-            raise ConfigError(
-                f"{role}.pipeline_parallel_size",
-                f"{section.pipeline_parallel_size} with enable_attention_dp is not supported",
-            )
-        if section.max_num_tokens < section.max_batch_size:
-            raise ConfigError(
-                f"{role}.max_num_tokens",
-                f"must be at least max_batch_size ({section.max_batch_size}), got {section.max_num_tokens}",
-            )
-        pool = section.kv_cache_config
-        if pool.free_memory_fraction is not None and pool.free_gpu_memory_fraction is not None:
-            raise ConfigError(
-                f"{role}.kv_cache_config.free_gpu_memory_fraction",
-                f"is another name of free_memory_fraction: give one, got {pool.free_gpu_memory_fraction} and "
-                f"{pool.free_memory_fraction}",
-            )
-        if pool.max_tokens is not None and pool.max_tokens < pool.tokens_per_block:
-            raise ConfigError(
-                f"{role}.kv_cache_config.max_tokens",
-                f"must hold at least one block of {pool.tokens_per_block} tokens, got {pool.max_tokens}",
-            )
+        _check_urls(role, section, config.key_file, seen)
+        _check_topology(role, section)
+        _check_capacity(role, section)
     if config.generation_servers.pipeline_parallel_size != 1:
         raise ConfigError(
             "generation_servers.pipeline_parallel_size",
@@ -613,13 +571,72 @@ def _check(config: ServiceConfig) -> None:
     for given, wanted in (("tls_certificate_file", "tls_key_file"), ("tls_key_file", "tls_certificate_file")):
         if getattr(config.front, given) is not None and getattr(config.front, wanted) is None:
             raise ConfigError(f"front.{wanted}", f"is wanted with {given}, got null")
-    lease_timeout_s = config.generation_servers.cache_transceiver_config.lease_timeout_s
+    _check_transceivers(config.context_servers, config.generation_servers)
+
+
+def _check_urls(role: str, section: InstanceConfig, key_file: str | None, seen: dict[str, str]) -> None:
+    """Addresses of instances that others started; ``seen``: those of the roles before, this one's are added."""
+    for url in section.urls:
+        address = url.rstrip("/")
+        if not address.startswith("http://") or "/" in address[len("http://") :] or " " in address:
+            raise ConfigError(f"{role}.urls", f"want http://HOST:PORT, got {url!r}")
+        if address in seen:
+            raise ConfigError(f"{role}.urls", f"{url!r} is there twice")
+        seen[address] = role
+    if section.urls and section.num_instances not in (1, len(section.urls)):
+        raise ConfigError(
+            f"{role}.num_instances", f"got {section.num_instances}, but there are {len(section.urls)} urls"
+        )
+    if section.urls and key_file is None:
+        raise ConfigError("key_file", f"is wanted with {role}.urls: they and this front have one key")
+
+
+def _check_topology(role: str, section: InstanceConfig) -> None:
+    """Which ranks an instance can be made of."""
+    if section.context_parallel_size != 1:
+        raise ConfigError(f"{role}.context_parallel_size", f"only 1 is supported, got {section.context_parallel_size}")
+    if section.tensor_parallel_size > 1 and not section.enable_attention_dp:
+        raise ConfigError(
+            f"{role}.tensor_parallel_size",
+            f"{section.tensor_parallel_size} needs enable_attention_dp: true (ranks hold whole layers; "
+            "split projections are not supported)",
+        )
+    if section.enable_attention_dp and section.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{role}.pipeline_parallel_size",
+            f"{section.pipeline_parallel_size} with enable_attention_dp is not supported",
+        )
+
+
+def _check_capacity(role: str, section: InstanceConfig) -> None:
+    """What a step and the KV pool hold."""
+    if section.max_num_tokens < section.max_batch_size:
+        raise ConfigError(
+            f"{role}.max_num_tokens",
+            f"must be at least max_batch_size ({section.max_batch_size}), got {section.max_num_tokens}",
+        )
+    pool = section.kv_cache_config
+    if pool.free_memory_fraction is not None and pool.free_gpu_memory_fraction is not None:
+        raise ConfigError(
+            f"{role}.kv_cache_config.free_gpu_memory_fraction",
+            f"is another name of free_memory_fraction: give one, got {pool.free_gpu_memory_fraction} and "
+            f"{pool.free_memory_fraction}",
+        )
+    if pool.max_tokens is not None and pool.max_tokens < pool.tokens_per_block:
+        raise ConfigError(
+            f"{role}.kv_cache_config.max_tokens",
+            f"must hold at least one block of {pool.tokens_per_block} tokens, got {pool.max_tokens}",
+        )
+
+
+def _check_transceivers(context: InstanceConfig, generation: InstanceConfig) -> None:
+    """Whose settings they are, and what they are qualified for."""
+    lease_timeout_s = generation.cache_transceiver_config.lease_timeout_s
     if lease_timeout_s is not None:
         raise ConfigError(
             "generation_servers.cache_transceiver_config.lease_timeout_s",
             f"applies to context_servers only, got {lease_timeout_s}",
         )
-    context = config.context_servers
     transceiver = context.cache_transceiver_config
     for field in ("enable_async_terminal_agreement", "enable_async_readiness_agreement"):
         if not getattr(transceiver, field):
@@ -632,7 +649,7 @@ def _check(config: ServiceConfig) -> None:
                 f"tensor_parallel_size={context.tensor_parallel_size}, "
                 f"enable_attention_dp={context.enable_attention_dp}",
             )
-        if getattr(config.generation_servers.cache_transceiver_config, field):
+        if getattr(generation.cache_transceiver_config, field):
             raise ConfigError(
                 f"generation_servers.cache_transceiver_config.{field}", "applies to context_servers only, got true"
             )

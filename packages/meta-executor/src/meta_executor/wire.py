@@ -327,6 +327,13 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     turns_over_10ms: int = 0
     turns_over_20ms: int = 0
     turns_over_50ms: int = 0
+    #: Those that took the processor longer: without what waited for a core or for another thread of the process.
+    turns_worked_over_1ms: int = 0
+    turns_worked_over_2ms: int = 0
+    turns_worked_over_5ms: int = 0
+    turns_worked_over_10ms: int = 0
+    turns_worked_over_20ms: int = 0
+    turns_worked_over_50ms: int = 0
 
 
 class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):

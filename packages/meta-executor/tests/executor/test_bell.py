@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,13 @@ from meta_executor.executor.drive import AGAIN_S, FIRST_WAIT_S, Turns, drive
 from meta_executor.executor.loop import RankLoop
 from meta_executor.executor.ownership import Registry
 from meta_executor.executor.request import AnswerBook
-from meta_executor.executor.transceiver import EXPOSED_CAP_S, MOVING_CAP_S, ROUND_CAP_S, STEPPING_CAP_S
+from meta_executor.executor.transceiver import (
+    EXPOSED_CAP_S,
+    GATHER_CAP_S,
+    MOVING_CAP_S,
+    ROUND_CAP_S,
+    STEPPING_CAP_S,
+)
 from meta_executor.executor.work import BroadcastWork
 
 
@@ -34,8 +41,29 @@ def test_a_notification_and_a_ring_end_a_wait_even_if_they_came_before(tmp_path:
     bells[0].close()
     bells[0].close()
     bells[0].notify()
+    bells[0].notify_step()
     bells[1].ring(0)
     bells[1].close()
+
+
+def test_notices_gather_until_the_step_ends(tmp_path: Path) -> None:
+    """What came while it gathered ended with the same wait; the end of a step does not gather, and ends a gathering."""
+    with contextlib.closing(RankBell(lambda rank: tmp_path / "0.b", 0)) as bell:
+        bell.notify()
+        timer = threading.Timer(0.02, lambda: (bell.ring(0), bell.notify()))
+        timer.start()
+        assert bell.wait(10.0, 0.3)
+        timer.join()
+        assert not bell.wait(0.0), "the ring and the second notice came while it gathered"
+        began_s = time.monotonic()
+        bell.notify_step()
+        assert bell.wait(10.0, 60.0), "the end of a step does not gather"
+        bell.notify()
+        timer = threading.Timer(0.02, bell.notify_step)
+        timer.start()
+        assert bell.wait(10.0, 60.0)
+        timer.join()
+        assert time.monotonic() - began_s < 50.0, "the end of a step ends a gathering"
 
 
 class Loop:
@@ -46,6 +74,7 @@ class Loop:
         self.left = False
         self.fault = ""
         self.poll_cap_s: float | None = None
+        self.gather_s = 0.0
 
     def iterate(self, now_s: float) -> bool:
         moved, self.poll_cap_s = self._script.pop(0)
@@ -58,7 +87,7 @@ class Bell:
         self.waits: list[float] = []
         self._rings = rings
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, gather_s: float = 0.0) -> bool:
         self.waits.append(timeout_s)
         return len(self.waits) in self._rings
 
@@ -87,17 +116,21 @@ def test_a_ring_that_brought_nothing_is_looked_at_again_soon() -> None:
 
 
 def test_turns_are_counted_by_how_long_they_took() -> None:
-    """Each edge counts what took longer; the waits between turns count nowhere."""
+    """Each edge counts what took longer, by the clock and of processor time; the waits between turns count nowhere."""
     times = iter([0.0, 0.0005, 1.0, 1.003, 2.0, 2.06])
+    worked = iter([0.0, 0.0004, 0.1, 0.1015, 0.2, 0.207])
     turns = Turns()
-    drive(Loop([(True, None), (False, None), (True, None)]), Bell(set()), clock=lambda: next(times), turns=turns)  # type: ignore[arg-type]
+    script: Any = Loop([(True, None), (False, None), (True, None)])
+    drive(script, Bell(set()), clock=lambda: next(times), worked=lambda: next(worked), turns=turns)
     assert turns.count == 3
     assert turns.longer == [2, 2, 1, 1, 1, 1]
+    assert turns.worked_longer == [2, 1, 1, 0, 0, 0]
 
 
 def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> None:
     """Nothing that comes could be used before the step's end, which rings; frames of MPI are polled as before."""
-    compute, transceiver = SimpleNamespace(stepping=False), SimpleNamespace(poll_cap_s=MOVING_CAP_S)
+    compute = SimpleNamespace(stepping=False, step_times_s=[])
+    transceiver = SimpleNamespace(poll_cap_s=MOVING_CAP_S)
     link: Any = SimpleNamespace(busy=False)
     loop = RankLoop(
         rank=0,
@@ -121,5 +154,12 @@ def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> Non
     ):
         transceiver.poll_cap_s = cap_s
         assert loop.poll_cap_s == polled_s
+    assert loop.gather_s == 0.0, "no step has told how long steps are"
+    compute.step_times_s = [1.0, 0.003]
+    assert loop.gather_s == 0.003 / 10
+    compute.step_times_s = [0.003, 1.0]
+    assert loop.gather_s == GATHER_CAP_S
     link.busy = True
-    assert loop.poll_cap_s == MOVING_CAP_S
+    assert loop.poll_cap_s == MOVING_CAP_S and loop.gather_s == 0.0
+    link.busy, compute.stepping = False, False
+    assert loop.gather_s == 0.0, "an engine without a step waits for what comes"

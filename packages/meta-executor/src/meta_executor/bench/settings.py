@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -10,6 +11,30 @@ from meta_executor.config import ServiceConfig, apply_environment, service_confi
 
 #: Of every so many context legs the last goes first in a trial of opposite orders (count).
 OPPOSITE_GROUP = 16
+#: The service of a trial that is given none.
+_DEFAULT: dict[str, Any] = {
+    "port": 0,
+    "start_timeout_s": 300.0,
+    "drain_timeout_s": 300.0,
+    "front": {"request_timeout_s": 3600.0},
+    "context_servers": {
+        "pipeline_parallel_size": 4,
+        "kv_cache_config": {"max_tokens": 65536},
+        "cache_transceiver_config": {
+            "enable_async_terminal_agreement": True,
+            "enable_async_readiness_agreement": True,
+            "enable_bounce": True,
+            "transfer_timeout_s": 600.0,
+        },
+    },
+    "generation_servers": {
+        "tensor_parallel_size": 2,
+        "enable_attention_dp": True,
+        "max_batch_size": 64,
+        "kv_cache_config": {"max_tokens": 65536},
+        "cache_transceiver_config": {"enable_bounce": True, "transfer_timeout_s": 600.0},
+    },
+}
 
 
 def trial_service(
@@ -30,34 +55,7 @@ def trial_service(
         ConfigError: The knobs do not go together; names the field.
     """
     if base is None:
-        base = apply_environment(
-            service_config(
-                {
-                    "port": 0,
-                    "start_timeout_s": 300.0,
-                    "drain_timeout_s": 300.0,
-                    "front": {"request_timeout_s": 3600.0},
-                    "context_servers": {
-                        "pipeline_parallel_size": 4,
-                        "kv_cache_config": {"max_tokens": 65536},
-                        "cache_transceiver_config": {
-                            "enable_async_terminal_agreement": True,
-                            "enable_async_readiness_agreement": True,
-                            "enable_bounce": True,
-                            "transfer_timeout_s": 600.0,
-                        },
-                    },
-                    "generation_servers": {
-                        "tensor_parallel_size": 2,
-                        "enable_attention_dp": True,
-                        "max_batch_size": 64,
-                        "kv_cache_config": {"max_tokens": 65536},
-                        "cache_transceiver_config": {"enable_bounce": True, "transfer_timeout_s": 600.0},
-                    },
-                }
-            ),
-            environ,
-        )
+        base = apply_environment(service_config(_DEFAULT), environ)
     replace = msgspec.structs.replace
     context, generation, http = base.context_servers, base.generation_servers, base.front.http
     if window is not None:

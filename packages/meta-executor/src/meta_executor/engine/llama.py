@@ -211,6 +211,25 @@ class LlamaEngine:
         self._query_heads = model.attention_head_count
         self._rotated_heads = model.attention_head_count + model.kv_head_count
         torch.set_num_threads(threads)
+        self._take_weights(tensors)
+        self._rotations = self._rotation_table()
+        self._kv: torch.Tensor | None = None
+        #: Where keys and values are gathered; reused by every layer and step, grown when needed.
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._large_tile = _LARGE_TILE_ROWS
+        self._stream = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
+            # cuDNN plans anew for every length of the keys, which took three times as long as the whole step.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        self._settle()
+        self._worker = StepWorker(f"llama-{stage.stage_index}", self._prepare_thread)
+        if deterministic_rows:
+            self._large_tile = self._qualified_tile()
+
+    def _take_weights(self, tensors: Mapping[str, Float32Array]) -> None:
+        """The stage's weights, on the device and in the arithmetic's type."""
+        stage = self.stage
 
         def tensor(name: str) -> torch.Tensor:
             values = torch.from_numpy(tensors[name]).to(device=self._device, dtype=self._kv_dtype)
@@ -236,20 +255,6 @@ class LlamaEngine:
             )
             self._final_norm = tensor("final_norm") if stage.is_last else None
             self._head = dense("head" if "head" in tensors else "embed") if stage.is_last else None
-        self._rotations = self._rotation_table()
-        self._kv: torch.Tensor | None = None
-        #: Where keys and values are gathered; reused by every layer and step, grown when needed.
-        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._large_tile = _LARGE_TILE_ROWS
-        self._stream = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)
-            # cuDNN plans anew for every length of the keys, which took three times as long as the whole step.
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        self._settle()
-        self._worker = StepWorker(f"llama-{stage.stage_index}", self._prepare_thread)
-        if deterministic_rows:
-            self._large_tile = self._qualified_tile()
 
     @staticmethod
     def load(config: EngineConfig, stage: StageSpec) -> LlamaEngine:

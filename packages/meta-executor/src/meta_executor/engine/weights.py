@@ -180,15 +180,7 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFormatError(f"{file.path}: tensor token_embd.weight is missing")
-    inverse = _inverse_frequencies(number("rope.freq_base", 10000.0), head_dim)
-    factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None:
-        scale = _dequantised(file, factors).astype(np.float64)
-        if scale.shape != inverse.shape:
-            raise ModelFormatError(
-                f"{file.path}: tensor rope_freqs.weight has shape {scale.shape}, want {inverse.shape}"
-            )
-        inverse = inverse / scale
+    inverse = _scaled_by_file(file, _inverse_frequencies(number("rope.freq_base", 10000.0), head_dim))
     eos, eot, bos = token("eos_token_id"), token("eot_token_id"), token("bos_token_id")
     if len(embedding.shape) != 2 or embedding.shape[0] >= _FIELD_MAX:
         raise ModelFormatError(f"{file.path}: tensor token_embd.weight has shape {embedding.shape}")
@@ -213,6 +205,17 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
     )
     _checked(info, geometry, file.path)
     return info, geometry
+
+
+def _scaled_by_file(file: GgufFile, inverse: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Rotary frequencies, with the factors that a file may bring."""
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is None:
+        return inverse
+    scale = _dequantised(file, factors).astype(np.float64)
+    if scale.shape != inverse.shape:
+        raise ModelFormatError(f"{file.path}: tensor rope_freqs.weight has shape {scale.shape}, want {inverse.shape}")
+    return inverse / scale
 
 
 def _describe_folder(folder: Path, kv_dtype: str) -> tuple[ModelInfo, LlamaGeometry]:

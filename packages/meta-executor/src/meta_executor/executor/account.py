@@ -10,6 +10,7 @@ from meta_executor import __about__, wire
 from meta_executor.executor.compose import ComposedRank
 from meta_executor.executor.loop import RankLoop
 from meta_executor.executor.memory import PlannedBlocks
+from meta_executor.executor.transceiver import TransferCounters
 from meta_executor.executor.transceiver_context import AnyAgreement
 
 EVIDENCE_FORMAT = "meta-executor evidence"
@@ -69,8 +70,6 @@ def rank_evidence(
 ) -> dict[str, Any]:
     """One rank's lifetime, complete enough to compare ranks without having been there (JSON-able)."""
     loop = made.loop
-    registry = loop.registry.statistics()
-    counters = made.transceiver.counters
     return {
         "format": EVIDENCE_FORMAT,
         "version": EVIDENCE_VERSION,
@@ -86,33 +85,14 @@ def rank_evidence(
         "drained": loop.drained,
         "fault": loop.fault,
         "last_incarnation": _last_incarnation(loop, agreement),
-        "requests": {
-            "taken": registry.taken,
-            "completed": registry.completed,
-            "failed": registry.failed,
-            "cancelled": registry.cancelled,
-            "live": registry.live,
-            "live_peak": registry.live_peak,
-            "prepared_again": registry.prepared_again,
-        },
+        "requests": _requests(loop),
         "ready": {
             "votes": statistics.ready_votes,
             "prepares": statistics.ready_prepares,
             "activations": statistics.ready_activations,
             "completions": statistics.ready_completions,
         },
-        "transfers": {
-            "opened": counters.opened,
-            "succeeded": counters.succeeded,
-            "failed": counters.failed,
-            "cancelled": counters.cancelled,
-            "quarantined": counters.quarantined,
-            "coalesced": counters.coalesced,
-            "direct": counters.direct,
-            "merged": counters.merged,
-            "bytes": counters.bytes_moved,
-            "reasons": dict(counters.reasons or {}),
-        },
+        "transfers": _transfers(made.transceiver.counters),
         "kv": {
             "blocks_total": statistics.kv_blocks_total,
             "blocks_used": statistics.kv_blocks_used_now,
@@ -125,6 +105,34 @@ def rank_evidence(
             for s in list(loop.registry)[:32]
         ],
         "agreement": agreement.evidence() if agreement is not None else None,
+    }
+
+
+def _requests(loop: RankLoop) -> dict[str, int]:
+    registry = loop.registry.statistics()
+    return {
+        "taken": registry.taken,
+        "completed": registry.completed,
+        "failed": registry.failed,
+        "cancelled": registry.cancelled,
+        "live": registry.live,
+        "live_peak": registry.live_peak,
+        "prepared_again": registry.prepared_again,
+    }
+
+
+def _transfers(counters: TransferCounters) -> dict[str, Any]:
+    return {
+        "opened": counters.opened,
+        "succeeded": counters.succeeded,
+        "failed": counters.failed,
+        "cancelled": counters.cancelled,
+        "quarantined": counters.quarantined,
+        "coalesced": counters.coalesced,
+        "direct": counters.direct,
+        "merged": counters.merged,
+        "bytes": counters.bytes_moved,
+        "reasons": dict(counters.reasons or {}),
     }
 
 

@@ -6,6 +6,7 @@ the blocks already owned, and they go on to compute (success) or back (failure) 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from kv_bounce_planner.planning import (
@@ -120,7 +121,7 @@ class GenerationTransceiver:
         self._open_transfers_max = open_transfers_max
         self._transfer_timeout_s = transfer_timeout_s
         self._peers: dict[str, InstanceLayout] = {}
-        self._waiting: list[Sequence] = []
+        self._waiting: deque[Sequence] = deque()
         self._open: dict[TransferIdentity, Sequence] = {}
         #: Of them, in the context-first schedule (count).
         self._begun = 0
@@ -163,18 +164,20 @@ class GenerationTransceiver:
             self._waiting.append(sequence)
 
     def update_readiness(self, now_s: float) -> bool:
-        """Publish destinations for waiting requests, in order, while blocks last."""
-        moved = False
+        """Publish the destination of the first waiting request, if there are blocks; the next one's in the next iteration.
+
+        A plan costs more than anything else in an iteration, and a step that ends meanwhile waits for it.
+        """
         while self._waiting and len(self._open) < self._open_transfers_max:
             sequence = self._waiting[0]
             if sequence.state is not State.WAITING or sequence.ended_early:
-                self._waiting.pop(0)
+                self._waiting.popleft()
                 continue
             if not self._publish(sequence, now_s):
-                break
-            self._waiting.pop(0)
-            moved = True
-        return moved
+                return False
+            self._waiting.popleft()
+            return True
+        return False
 
     def stop(self, sequence: Sequence) -> None:
         """End early (or after the last token): what is not exposed goes back at once, the rest follows by proof."""

@@ -260,19 +260,8 @@ def assemble(
     control_path = spec.path("ipc", f"{instance.owner_id}.{identity.rank}.c")
     listening = SenderControl(f"ipc://{control_path}", spec.key(), bell.notify)
     listening.start()
-    limits = StepLimits.for_instance(
-        max_batch_size=config.max_batch_size,
-        max_num_tokens=config.max_num_tokens,
-        stage_count=stage.stage_count,
-        pre_active_requests=config.cache_transceiver_config.max_num_generation_first_pre_active_requests,
-    )
-    layout = from_kv_memory(
-        cast(Any, storage.memory),
-        rank=identity.rank,
-        layer_ids=tuple(stage.layers),
-        head_total=model.kv_head_count,
-        dtype=model.kv_dtype,
-    )
+    limits = _limits(config, stage)
+    layout = _layout(identity, stage, model, storage)
     agreed = _negotiate(identity, comm, owner, model, storage, layout, limits, listening)
 
     phase("opening transfers")
@@ -288,19 +277,7 @@ def assemble(
     else:
         work = _group_work(comm, bell)
     transfers = _transfers(identity, peer, storage, listening, bell)
-    around = Surroundings(
-        rank=identity.rank,
-        size=identity.size,
-        engine=engine,
-        aux=storage.aux,
-        link=link,
-        work=work,
-        clock=time.monotonic,
-        wake=bell.notify,
-        deliver=deliver,
-        on_fault=lambda diagnosis: bell.notify(),
-        say=lambda text: log(f"{identity.name}: {text}"),
-    )
+    around = _surroundings(identity, engine, storage, link, work, bell, deliver)
     made = _composed(
         around, _settings(config, limits, storage), agreed.layout, layout, transfers, peer, agreement, config
     )
@@ -342,6 +319,50 @@ def modes_of(rank: Rank) -> dict[str, Any]:
 
 
 # -- the steps of it --------------------------------------------------------------------------------------------------
+
+
+def _limits(config: InstanceConfig, stage: StageSpec) -> StepLimits:
+    return StepLimits.for_instance(
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        stage_count=stage.stage_count,
+        pre_active_requests=config.cache_transceiver_config.max_num_generation_first_pre_active_requests,
+    )
+
+
+def _layout(identity: Identity, stage: StageSpec, model: ModelInfo, storage: Storage) -> KVLayout:
+    return from_kv_memory(
+        cast(Any, storage.memory),
+        rank=identity.rank,
+        layer_ids=tuple(stage.layers),
+        head_total=model.kv_head_count,
+        dtype=model.kv_dtype,
+    )
+
+
+def _surroundings(
+    identity: Identity,
+    engine: Engine,
+    storage: Storage,
+    link: MpiLink,
+    work: WorkChannel,
+    bell: RankBell,
+    deliver: Callable[[Answers], None],
+) -> Surroundings:
+    return Surroundings(
+        rank=identity.rank,
+        size=identity.size,
+        engine=engine,
+        aux=storage.aux,
+        link=link,
+        work=work,
+        clock=time.monotonic,
+        wake=bell.notify,
+        step_ended=bell.notify_step,
+        deliver=deliver,
+        on_fault=lambda diagnosis: bell.notify(),
+        say=lambda text: log(f"{identity.name}: {text}"),
+    )
 
 
 def _storage(identity: Identity, comm: MPI.Intracomm, owner: EndpointOwner, engine: Engine) -> Storage:

@@ -206,13 +206,18 @@ class _Statistics:
         self.latest = msgspec.structs.replace(
             rank_statistics(made, rank.agreement, rank.storage.block_bytes),
             turns=self.turns.count,
-            **{f"turns_over_{1000 * edge_s:g}ms": n for edge_s, n in zip(TURN_EDGES_S, self.turns.longer, strict=True)},
+            **self._turns_longer("turns_over", self.turns.longer),
+            **self._turns_longer("turns_worked_over", self.turns.worked_longer),
         )
         data = wire.encode_json(self.latest)
         if rank.desk is not None:
             rank.desk.take_statistics(0, data)
         else:
             rank.link.send(0, Status(rank.identity.rank, data))
+
+    @staticmethod
+    def _turns_longer(name: str, counts: list[int]) -> dict[str, int]:
+        return {f"{name}_{1000 * edge_s:g}ms": n for edge_s, n in zip(TURN_EDGES_S, counts, strict=True)}
 
     def instance_json(self) -> bytes:
         """The instance's counters (any thread)."""
