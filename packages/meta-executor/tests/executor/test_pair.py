@@ -81,6 +81,20 @@ def test_one_token_answers_need_no_generation_leg(pairs: list[Pair]) -> None:
     assert [r.agreement.statistics().core.outcomes[0] for r in pair.context.ranks] == [1] * 4
 
 
+def test_an_iteration_publishes_one_destination(pairs: list[Pair]) -> None:
+    """Three requests that come together own blocks one iteration after the other: no step waits for all their plans."""
+    pair = make(pairs, PairConfig(generation_ranks=1))
+    (rank,) = pair.generation.ranks
+    for request_id in (1, 2, 3):
+        start_generation_first(pair, request_id)
+    opened = []
+    while rank.transceiver.counters.opened < 3 and len(opened) < 50:
+        pair.step(rank)
+        opened.append(rank.transceiver.counters.opened)
+    assert opened[-3:] == [1, 2, 3]
+    pair.run(pair.idle)
+
+
 def test_nothing_is_given_back_before_every_rank_has_voted(pairs: list[Pair]) -> None:
     """One late rank keeps the blocks of all of them; time proves nothing."""
     pair = make(pairs)
