@@ -216,6 +216,9 @@ class DecodeCompute:
         self.prompt_count = 0
         #: Stopped while their rows were in flight.
         self._stopped: set[int] = set()
+        #: Of the step that was retired just now, with why their answers end ("": stopped): the engine has its next step before
+        #: their blocks are given back.
+        self._ended: list[tuple[Sequence, str]] = []
         #: Of the leading rows, until rows come or go.
         self._sampling: tuple[SamplingParams, ...] = ()
         self._told: tuple[Told | None, ...] = ()
@@ -293,7 +296,18 @@ class DecodeCompute:
         return False
 
     def run_layers(self, now_s: float) -> bool:
-        """Launch a step of the first rows and of prompts, if none is in flight. Returns whether one was launched."""
+        """Launch a step of the first rows and of prompts, if none is in flight; then give back what the last one ended. Returns
+        whether one was launched."""
+        launched = self._launch(now_s)
+        ended, self._ended = self._ended, []
+        for sequence, reason in ended:
+            if reason:
+                self._finish(sequence, reason)
+            else:
+                self._end_compute(sequence)
+        return launched
+
+    def _launch(self, now_s: float) -> bool:
         rows = self._rows
         # A prompt always has a place: rows that fill every step would keep it out for as long as they live.
         count = min(rows.count, self._rows_max - bool(self._prompts))
@@ -343,7 +357,7 @@ class DecodeCompute:
         return tuple(chunks)
 
     def retire(self, now_s: float) -> bool:
-        """Take a finished step's tokens; end the rows that it ended. Returns whether a step was taken."""
+        """Take a finished step's tokens; take out the rows that it ended. Returns whether a step was taken."""
         flight = self._flight
         if flight is None or not flight.handle.done():
             return False
@@ -416,9 +430,9 @@ class DecodeCompute:
         for row, sequence in zip(ended, sequences):
             if sequence.request_id in self._stopped:
                 self._stopped.discard(sequence.request_id)
-                self._end_compute(sequence)
+                self._ended.append((sequence, ""))
             else:
-                self._finish(sequence, "stop" if stopping[row] else "length")
+                self._ended.append((sequence, "stop" if stopping[row] else "length"))
 
     def _fail(self, flight: _Flight, message: str) -> None:
         """The engine could not compute the step: its requests end with the engine's words."""
