@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_service import figure
+from bench_service import decided, figure
 from peers import NAMES, write_folder
 from trial import ROOT, load, running
 
@@ -188,11 +188,12 @@ def main() -> None:
             **{name: (name, 1.3 if clients == 8 else 1.0) for name, _ in peers},
         }
         for name, (words, goal) in goals.items():
-            ratio = statistics.median(one["service", clients] / one[name, clients] for one in rounds)
+            ratios = [one["service", clients] / one[name, clients] for one in rounds]
             middle = [statistics.median(one[side, clients] for one in rounds) for side in ("service", name)]
             figure(
                 f"real model, {clients} client(s): service over {words}", round(middle[0], 1), "tokens/s",
-                round(middle[1], 1), round(ratio, 3), f">= {goal}", ratio >= goal,
+                round(middle[1], 1), round(statistics.median(ratios), 3), f">= {goal}", decided(ratios, f">= {goal}"),
+                spread=[round(min(ratios), 3), round(max(ratios), 3)],
             )  # fmt: skip
 
 
