@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +33,8 @@ STEP_MS = 20
 PROMPT_TOKENS, ANSWER_TOKENS = 1024, 64
 #: Prompts in a step of the context instance (count).
 PROMPTS_PER_STEP = 8
+#: Edges of the ranks' histograms of turns (ms).
+EDGES_MS = (1, 2, 5, 10, 20, 50)
 #: Each client's row makes a token in each step; and so many prompts are read.
 DEVICE_TOKENS_PER_S = 1000 / STEP_MS * min(CLIENTS, PROMPTS_PER_STEP * ANSWER_TOKENS)
 #: Requests one after the other, for the first token of a request that comes alone (count).
@@ -183,12 +183,10 @@ def middle(values: list[float]) -> float:
 def longest_turn_ms(trials: list[Trial], name: str) -> float | None:
     """The smallest edge that no iteration of a generation loop exceeded (ms; infinite: the last one was exceeded); None where
     turns are not counted."""
-    longer: Counter[int] = Counter()
-    for trial in trials:
-        for edge, count in trial.turns_of("gen").items():
-            if found := re.fullmatch(rf"{name}(\d+)ms", edge):
-                longer[int(found.group(1))] += count
-    return next((float(edge) for edge in sorted(longer) if not longer[edge]), float("inf")) if longer else None
+    turns = [trial.turns_of("gen") for trial in trials]
+    if not any(turns):
+        return None
+    return next((edge for edge in EDGES_MS if not any(one.get(f"{name}{edge}ms") for one in turns)), float("inf"))
 
 
 def tell_own(new: list[Measured]) -> None:
