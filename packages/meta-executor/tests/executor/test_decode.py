@@ -9,7 +9,7 @@ import pytest
 
 from meta_executor.engine.base import SamplingParams, StepInput, StepOutput
 from meta_executor.engine.kv_pool import BlockPool
-from meta_executor.executor.decode import DecodeCompute, RowTable
+from meta_executor.executor.decode import GIVEN_BACK_PER_TURN_MAX, DecodeCompute, RowTable
 from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.ownership import Event, Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Request
@@ -179,6 +179,22 @@ def test_the_next_step_is_launched_before_blocks_are_given_back() -> None:
     bench.turn(end=True)
     assert bench.engine.step is not None and bench.engine.step.request_ids.tolist() == [3]
     assert bench.transceiver.ended == [(1, 1), (2, 1)]
+
+
+def test_many_answers_that_end_in_one_step_are_given_back_over_several_iterations() -> None:
+    """Each client is told at once; an iteration gives a few back and asks for the next one."""
+    bench = Bench()
+    count = 2 * GIVEN_BACK_PER_TURN_MAX + 1
+    for request_id in range(1, count + 1):
+        bench.arrive(request_id, 3, 2, ())
+    bench.turn(end=False)
+    bench.turn(end=True)
+    assert len(bench.finish) == count and set(bench.finish.values()) == {"length"}
+    assert len(bench.registry) == count - GIVEN_BACK_PER_TURN_MAX and bench.compute.busy
+    last = bench.registry.require(count)
+    assert last.state is State.ENDING and last.legs and last.answered_end
+    assert bench.compute.run_layers(0.0) and not bench.compute.run_layers(0.0)
+    assert len(bench.registry) == 0 and not bench.compute.busy
 
 
 def test_a_step_that_fails_ends_its_requests_with_the_engines_words() -> None:

@@ -11,8 +11,9 @@ from kv_bounce_planner.planning import TransportError
 from kv_bounce_planner.sessions import PeerId
 from kv_bounce_planner.sessions.proof import Evidence, WriteExecutor
 from kv_bounce_planner.testing import FakeWorld
-from meta_executor.executor.messages import Status
-from meta_executor.executor.ownership import State
+from meta_executor.executor import decode
+from meta_executor.executor.messages import Status, Stop
+from meta_executor.executor.ownership import Outcome, State
 from meta_executor.executor.testing import Pair, PairConfig
 
 PROMPT = [3 + (7 * i) % 900 for i in range(21)]
@@ -93,6 +94,23 @@ def test_an_iteration_publishes_one_destination(pairs: list[Pair]) -> None:
         opened.append(rank.transceiver.counters.opened)
     assert opened[-3:] == [1, 2, 3]
     pair.run(pair.idle)
+
+
+def test_a_stop_after_the_last_word_changes_nothing(pairs: list[Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is complete and its blocks are not back yet: the client hears no second word, and it stays completed."""
+    pair = make(pairs, PairConfig(generation_ranks=1))
+    monkeypatch.setattr(decode, "GIVEN_BACK_PER_TURN_MAX", 0)
+    start_generation_first(pair, 1)
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    (rank,) = pair.generation.ranks
+    assert rank.registry.require(1).state is State.ENDING
+    rank.loop._work.publish([Stop(1, Outcome.CANCELLED, "its client has gone", "", -1)])
+    pair.settle()
+    assert rank.registry.require(1).outcome is Outcome.COMPLETED
+    monkeypatch.setattr(decode, "GIVEN_BACK_PER_TURN_MAX", 4)
+    pair.run(pair.idle)
+    assert [notice.finish_reason for notice in pair.generation.answers[1] if notice.finish_reason] == ["length"]
+    assert rank.registry.statistics().completed == 1
 
 
 def test_nothing_is_given_back_before_every_rank_has_voted(pairs: list[Pair]) -> None:

@@ -35,6 +35,8 @@ from meta_executor.executor.transceiver import Transceiver
 from meta_executor.wire import TokenLogprobs
 
 _ROWS_MIN = 64
+#: Rows whose blocks an iteration gives back (count): it costs more than all else in it, and many answers may end in one step.
+GIVEN_BACK_PER_TURN_MAX = 4
 
 
 class RowTable:
@@ -216,9 +218,8 @@ class DecodeCompute:
         self.prompt_count = 0
         #: Stopped while their rows were in flight.
         self._stopped: set[int] = set()
-        #: Of the step that was retired just now, with why their answers end ("": stopped): the engine has its next step before
-        #: their blocks are given back.
-        self._ended: list[tuple[Sequence, str]] = []
+        #: Rows that retired steps ended: the engine has its next step before their blocks are given back.
+        self._ended: deque[Sequence] = deque()
         #: Of the leading rows, until rows come or go.
         self._sampling: tuple[SamplingParams, ...] = ()
         self._told: tuple[Told | None, ...] = ()
@@ -282,7 +283,7 @@ class DecodeCompute:
     @property
     def busy(self) -> bool:
         """A step is in flight, or rows wait for one."""
-        return self._flight is not None or self._rows.count > 0 or bool(self._prompts)
+        return self._flight is not None or self._rows.count > 0 or bool(self._prompts) or bool(self._ended)
 
     @property
     def stepping(self) -> bool:
@@ -296,16 +297,15 @@ class DecodeCompute:
         return False
 
     def run_layers(self, now_s: float) -> bool:
-        """Launch a step of the first rows and of prompts, if none is in flight; then give back what the last one ended. Returns
-        whether one was launched."""
+        """Launch a step of the first rows and of prompts, if none is in flight; then give back some of what earlier ones ended.
+        Returns whether one was launched, or more is to be given back."""
         launched = self._launch(now_s)
-        ended, self._ended = self._ended, []
-        for sequence, reason in ended:
-            if reason:
-                self._finish(sequence, reason)
-            else:
-                self._end_compute(sequence)
-        return launched
+        self._give_back(GIVEN_BACK_PER_TURN_MAX)
+        return launched or bool(self._ended)
+
+    def _give_back(self, count_max: int) -> None:
+        for _ in range(min(count_max, len(self._ended))):
+            self._end_compute(self._ended.popleft())
 
     def _launch(self, now_s: float) -> bool:
         rows = self._rows
@@ -419,6 +419,7 @@ class DecodeCompute:
         reason = finish_reason(token, 1, sequence.request.sampling, ())
         if reason:
             self._finish(sequence, reason)
+            self._end_compute(sequence)
             return
         self._rows.add(sequence, token)
         self._sampling = ()
@@ -430,9 +431,9 @@ class DecodeCompute:
         for row, sequence in zip(ended, sequences):
             if sequence.request_id in self._stopped:
                 self._stopped.discard(sequence.request_id)
-                self._ended.append((sequence, ""))
             else:
-                self._ended.append((sequence, "stop" if stopping[row] else "length"))
+                self._finish(sequence, "stop" if stopping[row] else "length")
+            self._ended.append(sequence)
 
     def _fail(self, flight: _Flight, message: str) -> None:
         """The engine could not compute the step: its requests end with the engine's words."""
@@ -455,7 +456,7 @@ class DecodeCompute:
         self._answers.notice(Notice(sequence.request_id, reason, rank=self._rank))
         self._registry.end(sequence, Outcome.COMPLETED)
         self._registry.apply(sequence, Event.FINISHED)
-        self._end_compute(sequence)
+        sequence.answered_end = True
 
     def _end_compute(self, sequence: Sequence) -> None:
         if self._registry.get(sequence.request_id) is sequence and self._registry.end_leg(sequence, Leg.COMPUTE):

@@ -283,7 +283,8 @@ class RankLoop:
             if self._sending is not None and not self.registry.is_finished(item.request_id):
                 self._sending.refuse(item.request_id, item.reason)
             return
-        if sequence.state is State.QUIESCENT:
+        if sequence.state is State.QUIESCENT or (self.role == "generation" and sequence.answered_end):
+            # Its client has heard the last word: what is left of it is given back without being told.
             return
         self.registry.end(sequence, item.outcome, item.reason, item.error_code)
         if self.role == "context":
