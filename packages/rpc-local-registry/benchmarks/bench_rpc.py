@@ -6,6 +6,7 @@ ends and ZeroMQ's own threads included: with a co-located worker all of it is ra
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import hmac
@@ -18,13 +19,14 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
+import zmq.asyncio
 
 from measure import Figure, Sample, in_turn, ratio, run_benchmark, timed
 from rpc_local_registry import RpcClient, RpcServer, get_local_worker, new_key, rpc_method
@@ -431,6 +433,49 @@ def round_trip() -> list[Figure]:
     ]  # fmt: skip
 
 
+def round_trip_asyncio() -> list[Figure]:
+    """The same from a coroutine in one process, against pyzmq's own sockets for asyncio."""
+    key, payload = new_key(), bytes(92)
+    here = zmq.Context()
+    bare = BareServer(here)
+    loop = asyncio.new_event_loop()
+    dealer = zmq.asyncio.Context.shadow(here).socket(zmq.DEALER)
+    dealer.connect(bare.address)
+
+    async def bare_call() -> None:
+        await dealer.send(payload)
+        await dealer.recv()
+
+    def median(make: Callable[[], Coroutine[Any, Any, object]]) -> Sample:
+        async def calls() -> float:
+            times = []
+            for _ in range(ROUND_TRIPS):
+                start_s = time.perf_counter()
+                await make()
+                times.append(time.perf_counter() - start_s)
+            return statistics.median(times)
+
+        return lambda: loop.run_until_complete(calls())
+
+    try:
+        with RpcServer(Worker(), "ipc://", key) as server, RpcClient(server.address, key) as client:
+            samples = in_turn(
+                {"ours": median(lambda: client.echo(1).remote_async()), "bare": median(bare_call)},
+                ROUND_TRIP_ROUNDS,
+                warm_up=3,
+            )
+    finally:
+        dealer.close(0)
+        bare.close()
+        loop.close()
+    return [
+        ratio(
+            "round_trip_p50_asyncio", samples["ours"], samples["bare"], unit="us", scale=1e6, goal=None,
+            against="a socket of zmq.asyncio",
+        )
+    ]  # fmt: skip
+
+
 def submit_cpu() -> list[Figure]:
     """CPU of a 1,024-token submit, both sides, against a bare three-frame send and receive, at two paces."""
     tokens = np.arange(1024, dtype=np.int32)
@@ -471,4 +516,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         serve(sys.argv[1])
         sys.exit()
-    run_benchmark(lookup, submit, round_trip, submit_cpu)
+    run_benchmark(lookup, submit, round_trip, round_trip_asyncio, submit_cpu)
