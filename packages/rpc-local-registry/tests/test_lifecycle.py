@@ -25,6 +25,7 @@ from rpc_local_registry import (
     RpcServer,
     RpcServerStopped,
     StreamSource,
+    _registry,
     rpc_method,
 )
 from rpc_local_registry._streams import Inbox
@@ -398,13 +399,13 @@ def io_threads() -> list[str]:
 def test_a_server_whose_thread_cannot_be_started(key: bytes, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as if nothing had been tried, and can be tried again."""
     server = RpcServer(Echo(), address, key)
-    before = resources()
+    before, registered = resources(), dict(_registry.entries)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(RuntimeError, match="can't start"):
             server.start()
     assert server.address == address
-    assert resources() == before
+    assert (resources(), _registry.entries) == (before, registered)
     server.shutdown()
     with RpcServer(Echo(), address, key) as other, RpcClient(other.address, key) as client:
         assert client.echo(1).remote(timeout_s=20) == 1
