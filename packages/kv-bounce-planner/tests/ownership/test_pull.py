@@ -625,18 +625,19 @@ def test_an_interrupt_after_a_job_was_handed_over_does_not_deny_it(make_lab, mon
     assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
 
 
+@pytest.mark.parametrize("point", [(receiver_module.heapq, "heappush"), (receiver_module, "bound")])
 @pytest.mark.parametrize("tier", ["direct", "pull"])
-def test_an_interrupt_while_a_transfer_is_opened_takes_nothing_over(make_lab, monkeypatch, tier):
+def test_an_interrupt_while_a_transfer_is_opened_takes_nothing_over(make_lab, monkeypatch, tier, point):
     """The caller never hears an identity, so nothing may be published, and the blocks and addresses are free again."""
     lab = make_lab(1)
-    push = receiver_module.heapq.heappush
+    original = getattr(*point)
 
     def interrupted(*arguments):
-        push(*arguments)
+        original(*arguments)
         raise Interrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(receiver_module.heapq, "heappush", interrupted)
+        patched.setattr(*point, interrupted)
         with pytest.raises(Interrupt):
             lab.open(tier=tier, blocks=["a block"])
     assert lab.run(3) == [] and not said(lab, ReceiveRequest) and lab.receiver.drain().quiescent
