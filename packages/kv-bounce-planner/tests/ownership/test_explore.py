@@ -42,6 +42,7 @@ def tool():
         "pull, errors and death, receiver-executed",
         "pull, errors and death, sender-executed",
         "pull, errors and death, NIC-executed",
+        "pull, errors and death, two parts",
         "pull, the reader dies",
         "pull, a link breaks",
     ],
