@@ -241,14 +241,24 @@ OF_PEERS = (
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("lives", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("killed", "transport", "tiers"),
+    ("killed", "transport", "tiers", "lives"),
     [
-        ("sender", "tcp", ("direct", "bounce", "pull")),
-        ("sender", "cma", ("direct", "bounce", "pull")),
-        ("receiver", "tcp", ("direct", "bounce")),  # over tcp the library ends a source that serves a dying reader
-        ("receiver", "cma", ("direct", "bounce", "pull")),
+        ("sender", "tcp", ("direct", "bounce", "pull"), 10),
+        ("receiver", "cma", ("direct", "bounce", "pull"), 10),
+        *(
+            pytest.param(*case, 200, marks=pytest.mark.slow)
+            for case in (
+                ("sender", "tcp", ("direct", "bounce", "pull")),
+                ("sender", "cma", ("direct", "bounce", "pull")),
+                (
+                    "receiver",
+                    "tcp",
+                    ("direct", "bounce"),
+                ),  # over tcp the library ends a source that serves a dying reader
+                ("receiver", "cma", ("direct", "bounce", "pull")),
+            )
+        ),
     ],
 )
 def test_peers_that_die_leave_everything_as_it_was(make_peer, together, killed, transport, tiers, lives):
