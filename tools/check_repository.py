@@ -46,8 +46,8 @@ ROOMS = {
 }
 #: Import order of the rooms: each may import what stands before it.
 ROOM_ORDER = (
-    "private_files", "mpi_launcher", "config", "wire", "discovery", "evidence", "recent", "listener", "engine", "executor", "supervise",
-    "api", "rank", "front", "preflight", "bench", "observe", "cli",
+    "private_files", "mpi_launcher", "config", "wire", "discovery", "evidence", "recent", "listener", "engine", "executor",
+    "supervise", "api", "rank", "front", "preflight", "bench", "observe", "cli",
 )  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.
 FRONT_FORBIDDEN = ("executor", "rank")
