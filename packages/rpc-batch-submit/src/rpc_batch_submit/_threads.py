@@ -133,12 +133,15 @@ class ThreadBatchSubmitter(Driver[_T]):
         return ticket.set_running_or_notify_cancel()
 
     def _tell(self, ticket: concurrent.futures.Future[None], error: BaseException | None) -> None:
-        # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller.
-        if ticket.running() or (not ticket.done() and ticket.set_running_or_notify_cancel()):
+        # An aborted entry's ticket is still pending, a sent one's is running; a cancelled one has told its caller, and so has
+        # one that is told again. To ask first costs as much as to try.
+        try:
             if error is None:
                 ticket.set_result(None)
             else:
                 ticket.set_exception(error)
+        except concurrent.futures.InvalidStateError:
+            pass
 
     def _future_of(self, result: object) -> Outcome | None:
         if isinstance(result, concurrent.futures.Future):
