@@ -114,13 +114,13 @@ class RouteBatch:
             minus_one_is_no_target=False,
         )
 
-    def normalised(self) -> RouteBatch:
-        """Columns as lists.
+    def columns(self) -> tuple[dict[str, list[Any]], bool]:
+        """The columns that are there, as lists, by name; and whether -1 means no target.
 
         Raises:
             RouteBatchError: A column is not a sequence, or is longer or shorter than the ids, or the flag is not one; names it.
         """
-        columns: dict[str, Any] = {}
+        columns: dict[str, list[Any]] = {}
         for name in _COLUMNS:
             column: Any = getattr(self, name)
             if column is None and name not in ("request_ids", "token_counts"):
@@ -135,7 +135,7 @@ class RouteBatch:
             raise RouteBatchError(
                 f"minus_one_is_no_target: want True or False, got {shown(self.minus_one_is_no_target)}"
             )
-        return RouteBatch(**columns, minus_one_is_no_target=flag)
+        return columns, flag
 
 
 def _look_at(place: int, request: RouteRequest) -> None:

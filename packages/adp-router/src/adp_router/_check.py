@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, countOf
 from typing import Any
@@ -168,28 +168,32 @@ def check_requests(given: RouteBatch, position_of: dict[int, int], size: int) ->
     Raises:
         RouteBatchError: Columns of unequal length, or one that is not a sequence.
     """
-    batch = given.normalised()
+    columns, minus_one_is_no_target = given.columns()
     bad: dict[int, tuple[str, str]] = {}
     packed: list[bytes] = []
-    ids: Any = batch.request_ids
+    ids = columns["request_ids"]
+    count = len(ids)
     found: dict[str, Any] = {"request_ids": _ids(ids, bad, packed, sure=holds_integers(given.request_ids))}
     for field, name in _COUNTS:
-        column = getattr(batch, name)
-        sure = holds_integers(getattr(given, name))
-        found[name] = None if column is None else _counts(field, column, bad, packed, sure=sure)
+        column = columns.get(name)
+        if column is not None:
+            found[name] = _counts(field, column, bad, packed, sure=holds_integers(getattr(given, name)))
     if found["token_counts"] is None:
-        found["token_counts"] = [0] * len(batch)
-    if batch.target_ranks is not None or batch.strict is not None:
-        found["target_ranks"], found["strict"] = _targets(batch, position_of, bad, packed)
-    if batch.conversation_ids is not None:
-        found["conversation_ids"] = _conversations(batch.conversation_ids, bad, packed)
-    if batch.prefix_matches is not None:
-        found["prefix_matches"] = _matches(batch.prefix_matches, size, bad, packed)
-    checked = replace(batch, **found)
-    rows = _ROWS[: len(batch)] if len(batch) <= len(_ROWS) else range(len(batch))
+        found["token_counts"] = [0] * count
+    targets, strict = columns.get("target_ranks"), columns.get("strict")
+    if targets is not None or strict is not None:
+        found["target_ranks"], found["strict"] = _targets(
+            targets, strict, position_of, bad, packed, minus_one_is_no_target=minus_one_is_no_target
+        )
+    if "conversation_ids" in columns:
+        found["conversation_ids"] = _conversations(columns["conversation_ids"], bad, packed)
+    if "prefix_matches" in columns:
+        found["prefix_matches"] = _matches(columns["prefix_matches"], size, bad, packed)
+    checked = RouteBatch(**found, minus_one_is_no_target=False)
+    rows = _ROWS[:count] if count <= len(_ROWS) else range(count)
     if not bad:
         return Checked(checked, rows, [], packed)
-    errors = [RequestError(batch.request_ids[row], *bad[row]) for row in sorted(bad)]
+    errors = [RequestError(ids[row], *bad[row]) for row in sorted(bad)]
     return Checked(checked, [row for row in rows if row not in bad], errors, packed)
 
 
@@ -286,7 +290,13 @@ def _counts(
 
 
 def _targets(
-    batch: RouteBatch, position_of: dict[int, int], bad: dict[int, tuple[str, str]], packed: list[bytes]
+    given_targets: list[Any] | None,
+    given_strict: list[Any] | None,
+    position_of: dict[int, int],
+    bad: dict[int, tuple[str, str]],
+    packed: list[bytes],
+    *,
+    minus_one_is_no_target: bool,
 ) -> tuple[list[int | None] | None, list[bool] | None]:
     def no_rank(row: int, given: object) -> None:
         bad.setdefault(row, ("target_rank", f"there is no rank {shown(given)}; there are {sorted(position_of)}"))
@@ -296,9 +306,9 @@ def _targets(
 
     targets: list[int | None] | None = None
     strict: list[bool] | None = None
-    if batch.target_ranks is not None:
-        targets, faults = _plain(batch.target_ranks, plain_integer, (int, type(None)), None, no_rank)  # type: ignore[arg-type]
-        if batch.minus_one_is_no_target:
+    if given_targets is not None:
+        targets, faults = _plain(given_targets, plain_integer, (int, type(None)), None, no_rank)
+        if minus_one_is_no_target:
             targets = [None if target == NO_TARGET else target for target in targets]
         said = bytes(target is not None for target in targets)
         if any(said) or faults:
@@ -306,8 +316,8 @@ def _targets(
         for row, target in enumerate(targets):
             if target is not None and target not in position_of:
                 no_rank(row, target)
-    if batch.strict is not None:
-        strict, faults = _plain(batch.strict, plain_flag, (bool,), False, no_flag)  # type: ignore[arg-type]
+    if given_strict is not None:
+        strict, faults = _plain(given_strict, plain_flag, (bool,), False, no_flag)
         if any(strict) or faults:
             packed += (b"strict", bytes(strict), faults)
         for row, wanted in enumerate(strict):
