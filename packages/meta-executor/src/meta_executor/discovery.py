@@ -13,14 +13,17 @@ import hmac
 import threading
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 
 from endpoint_lifecycle import (
+    AsyncEndpointDirectory,
     AsyncLeasePublisher,
+    AsyncReconciler,
     EndpointOwner,
     EndpointProfile,
+    EndpointTimeout,
     FileLeaseStore,
     LeaseStore,
     Snapshot,
@@ -31,8 +34,8 @@ from meta_executor.config import ConfigError, RunSpec
 
 #: Begin of all keys.
 _PREFIX = "/meta-executor/"
-#: An instance's first registration stands within this time (s).
-REGISTER_TIMEOUT_S = 30.0
+#: A store that has not answered by then, at the start of an instance or a front, cannot be used (s).
+STORE_TIMEOUT_S = 30.0
 _SEAL_BYTES = 32
 
 
@@ -140,6 +143,24 @@ class SealedStore:
         await self._store.aclose()
 
 
+@asynccontextmanager
+async def following(run: RunSpec, directory: AsyncEndpointDirectory) -> AsyncIterator[AsyncReconciler]:
+    """Inside, the directory has what the run's store has, from the first listing on.
+
+    Raises:
+        ConfigError: The store could not be read within ``STORE_TIMEOUT_S``. What goes wrong later is waited out.
+    """
+    async with (
+        aclosing(open_store(run)) as store,
+        AsyncReconciler(store, directory, prefix=registry_prefix(run)) as reconciler,
+    ):
+        try:
+            await reconciler.wait_synced(STORE_TIMEOUT_S)
+        except EndpointTimeout as error:
+            raise ConfigError("discovery.store", f"{run.service.discovery.store}: {error}") from error
+        yield reconciler
+
+
 class Registration:
     """Keeps an instance registered, in a thread of its own. Construction returns when it is.
 
@@ -149,7 +170,7 @@ class Registration:
         url: Where the instance answers.
 
     Raises:
-        ConfigError: The store cannot be used, or took nothing within ``REGISTER_TIMEOUT_S``.
+        ConfigError: The store cannot be used, or took nothing within ``STORE_TIMEOUT_S``.
     """
 
     def __init__(self, run: RunSpec, owner: EndpointOwner, url: str) -> None:
@@ -184,7 +205,7 @@ class Registration:
                 prefix=f"{registry_prefix(self._run)}{self._run.run_id}/",  # a slot of this run alone
             )
             async with publisher:
-                await publisher.wait_registered(REGISTER_TIMEOUT_S)
+                await publisher.wait_registered(STORE_TIMEOUT_S)
                 self._registered.set_result(None)
                 await self._ended.wait()
 

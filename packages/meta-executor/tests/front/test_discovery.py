@@ -20,11 +20,11 @@ import msgspec
 import pytest
 import yaml
 
-from endpoint_lifecycle import EndpointOwner, MemoryLeaseStore
+from endpoint_lifecycle import AsyncEndpointDirectory, EndpointOwner, MemoryLeaseStore
 from endpoint_lifecycle.testing import check_lease_store, run_virtual
 from meta_executor import wire
 from meta_executor.config import ConfigError, DiscoveryConfig, RunSpec, ServiceConfig, apply_environment, service_config
-from meta_executor.discovery import Registration, SealedStore, open_store, registry_prefix
+from meta_executor.discovery import Registration, SealedStore, following, open_store, registry_prefix
 from meta_executor.front.legs import LegClient
 from meta_executor.supervise.launch import Launcher
 
@@ -116,9 +116,17 @@ def test_a_store_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytes
     everybody = tmp_path / "everybody"
     everybody.mkdir()
     everybody.chmod(0o777)
-    monkeypatch.setattr("meta_executor.discovery.REGISTER_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("meta_executor.discovery.STORE_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match=r"discovery\.store.*everybody may write there"):
         Registration(run_spec(tmp_path / "run", str(everybody)), published(), "http://127.0.0.1:8101")
+
+    async def front() -> None:
+        run = run_spec(tmp_path / "run", str(everybody))
+        async with AsyncEndpointDirectory(dict) as directory, following(run, directory):  # type: ignore[arg-type]
+            raise AssertionError("a front that finds nobody began")
+
+    with pytest.raises(ConfigError, match=r"discovery\.store.*everybody may write there"):
+        asyncio.run(front())
     with pytest.raises(ConfigError, match="no store is configured"):
         open_store(run_spec(tmp_path / "run", None))
     with pytest.raises(ConfigError, match="want a folder, the URL of an etcd, or null"):

@@ -17,9 +17,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from endpoint_lifecycle import AsyncReconciler
 from meta_executor.config import RunSpec
-from meta_executor.discovery import open_store, registry_prefix
+from meta_executor.discovery import following
 from meta_executor.engine.factory import model_info
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.app import FrontService, create_app, worded
@@ -88,9 +87,8 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         stack.callback(reporter.close)
         await stack.enter_async_context(directory)
         if service_config.discovery.store is not None:
-            store = open_store(run)
-            stack.push_async_callback(store.aclose)
-            await stack.enter_async_context(AsyncReconciler(store, directory, prefix=registry_prefix(run)))
+            reporter.send("status", phase="looking for instances")
+            await stack.enter_async_context(following(run, directory))
         service = FrontService(
             model=model,
             served_name=(*service_config.served_model_names, model.name)[0],
