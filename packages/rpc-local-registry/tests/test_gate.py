@@ -76,6 +76,22 @@ class TestTickets:
         assert not any(check.admits(*each, 0.0) for each in bad)
         assert check.refused == len(bad)
 
+    def test_a_ticket_is_of_one_length(self, key: bytes) -> None:
+        """Whoever has the key cannot have more remembered than that."""
+        check = TicketCheck(key)
+        tickets = [[text.encode() for text in issue(key, bytes(size))] for size in (0, 15, 17, 1000)]
+        assert not any(check.admits(*ticket, 0.0) for ticket in tickets)
+        assert check.refused == len(tickets)
+
+    def test_the_oldest_is_forgotten_first(self, key: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What is remembered has its age; what was forgotten is new again."""
+        monkeypatch.setattr("rpc_local_registry._tickets.TICKETS_MAX", 4)
+        check = TicketCheck(key)
+        tickets = [[text.encode() for text in issue(key, bytes([n]) * 16)] for n in range(5)]
+        assert all(check.admits(*ticket, 0.0) for ticket in tickets)
+        assert [check.admits(*ticket, TICKET_S + 1.0) for ticket in tickets[1:]] == [False] * 4
+        assert check.admits(*tickets[0], TICKET_S + 1.0)
+
     def test_a_ticket_grows_old(self, key: bytes) -> None:
         """Whoever copied it off the network has it for a minute."""
         check = TicketCheck(key)
