@@ -101,12 +101,14 @@ class Servers:
 
     Args:
         directory: Knows them.
-        listed: Named before anything was heard of them.
+        listed: Named here before anything was heard of them; instances of several runs may call themselves the same.
     """
 
     def __init__(self, directory: AsyncEndpointDirectory, listed: Sequence[FrontServer]) -> None:
         self._directory = directory
-        self._owners: OrderedDict[str, str] = OrderedDict((server.url, server.owner_id) for server in listed)
+        self._listed = {server.url: server.owner_id for server in listed}
+        #: Of those that have registered, as they call themselves.
+        self._owners: OrderedDict[str, str] = OrderedDict()
 
     def __iter__(self) -> Iterator[FrontServer]:
         for role in ("context", "generation"):
@@ -115,6 +117,9 @@ class Servers:
 
     def owner_of(self, url: str) -> str:
         """The name of the instance there, also of one that has left since; its address where no name was ever heard."""
+        listed = self._listed.get(url)
+        if listed is not None:
+            return listed
         if url in self._directory.servers() and (record := self._directory.record(url)) is not None:
             self._owners[url] = record.owner_id
             while len(self._owners) > _OWNERS_MAX:
