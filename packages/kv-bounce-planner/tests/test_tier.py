@@ -145,7 +145,9 @@ class Machine:
         self.rng = rng
         self.direct = Affine(rng.uniform(2e-5, 3e-4), rng.uniform(2e-7, 8e-6), rng.uniform(5e-11, 4e-10))
         self.copy = Affine(rng.uniform(1e-6, 5e-5), rng.uniform(5e-9, 5e-8), rng.uniform(5e-11, 2e-10))
-        self.wire = Affine(rng.uniform(5e-5, 5e-4), 0.0, rng.uniform(5e-11, 4e-10))
+        # A bounce's write is one fragment in place, and not faster.
+        first_s = self.direct.base_s + self.direct.per_piece_s
+        self.wire = Affine(first_s + rng.uniform(0, 3e-4), 0.0, self.direct.per_byte_s * rng.uniform(1.0, 1.2))
         self.calls = 0
 
     def seconds(self, tier: Tier, total: int, count: int) -> float:
@@ -202,6 +204,14 @@ def test_a_machine_that_is_slow_for_a_while_is_measured_as_it_is_otherwise(distu
                 assert machine.seconds(choice.tier, total, count) <= 1.25 * best
     with pytest.raises(LayoutError, match="at least one round"):
         calibrate(Machine(0), "x", rounds=0)
+
+
+def test_one_fragment_never_bounces() -> None:
+    """A bounce is that very write and two copies; a model that says otherwise, from a link measured badly, is not followed."""
+    copies = Affine(0.0, 0.0, 0.0)
+    odd = CostModel("odd", direct=Affine(1.0, 0.0, 0.0), gather=copies, wire=copies, scatter=copies)
+    assert choose_tier(writer(1, 1 << 20), odd).tier is Tier.DIRECT
+    assert choose_tier(writer(2, 1 << 20), odd).tier is Tier.BOUNCE
 
 
 def test_calibration_is_cached_by_transport_key() -> None:

@@ -234,6 +234,8 @@ def choose_tier(
         predicted[Tier.MERGED] = slowest(Tier.MERGED)
     in_place = min(predicted, key=lambda tier: predicted[tier])
     bounce_s = slowest(Tier.BOUNCE)
+    if all(load.fragments == load.ranges == 1 for load in loads):
+        bounce_s = max(bounce_s, predicted[in_place])  # it is the very same write, and two copies
     refusal = _bounce_refusal(total, sum(load.blocks for load in loads), limits, bounce_available)
     if refusal is None:
         predicted[Tier.BOUNCE] = bounce_s
