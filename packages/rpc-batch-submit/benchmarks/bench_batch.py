@@ -22,7 +22,7 @@ from rpc_local_registry import RpcClient, RpcServer, new_key, rpc_method
 COUNT = 2000
 SIZES = (1, 8, 16, 32, 64)
 #: So many because a request that leaves alone costs now this, now half as much again: who has the interpreter lock decides.
-ROUNDS = 61
+ROUNDS = 91
 
 
 class Request(msgspec.Struct):

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from rpc_local_registry import (
     RpcMethodNotFound,
     RpcProtocolError,
     RpcProtocolMismatch,
+    RpcRemoteError,
     RpcServer,
     RpcServerStopped,
     RpcTimeout,
@@ -784,6 +786,35 @@ class TestFutures:
                 assert future.cancelled()
         assert client.echo(2).remote() == 2
         assert client.statistics().pending == 0
+
+    @pytest.mark.parametrize("how", ["answer", "error", "cancel"])
+    def test_a_future_that_has_ended_is_freed_at_once(self, how: str, client: RpcClient) -> None:
+        """With whatever its callbacks hold, and without a collection."""
+        gc.disable()
+        try:
+            call = {"answer": client.echo(1), "error": client.divide(1, 0), "cancel": client.hold_async()}[how]
+            future = call.remote_future()
+            gone = weakref.ref(future)
+            if how == "cancel":
+                assert future.cancel()
+            else:
+                assert (future.exception(20) is None) == (how == "answer")
+            del future, call
+            eventually(lambda: gone() is None)
+        finally:
+            gc.enable()
+
+    def test_an_error_of_a_blocking_call_is_freed_at_once(self, client: RpcClient) -> None:
+        """With the arguments that its traceback holds."""
+        gc.disable()
+        try:
+            try:
+                client.divide(1, 0).remote()
+            except RpcRemoteError as error:
+                gone = weakref.ref(error)
+            eventually(lambda: gone() is None)
+        finally:
+            gc.enable()
 
     def test_a_temporary_client(self, server: RpcServer, key: bytes) -> None:
         """Lives as long as anything made from it: a call, a future, a stream."""

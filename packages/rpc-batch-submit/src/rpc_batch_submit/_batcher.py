@@ -303,7 +303,8 @@ class Batcher(Generic[_T]):
         """
         if entry.state is EntryState.SETTLED:
             return False
-        self._move(entry, EntryState.SETTLED)
+        # From every other state: the table need not be asked.
+        entry.state = EntryState.SETTLED
         self._open.pop(entry, None)
         self._settled += 1
         self._failed += failed
@@ -428,7 +429,8 @@ class Batcher(Generic[_T]):
         self._buffer.clear()
         self._buffer_bytes = 0
         for entry in entries:
-            self._forget_id(entry)
+            if entry.request_id is not None:
+                self._forget_id(entry)
             self._move(entry, EntryState.SENT)
         self._sent += len(entries)
         self._batches += 1

@@ -321,9 +321,13 @@ class Driver(abc.ABC, Generic[_T]):
             return
         interrupt: BaseException | None = None
         ends = ends_of(batch, handed_over, outcomes)
+        tell = self._tell
         for entry, error in ends:
             try:
-                self._end(entry, error)
+                if error is None:
+                    tell(entry.ticket, None)
+                else:
+                    self._end(entry, error)
             except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
                 interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
                 self._end(entry, error)

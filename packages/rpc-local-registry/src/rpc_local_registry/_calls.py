@@ -128,7 +128,12 @@ class Call(Generic[_R]):
             if handle is not None:
                 _nvtx.pop(handle)
         if pending.error is not None:
-            raise pending.error
+            # Its traceback holds this frame: held from here as well it would live until a collection.
+            failure, pending.error = pending.error, None
+            try:
+                raise failure
+            finally:
+                del failure
         value: _R = pending.value
         return value
 

@@ -146,6 +146,7 @@ class RpcFuture(Future[_T]):
         # Ours alone from here on: nobody else will end it. Whoever waits in ``concurrent.futures.wait`` is told as well.
         super().cancel()
         self.set_running_or_notify_cancel()
+        self.abandon = None
         return True
 
 
@@ -163,6 +164,9 @@ class FuturePending(Pending):
             self.future.set_exception(error)
         else:
             self.future.set_result(value)
+        # Not before: who cancels meanwhile must find the call gone. Without it the two would keep each other, and whatever the
+        # future's callbacks hold, until a collection.
+        self.future.abandon = None
 
 
 class StreamPending(Pending):
