@@ -11,7 +11,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
+
+from meta_executor.engine.base import SamplingParams
+from meta_executor.engine.sampling import choose
+from meta_executor.listener.access import KeyFile
 
 pytestmark = pytest.mark.asyncio
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reports.md"
@@ -20,13 +26,17 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 Try = Callable[[Any], Awaitable[None]]
 REPORTS: list[tuple[str, str, str, Try]] = []
+#: Tried with API keys, and pages of any origin.
+WITH_KEYS: set[str] = set()
 
 
-def report(source: str, situation: str, here: str) -> Callable[[Try], Try]:
+def report(source: str, situation: str, here: str, *, keys: bool = False) -> Callable[[Try], Try]:
     """A row: where it was reported, what was done, what happens here."""
 
     def add(tried: Try) -> Try:
         REPORTS.append((source, situation, here, tried))
+        if keys:
+            WITH_KEYS.add(source)
         return tried
 
     return add
@@ -352,10 +362,211 @@ async def a_field_that_nobody_knows(cluster: Any) -> None:
     assert (response.status_code, response.headers["x-unknown-fields"]) == (200, "stream_usage")
 
 
+@report(
+    "vllm-project/vllm#12886", "errors that are not in the API's shape", "an `error` with message, type, param and code"
+)
+async def errors_in_shape(cluster: Any) -> None:
+    for body in (b"{", b'{"model": "synthetic"}', b'{"model": "x", "prompt": "a"}', b"[]", b""):
+        response = await cluster.client.post(f"{cluster.url}/v1/completions", content=body)
+        assert response.status_code in (400, 404)
+        assert set(response.json()) == {"error"} and set(response.json()["error"]) == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }
+
+
+@report("vllm-project/vllm#749", "a failure of the server without an `error` object", "500 in the same shape")
+async def failures_in_shape(cluster: Any) -> None:
+    def broken(text: str) -> list[int]:
+        raise RuntimeError("deliberately broken")
+
+    cluster.service.tokenizer = cluster.service._checker._tokenizer = Broken(cluster.service.tokenizer, broken)
+    assert set((await plain(cluster, 500))["error"]) == {"message", "type", "param", "code"}
+
+
+class Broken:
+    """A tokenizer of which one function fails."""
+
+    def __init__(self, tokenizer: Any, encode: Callable[[str], list[int]]) -> None:
+        self._tokenizer = tokenizer
+        self.encode_user_text = encode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@report("vllm-project/vllm#35438", "500 for a `response_format` that is malformed", "400 on `response_format`")
+async def malformed_response_format(cluster: Any) -> None:
+    error = await chat(cluster, 400, response_format={"type": "json_schema", "schema": {"type": "object"}})
+    assert error["error"]["param"] == "response_format"
+
+
+@report("sgl-project/sglang#7035", "any name of a model is answered", "404 `model_not_found` that names the served one")
+async def another_models_name(cluster: Any) -> None:
+    error = (await chat(cluster, 404, model="DeepSeek-XXX"))["error"]
+    assert error["code"] == "model_not_found" and "synthetic" in error["message"]
+
+
+@report("vllm-project/vllm#15845", "the served name is not in the answer", "the name that was asked for is")
+async def the_name_in_the_answer(cluster: Any) -> None:
+    assert (await chat(cluster))["model"] == "synthetic"
+    assert {event["model"] for event in await chat(cluster, stream=True)} == {"synthetic"}
+
+
+@report("vllm-project/vllm#2754", "`top_k` beside the API's fields does not reach the engine", "it is in both legs")
+async def top_k_reaches_the_engine(cluster: Any) -> None:
+    await plain(cluster, temperature=0.000001, top_k=3)
+    for leg in (cluster.context.received[0], cluster.generation.received[0]):
+        assert (leg.sampling.temperature, leg.sampling.top_k) == (0.000001, 3)
+
+
+@report("vllm-project/vllm#1623", "a temperature or `top_p` of 0.0001 gives NaN", "the likeliest token")
+async def tiny_temperature(cluster: Any) -> None:
+    logits = np.array([90.0, -40.0, 100.0, 99.0], np.float32)
+    for sampling in (SamplingParams(1, temperature=1e-4), SamplingParams(1, temperature=1.0, top_p=1e-4)):
+        assert {choose(logits.copy(), sampling, position) for position in range(50)} == {2}
+
+
+@report(
+    "NVIDIA/TensorRT-LLM#17158",
+    "NaN passes for `top_p`, `min_p` and `temperature`",
+    "refused, in a body and in the engine",
+)
+async def not_a_number(cluster: Any) -> None:
+    for field in ("top_p", "min_p", "temperature"):
+        body = b'{"model": "synthetic", "prompt": "a", "' + field.encode() + b'": NaN}'
+        assert (await cluster.client.post(f"{cluster.url}/v1/completions", content=body)).status_code == 400
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(1, **{field: float("nan")})  # type: ignore[arg-type]
+
+
+@report("EricLBuehler/candle-vllm#307", "`top_p` beside temperature 0 is refused", "taken; the likeliest token")
+async def top_p_beside_greedy(cluster: Any) -> None:
+    await chat(cluster, temperature=0, top_p=0.95)
+
+
+@report(
+    "camel-ai/camel#3621",
+    "a huge `max_tokens` breaks the service",
+    "400 that says what fits; later requests are served",
+)
+async def huge_max_tokens(cluster: Any) -> None:
+    assert (await chat(cluster, 400, max_tokens=2_080_000))["error"]["code"] == "context_length_exceeded"
+    await chat(cluster)
+
+
+@report("maximhq/bifrost#1920", "`chat_template_kwargs` does not reach the template", "known, and given to it")
+async def template_variables(cluster: Any) -> None:
+    response = await cluster.client.post(
+        f"{cluster.url}/v1/chat/completions",
+        json={"model": "synthetic", "messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert response.status_code == 200 and "x-unknown-fields" not in response.headers
+
+
+@report("ai-dynamo/dynamo#12151", "liveness fails while the engine is not ready", "`/live` is 200, `/health` 503")
+async def alive_and_not_ready(cluster: Any) -> None:
+    cluster.service.directory.remove_server(cluster.generation.url)
+    assert (await cluster.client.get(f"{cluster.url}/live")).status_code == 200
+    assert (await cluster.client.get(f"{cluster.url}/health")).status_code == 503
+    cluster.instances.remove(cluster.generation)
+
+
+@report("Neroued/ninfer#155", "`/health` is ok while nothing can be served", "503 that says which role is missing")
+async def health_means_can_serve(cluster: Any) -> None:
+    cluster.service.directory.remove_server(cluster.context.url)
+    assert (await cluster.client.get(f"{cluster.url}/health")).json()["ready"] == {"context": False, "generation": True}
+    cluster.instances.remove(cluster.context)
+
+
+@report(
+    "ai-dynamo/dynamo#8590", "requests come while the service leaves", "503 with `retry-after`; health says draining"
+)
+async def a_service_that_leaves(cluster: Any) -> None:
+    cluster.service.start_draining()
+    response = await cluster.complete()
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert (await cluster.client.get(f"{cluster.url}/health")).json()["status"] == "draining"
+
+
+@report(
+    "ggml-org/llama.cpp#6544",
+    "a browser's question before its request is asked for a key",
+    "answered without one",
+    keys=True,
+)
+async def preflight_with_keys(cluster: Any) -> None:
+    ask = {"origin": "https://app", "access-control-request-method": "POST"}
+    async with httpx.AsyncClient(trust_env=False) as browser:
+        allowed = await browser.options(f"{cluster.url}/v1/chat/completions", headers=ask)
+        assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "*")
+        refused = await browser.post(f"{cluster.url}/v1/chat/completions", json={}, headers={"origin": "https://app"})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "*")
+
+
+@report("vllm-project/vllm#18893", "paths beside `/v1` need no key", "all but health, live and ping do", keys=True)
+async def every_path_needs_a_key(cluster: Any) -> None:
+    async with httpx.AsyncClient(trust_env=False) as stranger:
+        for path in ("/v1/models", "/load", "/tokenize", "/detokenize", "/version", "/metrics", "/server_info", "/docs",
+                     "/openapi.json", "/perf_metrics", "/debug/routing", "/nowhere", "/internal/drain"):  # fmt: skip
+            assert (await stranger.get(cluster.url + path)).status_code == 401, path
+        for path in ("/health", "/live", "/ping"):
+            assert (await stranger.get(cluster.url + path)).status_code == 200, path
+
+
+@report("janhq/jan#4837", "500 for a text part whose text is an object", "400 that names the part's field")
+async def a_part_that_is_no_text(cluster: Any) -> None:
+    content = [{"type": "text", "text": {"value": "Hola que tal", "annotations": []}}]
+    error = (await chat(cluster, 400, messages=[{"role": "user", "content": content}]))["error"]
+    assert error["param"] == "messages[0].content[0].text"
+
+
+@report(
+    "containers/ramalama#752",
+    "the server ends at a request with `repeat_penalty`",
+    "taken; named in `x-unknown-fields`",
+)
+async def another_servers_field(cluster: Any) -> None:
+    response = await cluster.complete(temperature=1.5, top_k=100, top_p=1.0, repeat_penalty=1.2)
+    assert (response.status_code, response.headers["x-unknown-fields"]) == (200, "repeat_penalty")
+
+
+@report("vllm-project/vllm-omni#445", "`max_tokens` of a chat has no effect", "so many tokens, and `length`")
+async def max_tokens_of_a_chat(cluster: Any) -> None:
+    for tokens in (1, 3, 7):
+        answer = await chat(cluster, max_tokens=tokens)
+        assert (answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]) == (
+            HELLO[:tokens],
+            tokens,
+        )
+
+
+@report("vllm-project/vllm#8627", "characters of several tokens come broken", "whole, also over a stream")
+async def characters_of_several_tokens(cluster: Any) -> None:
+    cluster.context.answer = cluster.generation.answer = "\u6211\u65e0\u6cd5\u8bbf\u95ee"
+    assert (await plain(cluster))["choices"][0]["text"] == cluster.context.answer
+    texts = [event["choices"][0]["text"] for event in await plain(cluster, stream=True)]
+    assert "".join(texts) == cluster.context.answer and not any("\ufffd" in text for text in texts)
+
+
+@report("huggingface/transformers#45443", "another model's name is silently replaced", "404; nothing is computed")
+async def another_name_is_not_replaced(cluster: Any) -> None:
+    await plain(cluster, 404, model="Qwen/Qwen2.5-0.5B-Instruct")
+    assert not cluster.context.received
+
+
 @pytest.mark.parametrize("row", REPORTS, ids=[source for source, *_ in REPORTS])
-async def test_what_was_reported_elsewhere(make_cluster: Any, row: tuple[str, str, str, Try]) -> None:
+async def test_what_was_reported_elsewhere(make_cluster: Any, tmp_path: Path, row: tuple[str, str, str, Try]) -> None:
     """The situation, and what happens here; then nothing is left of it."""
-    async with make_cluster() as cluster:
+    more: dict[str, Any] = {}
+    if row[0] in WITH_KEYS:
+        path = tmp_path / "keys"
+        path.write_text("ann " + "k" * 32 + "\n")
+        path.chmod(0o600)
+        more = {"keys": KeyFile(path), "cors_origins": ("*",)}
+    async with make_cluster(**more) as cluster:
         await row[3](cluster)
         await cluster.settled()
 
