@@ -236,6 +236,30 @@ def test_a_broken_carrier_breaks_every_lane():
     assert {(7, 1), (7, 2)} <= stopped
 
 
+def test_a_look_that_is_broken_off_stops_every_lane_and_blames_nobody():
+    """Frames of all lanes were in hand: a lane that went on would find a gap, and stop for a fault of the sender."""
+    beside = Beside((UP, DOWN))
+    for place, agreement in beside.agreements.items():
+        agreement.vote_terminal(agreement.admit(1, 1, ready=False), Outcome.COMPLETED)
+        if place[0] != 7:
+            agreement.poll()
+    carrier = beside.carriers[7]
+    honest = carrier.receive
+
+    def broken(frames_max):
+        carrier.receive = honest
+        honest(frames_max)
+        raise KeyboardInterrupt
+
+    carrier.receive = broken
+    with pytest.raises(KeyboardInterrupt):
+        beside.agreements[7, 1].poll()
+    beside.settle(3)
+    told = {identity: beside.agreements[7, identity].stopped for identity in (1, 2)}
+    assert told[1].code is FaultCode.INTERNAL and told[2].code is FaultCode.TRANSPORT
+    assert told[1].suspect_rank is told[2].suspect_rank is None
+
+
 def test_a_carrier_whose_links_are_not_those_of_the_lanes_is_refused(tmp_path):
     """ZMQ links one coordinator with the others; a lane with another coordinator has no link."""
     addresses = {rank: f"ipc://{tmp_path}/{rank}.sock" for rank in WORLD.ranks}

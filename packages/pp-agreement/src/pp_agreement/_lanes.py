@@ -132,15 +132,18 @@ class Lanes:
             return
         try:
             frames, empty = self._carrier.receive(frames_max)
+            for peer, data in frames:
+                named = self._lanes.get(frame_domain(data))
+                for lane in self._lanes.values() if named is None or peer not in named.carrier_peers else (named,):
+                    lane.put(peer, data)
+            for lane in self._lanes.values():
+                lane.looked(empty)
         except TransportError as error:
             self._broken = error
             raise
-        for peer, data in frames:
-            named = self._lanes.get(frame_domain(data))
-            for lane in self._lanes.values() if named is None or peer not in named.carrier_peers else (named,):
-                lane.put(peer, data)
-        for lane in self._lanes.values():
-            lane.looked(empty)
+        except BaseException as error:  # with frames of any lane in hand: their senders would be blamed for the gap
+            self._broken = TransportError(f"a look for all lanes was broken off: {error!r}")
+            raise
 
     def deaths(self, since: int) -> tuple[list[tuple[int, str]], int]:
         """Evidence that one lane has not seen: (member of the world, evidence), and where it goes on."""
