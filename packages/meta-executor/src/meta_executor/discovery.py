@@ -11,9 +11,9 @@ import asyncio
 import hashlib
 import hmac
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
 import msgspec
 
@@ -178,6 +178,7 @@ class Registration:
         self._store = open_store(run)
         self._registered: Future[None] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._publisher: AsyncLeasePublisher | None = None
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._keep, name="registration", daemon=True)
         self._thread.start()
@@ -204,16 +205,23 @@ class Registration:
                 self._run.service.discovery.lease_s,
                 prefix=f"{registry_prefix(self._run)}{self._run.run_id}/",  # a slot of this run alone
             )
+            self._publisher = publisher
             async with publisher:
                 await publisher.wait_registered(STORE_TIMEOUT_S)
                 self._registered.set_result(None)
                 await self._ended.wait()
 
+    def update(self) -> None:
+        """The owner's record has changed: write it now, not only when the lease is next kept alive. Any thread."""
+        if self._publisher is not None:
+            self._call(self._publisher.update)
+
     def close(self) -> None:
         """Withdraw, or let the lease run out if the store cannot be reached. Idempotent."""
-        if self._loop is not None and self._thread.is_alive():
-            try:
-                self._loop.call_soon_threadsafe(self._ended.set)
-            except RuntimeError:
-                pass  # it has ended by itself meanwhile
+        self._call(self._ended.set)
         self._thread.join()
+
+    def _call(self, function: Callable[[], None]) -> None:
+        if self._loop is not None and self._thread.is_alive():
+            with suppress(RuntimeError):  # it has ended by itself meanwhile
+                self._loop.call_soon_threadsafe(function)

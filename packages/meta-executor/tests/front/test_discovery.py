@@ -20,9 +20,10 @@ import msgspec
 import pytest
 import yaml
 
-from endpoint_lifecycle import AsyncEndpointDirectory, EndpointOwner, MemoryLeaseStore
+from endpoint_lifecycle import AsyncEndpointDirectory, EndpointOwner, MemoryLeaseStore, decode_registration
 from endpoint_lifecycle.testing import check_lease_store, run_virtual
 from meta_executor import wire
+from meta_executor.api.endpoint import OwnedEndpoint
 from meta_executor.config import ConfigError, DiscoveryConfig, RunSpec, ServiceConfig, apply_environment, service_config
 from meta_executor.discovery import Registration, SealedStore, following, open_store, registry_prefix
 from meta_executor.front.legs import LegClient
@@ -31,10 +32,10 @@ from meta_executor.supervise.launch import Launcher
 KEY = bytes.fromhex("ab" * 32)
 
 
-def run_spec(folder: Path, store: str | None) -> RunSpec:
+def run_spec(folder: Path, store: str | None, lease_s: float = 3.0) -> RunSpec:
     folder.mkdir(exist_ok=True)
     (folder / "key").write_text(KEY.hex())
-    service = ServiceConfig(discovery=DiscoveryConfig(store=store, lease_s=3.0))
+    service = ServiceConfig(discovery=DiscoveryConfig(store=store, lease_s=lease_s))
     return RunSpec(run_id="r1", run_dir=str(folder), launcher_pid=os.getpid(), service=service, instances=())
 
 
@@ -109,6 +110,29 @@ def test_a_registration_stands_while_its_instance_lives(tmp_path: Path) -> None:
     assert not registration._thread.is_alive()
     registration.close()
     assert asyncio.run(found()) == []
+
+
+def test_a_drain_is_registered_when_it_begins(tmp_path: Path) -> None:
+    """Fronts pick it no more from then on; the lease, kept alive every third of its time, would tell them much later."""
+    run = run_spec(tmp_path / "run", str(tmp_path / "registry"), lease_s=3600.0)
+    owner = published()
+    endpoint = OwnedEndpoint(owner, wire.ServerInfo(ready=True, state="", role="context", owner_id="", instance_id=""))
+    registration = Registration(run, owner, "http://127.0.0.1:8101")
+    endpoint.on_draining = registration.update
+
+    async def state() -> str:
+        async with contextlib.aclosing(open_store(run)) as store:
+            (value,) = (await store.snapshot(registry_prefix(run))).items.values()
+            record = decode_registration(value).record
+            return "" if record is None else record.state
+
+    assert asyncio.run(state()) == "published"
+    endpoint.start_draining()
+    deadline = time.monotonic() + 60
+    while asyncio.run(state()) != "draining":
+        assert time.monotonic() < deadline
+    registration.close()
+    registration.update()
 
 
 def test_a_store_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

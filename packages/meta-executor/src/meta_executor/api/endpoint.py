@@ -6,6 +6,7 @@ holds a copy of the published record, which never changes under its generation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -62,6 +63,8 @@ class OwnedEndpoint:
         self._owner = owner
         self._info = info
         self.service_address = ""
+        #: Told when a drain begins, in whichever thread it does.
+        self.on_draining: Callable[[], None] = lambda: None
 
     def admit(self, expected_generation: str) -> AbstractContextManager[object]:
         """Let a request in that was meant for this generation.
@@ -104,6 +107,7 @@ class OwnedEndpoint:
         """See :class:`Endpoint`."""
         if self._owner.state.name == "PUBLISHED":
             self._owner.start_draining()
+            self.on_draining()
 
 
 class CopiedEndpoint:

@@ -86,6 +86,7 @@ class FrontOfHouse:
         """Let fronts find this instance, where the run has a store for that."""
         if rank.identity.spec.service.discovery.store is not None:
             self._registration = Registration(rank.identity.spec, rank.owner, self.url)
+            self.endpoint.on_draining = self._registration.update
 
     def close(self) -> None:
         """Be found no more, answer what is pending, then end."""
