@@ -161,6 +161,11 @@ class Batcher(Generic[_T]):
         """The request with this very ticket, if it is not settled; looks at all of them."""
         return next((entry for entry in self._open if entry.ticket is ticket), None)
 
+    @property
+    def oldest(self) -> Entry[_T] | None:
+        """The request that has been buffered longest."""
+        return self._buffer[0] if self._buffer else None
+
     def due_s(self) -> float | None:
         """When the buffer must be sent at the latest; None while it is empty."""
         return self._buffer[0].submitted_s + self.config.delay_s if self._buffer else None
@@ -310,6 +315,14 @@ class Batcher(Generic[_T]):
         self._failed += failed
         self._unknown += unknown
         return True
+
+    def settle_served(self, entries: Iterable[Entry[_T]]) -> None:
+        """``settle`` for many that were served."""
+        for entry in entries:
+            if entry.state is not EntryState.SETTLED:
+                entry.state = EntryState.SETTLED
+                self._open.pop(entry, None)
+                self._settled += 1
 
     def send_over(self) -> tuple[SendBatch[_T], ...]:
         """A batch's send is over, however it ended.

@@ -152,20 +152,29 @@ class Driver(abc.ABC, Generic[_T]):
         try:
             with self._lock:
                 entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
+                if register is None:
+                    queued = self._put(entry, bypass)
             if register is not None:
                 # In one step of the interpreter: afterwards it is known whether it was done.
                 registered.extend(map(register, (request,)))
-            with self._lock:
-                batches = core.buffer(entry, self._now_s(), bypass=bypass)
-                self._to_send.extend(batches)
-                self._arm()
-            if batches:
+                with self._lock:
+                    queued = self._put(entry, bypass)
+            if queued:
                 self._drain(ticket)
             return ticket
         except BaseException as error:
             if entry is not None or not isinstance(error, BatchSubmitError):
                 self._not_taken(ticket, error, registered=bool(registered))
             raise
+
+    def _put(self, entry: Entry[_T], bypass: bool) -> bool:
+        """Buffer an admitted request; whether there is something to send now. With the lock."""
+        core = self._core
+        batches = core.buffer(entry, self._now_s(), bypass=bypass)
+        if core.oldest is entry:
+            self._arm()
+        self._to_send.extend(batches)
+        return bool(batches)
 
     def _not_taken(self, ticket: object, error: BaseException, *, registered: bool) -> None:
         """``submit`` raises: what has not left is as if it had never been there."""
@@ -332,12 +341,10 @@ class Driver(abc.ABC, Generic[_T]):
                 interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
                 self._end(entry, error)
         with self._lock:
-            settle = self._core.settle
             for entry, error in ends:
-                if error is None:
-                    settle(entry)
-                else:
-                    settle(entry, failed=entry in handed_over, unknown=is_unknown(error))
+                if error is not None:
+                    self._core.settle(entry, failed=entry in handed_over, unknown=is_unknown(error))
+            self._core.settle_served(entry for entry, error in ends if error is None)
             self._awaited.pop(batch, None)
             if self._under_way.pop(batch, None) is not None:
                 self._to_send.extend(self._core.send_over())
