@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from rpc_local_registry import (
+    RpcAuthenticationError,
     RpcClient,
     RpcClosed,
+    RpcConfig,
     RpcRemoteError,
     RpcServer,
     RpcStreamingError,
     StreamSource,
+    new_key,
     rpc_method,
 )
 from rpc_local_registry._codec import DECODE_ERRORS, EXT_ARRAY, TypedDecoder
@@ -132,3 +135,23 @@ def test_local_streams_end_with_their_client(key: bytes) -> None:
             with pytest.raises(RpcClosed):
                 next(stream)
             eventually(lambda wanted=count: left == ["left"] * wanted)
+
+
+def test_a_wrong_key_has_no_local_path(key: bytes) -> None:
+    """A client that enters is told at once, though its server is in this very process; nothing is said to be local."""
+
+    class Worker:
+        @rpc_method(non_blocking=True)
+        def ok(self) -> int:
+            """Nobody gets here."""
+            raise AssertionError
+
+    config = RpcConfig(handshake_timeout_s=0.3)
+    with RpcServer(Worker(), "ipc://", key) as server:
+        client = RpcClient(server.address, new_key(), fast_path=True, config=config)
+        assert client.path_of("ok") == "remote"
+        with pytest.raises(RpcAuthenticationError), client:
+            raise AssertionError("it entered")
+        client.close()
+        with RpcClient(server.address, key, fast_path=True, config=config) as client:
+            assert client.path_of("ok") == "local"
