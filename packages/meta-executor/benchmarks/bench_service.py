@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trial import ROOT, Trial, load, running
+from trial import ROOT, Service, Trial, load, running
 
 from meta_executor.bench.load import LoadConfig
 
@@ -93,26 +93,34 @@ class Measured:
 
 
 def measure(tree: Path, *, requests: int, idle_s: float) -> Measured:
-    """Start, warm, be idle for so long (0: not at all), load, drain."""
+    """Start, warm, be idle for so long (0: not at all), load, drain. How another tree's service ends is said, and no more: its
+    figures are taken before."""
     began_s = time.monotonic()
-    with running(tree, configuration(tree)) as service:
-
-        def send(count: int, clients: int, answer_tokens: int) -> Trial:
-            config = LoadConfig(
-                requests=count, concurrency=clients, prompt_tokens=PROMPT_TOKENS, answer_tokens=answer_tokens
-            )
-            return load(service, config, vocab_size=VOCABULARY)
-
-        send(32, 32, 16)
-        idle = None
-        if idle_s:
-            time.sleep(3.0)
-            before = service.usage()
-            time.sleep(idle_s)
-            idle = service.usage().since(before).total() / idle_s
-        alone_s = send(ALONE, 1, 8).first_s()
-        trial = send(requests, CLIENTS, ANSWER_TOKENS)
+    idle = trial = None
+    alone_s = 0.0
+    try:
+        with running(tree, configuration(tree)) as service:
+            send(service, 32, 32, 16)
+            if idle_s:
+                time.sleep(3.0)
+                before = service.usage()
+                time.sleep(idle_s)
+                idle = service.usage().since(before).total() / idle_s
+            alone_s = send(service, ALONE, 1, 8).first_s()
+            trial = send(service, requests, CLIENTS, ANSWER_TOKENS)
+    except RuntimeError as error:
+        if tree == ROOT or trial is None:
+            raise
+        print(f"{tree}: {error}", flush=True)
     return Measured(trial, idle, alone_s, time.monotonic() - began_s - (idle_s and idle_s + 3.0))
+
+
+def send(service: Service, requests: int, clients: int, answer_tokens: int) -> Trial:
+    """One load."""
+    config = LoadConfig(
+        requests=requests, concurrency=clients, prompt_tokens=PROMPT_TOKENS, answer_tokens=answer_tokens
+    )
+    return load(service, config, vocab_size=VOCABULARY)
 
 
 def unpacked(commit: str, folder: Path) -> Path:
