@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,6 @@ from meta_executor.executor.ownership import Registry
 from meta_executor.executor.request import AnswerBook
 from meta_executor.executor.transceiver import (
     EXPOSED_CAP_S,
-    GATHER_CAP_S,
     MOVING_CAP_S,
     ROUND_CAP_S,
     STEPPING_CAP_S,
@@ -41,29 +39,8 @@ def test_a_notification_and_a_ring_end_a_wait_even_if_they_came_before(tmp_path:
     bells[0].close()
     bells[0].close()
     bells[0].notify()
-    bells[0].notify_step()
     bells[1].ring(0)
     bells[1].close()
-
-
-def test_notices_gather_until_the_step_ends(tmp_path: Path) -> None:
-    """What came while it gathered ended with the same wait; the end of a step does not gather, and ends a gathering."""
-    with contextlib.closing(RankBell(lambda rank: tmp_path / "0.b", 0)) as bell:
-        bell.notify()
-        timer = threading.Timer(0.02, lambda: (bell.ring(0), bell.notify()))
-        timer.start()
-        assert bell.wait(10.0, 0.3)
-        timer.join()
-        assert not bell.wait(0.0), "the ring and the second notice came while it gathered"
-        began_s = time.monotonic()
-        bell.notify_step()
-        assert bell.wait(10.0, 60.0), "the end of a step does not gather"
-        bell.notify()
-        timer = threading.Timer(0.02, bell.notify_step)
-        timer.start()
-        assert bell.wait(10.0, 60.0)
-        timer.join()
-        assert time.monotonic() - began_s < 50.0, "the end of a step ends a gathering"
 
 
 class Loop:
@@ -74,7 +51,6 @@ class Loop:
         self.left = False
         self.fault = ""
         self.poll_cap_s: float | None = None
-        self.gather_s = 0.0
 
     def iterate(self, now_s: float) -> bool:
         moved, self.poll_cap_s = self._script.pop(0)
@@ -87,7 +63,7 @@ class Bell:
         self.waits: list[float] = []
         self._rings = rings
 
-    def wait(self, timeout_s: float, gather_s: float = 0.0) -> bool:
+    def wait(self, timeout_s: float) -> bool:
         self.waits.append(timeout_s)
         return len(self.waits) in self._rings
 
@@ -129,7 +105,7 @@ def test_turns_are_counted_by_how_long_they_took() -> None:
 
 def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> None:
     """Nothing that comes could be used before the step's end, which rings; frames of MPI are polled as before."""
-    compute = SimpleNamespace(stepping=False, step_times_s=[])
+    compute = SimpleNamespace(stepping=False)
     transceiver = SimpleNamespace(poll_cap_s=MOVING_CAP_S)
     link: Any = SimpleNamespace(busy=False)
     loop = RankLoop(
@@ -154,12 +130,5 @@ def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> Non
     ):
         transceiver.poll_cap_s = cap_s
         assert loop.poll_cap_s == polled_s
-    assert loop.gather_s == 0.0, "no step has told how long steps are"
-    compute.step_times_s = [1.0, 0.003]
-    assert loop.gather_s == 0.003 / 10
-    compute.step_times_s = [0.003, 1.0]
-    assert loop.gather_s == GATHER_CAP_S
     link.busy = True
-    assert loop.poll_cap_s == MOVING_CAP_S and loop.gather_s == 0.0
-    link.busy, compute.stepping = False, False
-    assert loop.gather_s == 0.0, "an engine without a step waits for what comes"
+    assert loop.poll_cap_s == MOVING_CAP_S

@@ -1,8 +1,7 @@
 """Ends a rank's wait: by a call in the same process, or by another rank of the same host.
 
-Each rank listens on a datagram socket in the run's folder, next to two eventfds for its own threads: one for the end of the
-engine's step, one for all else. A rank that has sent a frame rings its target; a ring that finds the target's queue full is
-lost, and need not come, because then it wakes anyway.
+Each rank listens on a datagram socket in the run's folder, next to an eventfd for its own threads. A rank that has sent a
+frame rings its target; a ring that finds the target's queue full is lost, and need not come, because then it wakes anyway.
 Ranks of other hosts cannot be rung: their frames are found by polling.
 """
 
@@ -71,7 +70,6 @@ class RankBell:
 
     def __init__(self, path_of: Callable[[int], Path], rank: int) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._step = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._path = path_of(rank)
         self._path.unlink(missing_ok=True)
@@ -85,12 +83,6 @@ class RankBell:
         if not self._closed:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_write(self._event, 1)
-
-    def notify_step(self) -> None:
-        """The engine's step has ended: end the wait, also one that gathers."""
-        if not self._closed:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._step, 1)
 
     def ring(self, target_rank: int) -> None:
         """End another rank's wait, where it can be reached."""
@@ -107,21 +99,13 @@ class RankBell:
         except OSError:
             self._targets[target_rank] = ""  # it has left; whoever judges deaths says so
 
-    def wait(self, timeout_s: float, gather_s: float = 0.0) -> bool:
-        """Wait for a notification or a ring, at most so long. Whether there was one.
-
-        Unless it is the end of a step, it waits for others to come, at most ``gather_s`` more.
-        """
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a notification or a ring, at most so long. Whether there was one."""
         # select, because poll and epoll round up to whole milliseconds.
-        watched = [self._step, self._event, self._socket.fileno()]
-        ready, _, _ = select.select(watched, [], [], max(timeout_s, 0.0))
-        if ready and gather_s > 0.0 and self._step not in ready:
-            select.select([self._step], [], [], gather_s)
-            ready = watched
-        for event in (self._step, self._event):
-            if event in ready:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(event)
+        ready, _, _ = select.select([self._event, self._socket.fileno()], [], [], max(timeout_s, 0.0))
+        if self._event in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._event)
         if self._socket.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
                 while True:
@@ -134,5 +118,4 @@ class RankBell:
             self._closed = True
             self._socket.close()
             os.close(self._event)
-            os.close(self._step)
             self._path.unlink(missing_ok=True)

@@ -65,7 +65,6 @@ class Surroundings:
         link, work: Ways to the other ranks.
         clock: Monotonic time (s).
         wake: Ends the loop's wait, from any thread.
-        step_ended: Ends it too; called by the engine's thread at the end of each step.
         deliver: Rank 0: gets each hand-over, from the loop's thread.
         on_fault: Told once, with the first diagnosis.
         say: Gets lines for the log.
@@ -79,7 +78,6 @@ class Surroundings:
     work: WorkChannel
     clock: Callable[[], float]
     wake: Callable[[], None] = lambda: None
-    step_ended: Callable[[], None] = lambda: None
     deliver: Callable[[Answers], None] = lambda answers: None
     on_fault: Callable[[str], None] = lambda diagnosis: None
     say: Callable[[str], None] = lambda text: None
@@ -180,7 +178,7 @@ def compose_context(around: Surroundings, settings: Settings, parts: SendingPart
         transceiver=transceiver,
         answers=answers,
         publish=around.work.publish,
-        wake=around.step_ended,
+        wake=around.wake,
     )
     admission = None
     if around.rank == 0:
@@ -233,7 +231,7 @@ def compose_generation(around: Surroundings, settings: Settings, parts: Receivin
         limits=settings.limits,
         transceiver=transceiver,
         answers=answers,
-        wake=around.step_ended,
+        wake=around.wake,
     )
     admission = None
     if around.rank == 0:

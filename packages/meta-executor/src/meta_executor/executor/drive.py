@@ -3,9 +3,6 @@
 A wait ends by notification wherever somebody can notify: the engine's thread at the end of a step, the threads that take in
 requests and control frames, and other ranks of this host when they have sent a frame (:mod:`meta_executor.executor.bell`).
 What cannot notify (a write by NIXL, a round of the agreement, ranks of other hosts) is polled, ever less often up to a cap.
-
-While the engine has a step, nothing of what comes can be used before the step's end. So what others tell then gathers for a
-tenth of a step, at most two milliseconds, and is taken in together: an iteration costs the same for one frame as for many.
 """
 
 from __future__ import annotations
@@ -53,9 +50,8 @@ class Turns:
 class Bell(Protocol):
     """How a loop waits: :class:`meta_executor.executor.bell.RankBell`, or a fake."""
 
-    def wait(self, timeout_s: float, gather_s: float = 0.0) -> bool:
-        """Wait for a notification, at most so long, then for others that join it. Whether there was one, at once if it came
-        before."""
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a notification, at most so long. Whether there was one, at once if it came before."""
         ...
 
 
@@ -111,4 +107,4 @@ def drive(
         elif rung:
             # What announced itself is not whole yet (a long broadcast): look once more soon.
             wait_s = min(AGAIN_S, wait_s)
-        rung = bell.wait(wait_s, loop.gather_s)
+        rung = bell.wait(wait_s)

@@ -39,7 +39,6 @@ from meta_executor.executor.messages import (
 from meta_executor.executor.ownership import Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Answers, Notice, Role
 from meta_executor.executor.transceiver import (
-    GATHER_CAP_S,
     MOVING_CAP_S,
     STEPPING_CAP_S,
     Arrived,
@@ -205,14 +204,6 @@ class RankLoop:
             return MOVING_CAP_S
         cap_s = self._transceiver.poll_cap_s
         return cap_s if cap_s is None or not self.compute.stepping else max(cap_s, STEPPING_CAP_S)
-
-    @property
-    def gather_s(self) -> float:
-        """How long what others tell may wait for company (s): 0 where the engine waits for it, or a message is not whole."""
-        times_s = self.compute.step_times_s
-        if not self.compute.stepping or not times_s or self._link.busy or self._work.busy:
-            return 0.0
-        return min(GATHER_CAP_S, times_s[-1] / 10)
 
     # -- take new work ------------------------------------------------------------------------------------------------
 

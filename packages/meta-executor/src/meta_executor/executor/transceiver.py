@@ -98,8 +98,6 @@ MOVING_CAP_S = 0.0005
 STEPPING_CAP_S = 0.004
 EXPOSED_CAP_S = 0.002
 ROUND_CAP_S = 0.01
-#: Longest time that notices of others gather while the engine has a step (s).
-GATHER_CAP_S = 0.002
 
 TransceiverEvent: TypeAlias = (
     PeerReady | PeerCancelled | Expired | Revoked | Arrived | Owned | TransferFailed | Ended | Fault

@@ -358,7 +358,6 @@ def _surroundings(
         work=work,
         clock=time.monotonic,
         wake=bell.notify,
-        step_ended=bell.notify_step,
         deliver=deliver,
         on_fault=lambda diagnosis: bell.notify(),
         say=lambda text: log(f"{identity.name}: {text}"),
