@@ -108,6 +108,7 @@ class Night:
         self._lock = threading.Lock()
         self._stopped = False
         self._running: set[Tethered] = set()
+        self.ended: list[Ended] = []
 
     def stop(self) -> None:
         """End what is running, begin nothing more."""
@@ -116,15 +117,15 @@ class Night:
             for tethered in self._running:
                 tethered.cut()
 
-    def run(self, part: Part) -> Ended | None:
-        """Run one part to its end; None if the night was stopped before that."""
+    def run(self, part: Part) -> None:
+        """Run one part to its end; it is among the ``ended`` unless the night was stopped before that."""
         began_s = time.monotonic()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as kept:
             command = [sys.executable, *part.command]
             output = kept if part.beside else None
             with self._lock:
                 if self._stopped:
-                    return None
+                    return
                 print(f"== {part.name}: {' '.join(part.command)}", flush=True)
                 tethered = Tethered(
                     command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
@@ -144,24 +145,23 @@ class Night:
                 kept.seek(0)
                 if part.beside:
                     print(f"== {part.name}: {wrong or 'passed'}\n{kept.read()}", end="", flush=True)
-                return None if self._stopped else Ended(part, time.monotonic() - began_s, wrong)
+                if not self._stopped:
+                    self.ended.append(Ended(part, time.monotonic() - began_s, wrong))
 
     def run_all(self, chosen: list[Part]) -> list[Ended]:
         """Run parts in their order; Ctrl-C ends the night with what is known."""
-        ended: list[Ended] = []
         try:
             for beside, group in itertools.groupby(chosen, key=lambda part: part.beside):
                 with ThreadPoolExecutor(LANES if beside else 1) as lanes:
                     try:
                         for done in as_completed([lanes.submit(self.run, part) for part in group]):
-                            if (one := done.result()) is not None:
-                                ended.append(one)
+                            done.result()
                     except BaseException:
                         self.stop()
                         raise
         except KeyboardInterrupt:
             print("interrupted", flush=True)
-        return ended
+        return self.ended
 
 
 def report(ended: list[Ended], left: list[Part], seconds: float) -> int:

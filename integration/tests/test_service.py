@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -284,14 +285,21 @@ def test_stop_strings_end_the_answer(client, model, reference):
 def test_what_was_opened_was_decided_and_both_paths_were_taken(service, client, model):
     """After all of the above: agreement equal on every context rank, both submit paths used, both ranks routed to."""
     complete(client, model, PROMPTS[1])
-    statistics = service.statistics()
+    # Each rank's counters travel every tenth of a second: on a busy machine not all of them at the same time.
+    deadline_s = time.monotonic() + 20.0
+    while True:
+        statistics = service.statistics()
+        opened = {rank.agreement_opened for s in statistics.values() if s.role == "context" for rank in s.ranks}
+        if len(opened) == 1:
+            break
+        assert time.monotonic() < deadline_s, opened
+        time.sleep(0.05)
     context = next(s for s in statistics.values() if s.role == "context")
     generation = next(s for s in statistics.values() if s.role == "generation")
     assert context.rpc_submits > 0
     assert context.local_submits == 0
     assert generation.local_submits > 0
     assert generation.rpc_submits == 0
-    assert len({r.agreement_opened for r in context.ranks}) == 1
     assert context.ranks[0].agreement_opened > 0
     assert all(count > 0 for count in generation.routed_per_rank)
     assert sum(r.transfers_coalesced for r in generation.ranks) > 0

@@ -213,29 +213,24 @@ class Runner:
         return known(ended=True)
 
     def _run_line(self, result: LineResult, plan: StagePlan, run: RunPlan, folder: Path, label: str) -> None:
-        """A line's processes: what is safe in parallel, then services, two files' at a time, then what wants the machine."""
+        """A line's processes: what is safe in parallel, then what wants the machine for itself."""
         line = result.line
         waivers = waived_tests(run.waivers, line, plan.stage)
         off = tuple(w.test.target for w in waivers)
         result.begun = True
         split = self._workers > 1 and not line.isolated and not line.alone
-        first = self._pytest(
-            line, (line.target,), folder, label, waived=off, way="parallel" if split else "all", expressions=True,
-            workers=self._workers if split else 1,
-        )  # fmt: skip
-        self._take(result, first, folder, label)
-        files = {test.partition("::")[0] for test in first.services}
-        for way, tests, workers in (("services", first.services, min(len(files), 2)), ("alone", first.alone, 1)):
-            if tests and not self._interrupted:
-                more = self._pytest(
-                    line, (line.target,), folder, f"{label}-{way}", waived=off, way=way, expressions=True,
-                    workers=workers,
-                )  # fmt: skip
-                self._take(result, more, folder, f"{label}-{way}")
+        live = self._pytest(line, (line.target,), folder, label, waived=off, half="parallel" if split else "all",
+                            expressions=True)  # fmt: skip
+        self._take(result, live, folder, label)
+        if live.alone and not self._interrupted:
+            more = self._pytest(
+                line, (line.target,), folder, f"{label}-alone", waived=off, half="alone", expressions=True
+            )
+            self._take(result, more, folder, f"{label}-alone")
         reasons = {w.test.target: w.reason for w in waivers}
         result.waived += [
             (test, next(reasons[target] for target in off if covers(target, test)))
-            for test in dict.fromkeys(first.waived)
+            for test in dict.fromkeys(live.waived)
         ]
 
     def _take(self, result: LineResult, live: LiveResult, folder: Path, label: str) -> None:
@@ -272,7 +267,7 @@ class Runner:
 
     def _pytest(
         self, line: TestLine, targets: tuple[str, ...], folder: Path, label: str, *, waived: tuple[str, ...] = (),
-        way: str = "all", expressions: bool = False, workers: int = 1,
+        half: str = "all", expressions: bool = False,
     ) -> LiveResult:  # fmt: skip
         """One pytest process and what it wrote down."""
         live_file = folder / f"{label}.jsonl"
@@ -286,18 +281,16 @@ class Runner:
         if expressions:
             command += ["-m", line.mark] if line.mark else []
             command += ["-k", line.keyword] if line.keyword else []
-        if workers > 1:
-            # Whoever has nothing left takes from the other: tests that wait stand in a row, and are handed out in rows. But
-            # what a file's tests share is a service, and started once.
-            distribution = "loadfile" if way == "services" else "worksteal"
-            command += ["-p", "xdist", "-n", str(workers), "--dist", distribution]
+        if half == "parallel":
+            # Whoever has nothing left takes from the other: tests that wait stand in a row, and are handed out in rows.
+            command += ["-p", "xdist", "-n", str(self._workers), "--dist", "worksteal"]
         environment = {
             **os.environ,
             # Plugins of other people's environments are not asked for; the project names its own in its configuration.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "STAGE_LIVE_FILE": str(live_file),
             "STAGE_WAIVED": json.dumps(waived),
-            "STAGE_WAY": way,
+            "STAGE_HALF": half,
             "PYTHONPATH": needs.python_path(self._root, str(_PLUGIN)),
         }
         if line.timeout_given:

@@ -67,7 +67,6 @@ class LiveResult:
     Attributes:
         selected: Node ids of what was to run; empty when it did not get that far.
         waived: Node ids of what was taken out because it is waived.
-        services: Node ids of what starts services and was left to another process.
         alone: Node ids of what wants the machine for itself and was left to another process.
         exit_code: Of the process; None when it was ended because its time was over.
         end: How it ended, in words.
@@ -79,7 +78,6 @@ class LiveResult:
     selected: tuple[str, ...]
     exit_code: int | None
     waived: tuple[str, ...] = ()
-    services: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     end: str = ""
     tail: str = ""
@@ -123,8 +121,8 @@ def read_live(
     if interrupted:
         cases = tuple(case for case in cases if case.outcome != "unfinished")
     return LiveResult(
-        (*errors, *cases), lists.get("selected", ()), exit_code, lists.get("waived", ()),
-        lists.get("services", ()), lists.get("alone", ()), late or _end(exit_code, internal, tail), tail, interrupted,
+        (*errors, *cases), lists.get("selected", ()), exit_code, lists.get("waived", ()), lists.get("alone", ()),
+        late or _end(exit_code, internal, tail), tail, interrupted,
     )  # fmt: skip
 
 

@@ -147,40 +147,6 @@ def test_waived_tests_are_taken_out_by_their_whole_name(project):
     assert result.waived == [("t/test_other.py::test_b", "known")]
 
 
-#: Both files' tests run at the same time (each waits for the other's file), and one file's on one worker.
-SERVICE = """
-import os, pathlib, time, pytest
-
-pytestmark = pytest.mark.service
-HERE = pathlib.Path(__file__)
-
-
-@pytest.mark.parametrize("n", range(3))
-def test_s(n):
-    with HERE.with_name(f"results-{HERE.stem}").open("a") as kept:
-        kept.write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
-    end = time.monotonic() + 30
-    while len(list(HERE.parent.glob("results-*"))) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-"""
-WORLD = "import os, pytest\n\n@pytest.mark.{}\ndef test_w():\n    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
-
-
-def test_services_run_two_files_at_a_time_and_worlds_by_themselves(project):
-    """A file's tests may share a service; ranks, and services on a GPU, have the machine for themselves."""
-    (project / "t" / "test_gpu.py").unlink()
-    bodies = {"one": SERVICE, "two": SERVICE, "world": WORLD.format("mpi")}
-    bodies["card"] = WORLD.format("gpu\n@pytest.mark.service")
-    write_tests(project, **bodies)
-    lines(project, "t")
-    result = only(project, workers=2)
-    assert result.verdict is Verdict.PASSED, result.reason
-    assert result.count("passed") == 2 + 6 + 2
-    workers = [set((project / "t" / f"results-test_{name}").read_text().split()) for name in ("one", "two")]
-    assert [len(found) for found in workers] == [1, 1] and workers[0] != workers[1]
-
-
 def test_a_line_of_worlds_starts_no_workers(project):
     """Its expression says that all of it runs alone: one process, in which it ran."""
     (project / "t" / "test_w.py").write_text("import pytest\n\n@pytest.mark.service\ndef test_b():\n    pass\n")

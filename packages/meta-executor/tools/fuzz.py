@@ -223,20 +223,23 @@ def _front() -> Iterator[Any]:
     from meta_executor.engine.tokenizer import Tokenizer
     from meta_executor.front.app import FrontService, create_app
     from meta_executor.front.legs import LegClient
+    from meta_executor.front.routers import Routers
     from meta_executor.front.servers import make_directory
 
     loop = _Loop()
 
     async def make() -> FrontService:
-        legs = LegClient(KEY)
+        legs, front = LegClient(KEY), FrontConfig()
+        routers = Routers(front.context_router, front.generation_router)
         service = FrontService(
             model=synthetic_model_info(SyntheticConfig(vocab_size=512)),
             served_name="m",
             tokenizer=Tokenizer.synthetic(512),
-            config=FrontConfig(),
+            config=front,
             schedule_style="context_first",
             servers=[],
-            directory=make_directory([], legs, request_timeout_s=600.0, router="balanced"),
+            directory=make_directory([], legs, request_timeout_s=600.0, routers=routers),
+            routers=routers,
             legs=legs,
             key=KEY,
         )

@@ -2,8 +2,9 @@
 
 The runner loads it with ``-p stage_live`` and names the file in ``STAGE_LIVE_FILE``. Only the controlling process writes
 results. In every process it takes out what is waived: the targets in ``STAGE_WAIVED`` (JSON) and what stands below them
-(pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m); and of a line's tests
-those that do not run the way that ``STAGE_WAY`` says: see ``way_of``.
+(pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m); and of a line's two
+halves the one that is not ``STAGE_HALF``: tests that start worlds or services of their own (``ALONE``) want the machine for
+themselves, the others may share it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,8 @@ import pytest
 
 _DETAILS_MAX = 20_000
 _MESSAGE_MAX = 1_000
-
-
-def way_of(item: Any) -> str:
-    """How a test may run: in ``parallel`` with any other; beside one of another file, where it starts a service of its own
-    (``services``: they wait for half of their time, and a file may share one); or ``alone``, where it starts ranks that are
-    compared with time, or services that share a GPU.
-    """
-    if item.get_closest_marker("mpi") or (item.get_closest_marker("service") and item.get_closest_marker("gpu")):
-        return "alone"
-    return "services" if item.get_closest_marker("service") else "parallel"
+#: Marks of tests that run one at a time.
+ALONE = ("mpi", "service")
 
 
 class Writer:
@@ -117,16 +110,16 @@ def _skip_reason(report: Any) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Take out what is waived of what the expressions left, then what runs another way, and write down what that was."""
+    """Take out what is waived of what the expressions left, then the other half, and write down what that was."""
     if not _ours():
         return
     targets = json.loads(os.environ.get("STAGE_WAIVED", "[]"))
     _take_out(config, items, "waived", [item for item in items if any(_covers(t, item.nodeid) for t in targets)])
-    way = os.environ.get("STAGE_WAY", "all")
-    if way != "all":
-        for other in {"parallel", "services", "alone"} - {way}:
-            # The first process of a line says what it leaves to the others.
-            _take_out(config, items, other if way == "parallel" else "", [i for i in items if way_of(i) == other])
+    half = os.environ.get("STAGE_HALF", "all")
+    if half != "all":
+        alone = [item for item in items if any(item.get_closest_marker(mark) for mark in ALONE)]
+        other = alone if half == "parallel" else [item for item in items if item not in alone]
+        _take_out(config, items, "alone" if half == "parallel" else "", other)
 
 
 def _take_out(config: Any, items: list[Any], what: str, gone: list[Any]) -> None:
