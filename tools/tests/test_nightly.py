@@ -101,6 +101,13 @@ def test_what_is_asked_for_runs_alone_and_nothing_is_no_success(night, capfd):
     assert nightly.report([], [], 0.0) == 1
 
 
+def test_the_nights_time_is_not_the_sum_of_its_parts(capsys):
+    """Some of them ran beside each other."""
+    part = nightly.Part("a", ("a.py",))
+    assert nightly.report([nightly.Ended(part, 60.0, "")] * 2, [], 66.0) == 0
+    assert "   1.1 min  all: 2 passed, 0 failed, 0 not run" in capsys.readouterr().out
+
+
 def test_two_parts_that_may_run_beside_each_other_do(night, capfd, tmp_path):
     """Each waits for the other's file: one after the other would never end. What they print is not mixed."""
     text = (
