@@ -129,13 +129,24 @@ def hand_over(session: nox.Session, *arguments: str) -> None:
     """
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
     sys.stdout.flush()
-    tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment)
-    while True:
-        try:
-            code = tool.wait()
-            break
-        except KeyboardInterrupt:
-            tool.send_signal(signal.SIGINT)  # a terminal has told the tool, too; kill -INT of nox alone has not
+    tool: subprocess.Popen[bytes] | None = None
+    interrupted = False
+
+    def pass_on(_number: int, _frame: object) -> None:
+        # A terminal has told the tool, too; kill -INT of nox alone has not. It may come before the tool's start is known.
+        nonlocal interrupted
+        interrupted = True
+        if tool is not None:
+            tool.send_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, pass_on)
+    try:
+        tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment)
+        if interrupted:
+            tool.send_signal(signal.SIGINT)
+        code = tool.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()
