@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from meta_executor.engine import ModelFormatError, ModelNotFoundError
-from meta_executor.engine.tokenizer import StopStrings, TemplateError, Tokenizer
+from meta_executor.engine.tokenizer import StopStrings, TemplateError, Tokenizer, _byte_level_backend
 
 #: Bytes that the model's vocabulary lacks as single tokens: characters that need them cannot be encoded.
 _ALPHABETS = (
@@ -335,6 +335,13 @@ def test_folder_that_wants_a_begin_token(tokenizer: Tokenizer, tmp_path: Path) -
     assert other.apply_chat_template([{"role": "user", "content": "The"}]) == [1, 504]
 
 
+def test_merges_of_tokens_that_are_not_there_are_the_model_files_fault() -> None:
+    """The library's own exception has no name; what leaves has one, and the file's."""
+    metadata = {"tokenizer.ggml.merges": ["a M"], "tokenizer.ggml.pre": "gpt-2"}
+    with pytest.raises(ModelFormatError, match=r"f.gguf: tokenizer.ggml.merges: .*`M` out of vocabulary"):
+        _byte_level_backend(metadata, ["a", "b"], "f.gguf")
+
+
 def test_template_errors_are_the_clients(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """No template, or one that refuses the messages or tries to reach into Python: TemplateError."""
     with pytest.raises(TemplateError, match="no chat template"):
@@ -342,6 +349,7 @@ def test_template_errors_are_the_clients(tokenizer: Tokenizer, tmp_path: Path) -
     for template, words in (
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages | length * 2e15999 }}", "inf"),
     ):
         other = Tokenizer.from_folder(write_folder(tmp_path, tokenizer, chat_template=template))
         with pytest.raises(TemplateError, match=words):

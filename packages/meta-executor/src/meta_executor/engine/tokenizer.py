@@ -387,6 +387,7 @@ class Tokenizer:
             AttributeError,
             LookupError,
             MemoryError,
+            NameError,  # a number beyond every float becomes the name inf
             RecursionError,
             TypeError,
             ValueError,
@@ -511,7 +512,10 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str], where: s
     else:
         raise ModelFormatError(f"{where}: tokenizer.ggml.pre {rule!r} is not supported")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
+    try:
+        backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
+    except Exception as error:
+        raise ModelFormatError(f"{where}: tokenizer.ggml.merges: {error}") from error
     backend.pre_tokenizer = splitter
     backend.decoder = decoders.ByteLevel()
     return backend, is_llama3
