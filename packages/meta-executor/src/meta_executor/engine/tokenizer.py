@@ -514,7 +514,7 @@ def _byte_level_backend(metadata: Mapping[str, Any], tokens: list[str], where: s
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         backend = Backend(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=is_llama3))
-    except Exception as error:
+    except Exception as error:  # the library has no narrower one for merges of tokens that are not there
         raise ModelFormatError(f"{where}: tokenizer.ggml.merges: {error}") from error
     backend.pre_tokenizer = splitter
     backend.decoder = decoders.ByteLevel()
