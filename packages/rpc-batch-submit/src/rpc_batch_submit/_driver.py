@@ -340,11 +340,13 @@ class Driver(abc.ABC, Generic[_T]):
             except BaseException as raised:  # noqa: BLE001 - the other requests of the batch come first
                 interrupt = first_interrupt(interrupt, raised, "telling a request's outcome")
                 self._end(entry, error)
+        # Told apart here: an interrupt in a loop that passes things over leaves CPython 3.12 with the lock held.
+        served = [entry for entry, error in ends if error is None]
+        failed = [(entry, error) for entry, error in ends if error is not None]
         with self._lock:
-            for entry, error in ends:
-                if error is not None:
-                    self._core.settle(entry, failed=entry in handed_over, unknown=is_unknown(error))
-            self._core.settle_served(entry for entry, error in ends if error is None)
+            for entry, error in failed:
+                self._core.settle(entry, failed=entry in handed_over, unknown=is_unknown(error))
+            self._core.settle_served(served)
             self._awaited.pop(batch, None)
             if self._under_way.pop(batch, None) is not None:
                 self._to_send.extend(self._core.send_over())

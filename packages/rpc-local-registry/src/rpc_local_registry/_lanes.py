@@ -91,8 +91,10 @@ class Lanes:
             self._stopped = True
             self._ready.clear()
             self._condition.notify_all()
-            busy = len(self._busy)
-            idle = [thread for thread in self._threads if thread not in self._busy]
+            busy = set(self._busy)
+            threads = list(self._threads)
+        # Told apart here: an interrupt in a loop that passes things over leaves CPython 3.12 with the lock held.
+        idle = [thread for thread in threads if thread not in busy]
         return join_threads(idle, timeout_s) and not busy
 
 
