@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,11 +18,13 @@ from meta_executor import wire
 from meta_executor.api.door import Door, DoorServer
 from meta_executor.api.endpoint import Refused
 from meta_executor.api.proxy import Proxy, ProxyError
+from meta_executor.api.server import ApiServer, ServerThread
 from meta_executor.api.service import ExecutorService, Submit
 from meta_executor.api.worker_client import SubmitCounts, WorkerClient
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.desk import DeskError
 from meta_executor.executor.request import Notice, Request, make_answers
+from meta_executor.front.http_legs import HttpLegs
 from meta_executor.front.leg import CUT, UNREACHABLE, LegError
 from meta_executor.front.stream_legs import Known, StreamLegs
 from rpc_batch_submit import BatchSubmitConfig
@@ -174,6 +177,48 @@ async def test_sampling_and_log_probabilities_travel_whole(instance: Instance) -
         tokens, notices = tokens + more_tokens, notices + more
     assert tokens == [1, 2] and [one for notice in notices for one in notice.logprobs] == told
     await proxy.close()
+
+
+async def test_a_request_travels_whole_over_http_too(instance: Instance) -> None:
+    """What the front sends to an instance without a stream is what the desk gets: every field of it and of its sampling."""
+    sampling = SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.75, seed=11, ignore_eos=True, stop_token_ids=(499,), top_k=4, min_p=0.125,
+        min_tokens=2, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias=((7, -2.0),), logprobs=2,
+    )  # fmt: skip
+    request = Request(
+        request_id=1, token_ids=np.arange(4, dtype=np.int32), sampling=sampling, prefills_here=True, conversation_id="talk",
+        cache_salt="alice's", deadline_s=30.0,
+    )  # fmt: skip
+    # A field that comes later has to be given here too, or this test would not see that it gets lost.
+    assert not [one.name for one in dataclasses.fields(sampling) if getattr(sampling, one.name) == one.default]
+    scalars = [one for one in msgspec.structs.fields(request) if one.name not in ("token_ids", "sampling")]
+    untold = {one.name for one in scalars if getattr(request, one.name) == one.default}
+    assert untold == {"schedule_style", "first_token", "peer"}  # of requests with a context leg
+
+    server = ServerThread(
+        ApiServer(instance.worker, BatchSubmitConfig(batch_max=1), Endpoint(), KEY.hex()), "127.0.0.1", 0
+    )
+    await asyncio.to_thread(server.start)
+    legs = HttpLegs(KEY.hex())
+
+    async def read() -> list[int]:
+        async with legs.generation(server.url, request, "g1", None) as chunks:
+            return [token async for chunk in chunks for token in chunk.tokens]
+
+    reading = asyncio.create_task(read())
+    try:
+        await until(lambda: instance.desk.requests or reading.done())
+        instance.service.deliver(make_answers([(1, 5)], [Notice(1, "stop")]))
+        assert await asyncio.wait_for(reading, 20) == [5]
+    finally:
+        reading.cancel()
+        await legs.close()
+        await asyncio.to_thread(server.stop)
+    (got,) = instance.desk.requests
+    assert got.sampling == sampling and got.token_ids.tolist() == request.token_ids.tolist()
+    assert {one.name: getattr(got, one.name) for one in scalars} == {
+        one.name: getattr(request, one.name) for one in scalars
+    }
 
 
 async def test_subscribers_get_their_own_answers_and_one_that_leaves_is_cleaned_up(instance: Instance) -> None:

@@ -207,24 +207,18 @@ class ApiServer:
         return ExecutorRequest(
             request_id=body.request_id,
             token_ids=int32(body.token_ids),
+            # Both have the same fields; one that only one of them knows is an error here, not a field that gets lost.
             sampling=SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
-                ignore_eos=True,
-                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                min_tokens=sampling.min_tokens,
-                presence_penalty=sampling.presence_penalty,
-                frequency_penalty=sampling.frequency_penalty,
-                repetition_penalty=sampling.repetition_penalty,
-                logit_bias=tuple(sampling.logit_bias),
-                logprobs=sampling.logprobs,
+                **{
+                    **msgspec.structs.asdict(sampling),
+                    "ignore_eos": True,
+                    "stop_token_ids": tuple(dict.fromkeys((*sampling.stop_token_ids, *ends))),
+                    "logit_bias": tuple(sampling.logit_bias),
+                }
             ),
             schedule_style=body.schedule_style,
             conversation_id=body.conversation_id,
+            cache_salt=body.cache_salt,
             deadline_s=body.deadline_s,
         )
 

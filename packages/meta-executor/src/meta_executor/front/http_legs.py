@@ -220,22 +220,8 @@ def _refusal(role: str, server: str, status: int, body: bytes) -> LegError:
 def _sampling(request: Request) -> wire.Sampling:
     """End tokens were resolved into the stop tokens already."""
     sampling = request.sampling
-    return wire.Sampling(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        ignore_eos=True,
-        stop_token_ids=list(sampling.stop_token_ids),
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        min_tokens=sampling.min_tokens,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=list(sampling.logit_bias),
-        logprobs=sampling.logprobs,
-    )
+    lists = {"stop_token_ids": list(sampling.stop_token_ids), "logit_bias": list(sampling.logit_bias)}
+    return wire.Sampling(**{**vars(sampling), "ignore_eos": True, **lists})
 
 
 def _words(error: Exception) -> str:
