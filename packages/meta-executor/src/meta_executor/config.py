@@ -5,8 +5,8 @@ A YAML file becomes one :class:`ServiceConfig`. Keys are the field's usual ones 
 is an error that names it and the nearest one that is; a value out of its range is an error that names the field, the
 value and the range. Nothing is silently ignored and nothing is silently corrected.
 
-Environment variables are read in exactly one place, :func:`apply_environment`, before the configuration is frozen into
-the run; no deeper code looks at the environment.
+Environment variables that stand for settings are read in exactly one place, :func:`apply_environment`, before the
+configuration is frozen into the run; no deeper code looks at them.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ class InstanceConfig(_Section, frozen=True, kw_only=True):
     """One instance: a world of ranks behind one address."""
 
     num_instances: PositiveInt = 1
-    #: Instances that run already (``serve``, also on other hosts) are not started but used: their addresses. They and this
-    #: front have one ``key_file``.
+    #: Instances that run already (``serve``) are not started but used: their addresses. They and this front have one
+    #: ``key_file``.
     urls: tuple[str, ...] = ()
     hostname: str = "127.0.0.1"
     #: 0: any free port. With several instances the first one's; the others follow it.

@@ -13,7 +13,7 @@ beginning, so what stays is always usable from the start.
 
 Not safe for several threads at once; it belongs to one loop.
 
-Source: protocol-rules K1; docs/design.md, section "KV pool".
+Source: docs/design.md, section "KV pool".
 """
 
 from __future__ import annotations

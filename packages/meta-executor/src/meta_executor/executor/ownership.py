@@ -107,7 +107,7 @@ _GENERATION: tuple[Role, ...] = ("generation",)
 _GENERATION_FIRST: tuple[ScheduleStyle, ...] = ("generation_first",)
 _CONTEXT_FIRST: tuple[ScheduleStyle, ...] = ("context_first",)
 
-#: (state, event) -> edge. What is not here is refused. docs/design.md draws its figure from this table.
+#: (state, event) -> edge. What is not here is refused. docs/executor.md draws its figure from this table.
 TRANSITIONS: Mapping[tuple[State, Event], Edge] = {
     (State.WAITING, Event.LEASED): Edge(State.PREPARED, _CONTEXT, _GENERATION_FIRST),
     (State.WAITING, Event.SCHEDULED): Edge(State.ACTIVATED, _CONTEXT, _CONTEXT_FIRST),

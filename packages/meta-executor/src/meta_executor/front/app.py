@@ -99,7 +99,7 @@ class FrontService:
         servers: Instances that are listed; others may register.
         directory: Of them; entered by the caller.
         routers: How one of several is chosen.
-        legs: HTTP to them.
+        legs: To them, over their streams or HTTP.
         key: The run's key (hex).
         keys: API keys of clients; None: none are asked for.
         clock: Monotonic time (s).

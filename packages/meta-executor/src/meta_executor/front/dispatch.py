@@ -121,7 +121,7 @@ class Dispatch:
     Args:
         directory: Of both roles' instances.
         routers: Choose among them.
-        legs: HTTP to them.
+        legs: To them, over their streams or HTTP.
         metrics: Counted here.
         clock: Monotonic time (s).
         order: Order of context legs in generation-first; default: as requests arrive.
