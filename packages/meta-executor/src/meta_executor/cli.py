@@ -219,7 +219,7 @@ def _observed(command: Callable[_P, None]) -> Callable[_P, None]:
 def _client(url: str, run_dir: Path | None) -> ServiceClient:
     from meta_executor.config import RunSpec
     from meta_executor.observe import ServiceClient
-    from meta_executor.supervise.run_folder import run_folder_of
+    from meta_executor.supervise.find_run import run_folder_of
 
     api_key = os.environ.get("META_EXECUTOR_API_KEY", "")
     folder = run_dir or run_folder_of(url)

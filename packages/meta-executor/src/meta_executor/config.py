@@ -101,7 +101,7 @@ class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
     silence_s: PositiveFloat = 30.0
 
 
-class RouterConfig(_Section, frozen=True, kw_only=True):
+class RankRouterConfig(_Section, frozen=True, kw_only=True):
     """How a request finds a rank inside an instance (attention data parallelism)."""
 
     type: Literal["balanced", "round_robin", "prefix", "conversation"] = "balanced"
@@ -219,7 +219,7 @@ class InstanceConfig(_Section, frozen=True, kw_only=True):
     max_queue_size: PositiveInt = 4096
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     cache_transceiver_config: CacheTransceiverConfig = CacheTransceiverConfig()
-    router: RouterConfig = RouterConfig()
+    router: RankRouterConfig = RankRouterConfig()
     rpc: RpcSettings = RpcSettings()
     #: ``thread``: the API server is a thread of rank 0's process. ``spawn``: a process of its own.
     proxy: Literal["thread", "spawn"] = "thread"

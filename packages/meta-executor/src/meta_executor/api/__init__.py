@@ -2,10 +2,13 @@
 
 Layout (each imports only what stands above it)::
 
-    endpoint    whether a request may come in now
-    service     what the worker offers, by RPC or by a direct call
-    batching    when submits are sent together
-    proxy       the calling side of the service (the front's too)
-    server      the paths of :mod:`meta_executor.wire` over HTTP
-    spawned     the same server as a process of its own
+    endpoint        whether a request may come in now
+    batching        when submits are sent together
+    service         what the worker offers, by RPC or by a direct call
+    worker_client   the way to a worker, or to a door
+    door            where the front's stream ends
+    proxy           submits and spreads the answers: the front's end of a stream, and the HTTP server's
+    server          the paths of :mod:`meta_executor.wire` over HTTP
+    instance        HTTP server and door of one instance, put together
+    spawned         the same as a process of its own
 """

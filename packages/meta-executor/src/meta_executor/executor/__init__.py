@@ -1,14 +1,32 @@
 """The executor room: what one rank does with its requests.
 
-Layout (each file imports only what stands above it here):
+Layout (each imports only what stands above it here)::
 
-    ownership      a request's states as one table; one owner per request id
-    messages       frames between the ranks of one instance
-    scheduler      which tokens of which sequences the next step computes (pure)
-    memory         who owns which KV block of this rank
-    links, work    point-to-point frames and the way new work takes to every rank
-    transceiver    one per rank: the only owner of transfer state (agreement, sessions, NIXL)
-    loop           one iteration of one rank, the same for both roles and every engine
+    request                 a request and its answers, as every room between front and engine knows them
+    ownership               a request's states as one table; one owner per request id
+    messages                frames between the ranks of one instance
+    scheduler               which tokens of which prompts the next step computes (pure)
+    memory                  who owns which KV block of this rank
+    bell                    ends a rank's wait
+    links                   point-to-point frames; over MPI in the next
+    _mpi
+    desk                    rank 0: where requests come in and answers go out
+    admission               which of them may enter now, and which rank gets them
+    work                    the way of new work to every rank
+    control                 the control channel between the instances
+    tiers                   direct or gathered writes
+    transceiver             one per rank, the only owner of transfer state: what both roles have
+    aux_slots               the first token, beside the KV
+    transceiver_context     of a context rank
+    transceiver_generation  of a generation rank
+    steps                   one pipeline step on one rank
+    prefill                 computing prompts on one stage
+    decode                  computing answers on one attention-DP rank
+    loop                    one iteration of one rank, the same for both roles and every engine
+    drive                   iterations, and the waits between them
+    compose                 one rank from its parts
+    account                 what a rank did, as data
+    testing                 two whole instances in one process
 
 Nothing is re-exported: importing this package must not pull in MPI, NIXL or torch.
 """

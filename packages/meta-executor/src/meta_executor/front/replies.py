@@ -35,7 +35,7 @@ _LOG = logging.getLogger("meta_executor.front")
 _ECHO_MAX = 200
 
 
-class Kitchen(Protocol):
+class ReplyService(Protocol):
     """What a reply needs of the service."""
 
     tokenizer: Tokenizer
@@ -74,7 +74,7 @@ class _More:
 class _Answer:
     """One answer of a reply: its text so far, and what of it the client was told."""
 
-    def __init__(self, service: Kitchen, call: Call, place: int) -> None:
+    def __init__(self, service: ReplyService, call: Call, place: int) -> None:
         self._call = call
         self.place = place
         self.prompt = place // call.candidates
@@ -135,7 +135,7 @@ class Reply(Response):
         story: Is told how it ends.
     """
 
-    def __init__(self, service: Kitchen, call: Call, story: Story) -> None:
+    def __init__(self, service: ReplyService, call: Call, story: Story) -> None:
         self._service = service
         self._call = call
         self._story = story

@@ -1,9 +1,9 @@
 """Looking at a running service from outside, over its own HTTP: why requests went where they did, and what it does now.
 
-    client.py    what is asked, and its errors
-    explain.py   /debug/routing as one story per request: pure, and its words
-    top.py       two samples of the metrics as one frame of rates and levels: pure
-    _rich.py     a frame as a terminal table: the only file that imports rich
+    explain   /debug/routing as one story per request: pure, and its words
+    top       two samples of the metrics as one frame of rates and levels: pure
+    client    what is asked, and its errors
+    _rich     a frame as a terminal table: the only file that imports rich
 
 Nothing here imports the engine, MPI or the executor: it runs anywhere that can reach the service.
 """

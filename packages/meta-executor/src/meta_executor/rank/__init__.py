@@ -2,10 +2,11 @@
 
 Layout (each imports only what stands above it)::
 
-    free_memory, kv_budget  how much KV memory there may be
-    startup                 what the ranks tell one another before the first request
-    assemble                measure, exchange, compose
-    teardown                release on proof, or never
-    worker                  the process
-    testing                 real instances for tests
+    startup       what the ranks tell one another before the first request
+    free_memory   how much memory this process could still take
+    kv_budget     how many KV blocks there are: configured, or measured
+    assemble      measure, exchange, compose
+    teardown      release on proof, or never
+    worker        the process
+    testing       real instances for tests
 """

@@ -58,7 +58,7 @@ class _Doorway:
             self.service.deliver(answers)
 
 
-class FrontOfHouse:
+class InstanceServers:
     """What only rank 0 has: the worker's service, and the instance's API as a thread here or as a process of its own."""
 
     def __init__(self, rank: Rank, service: ExecutorService, endpoint: OwnedEndpoint) -> None:
@@ -115,7 +115,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         phase=lambda text: _told(reporter, text),
     )
     statistics = _Statistics(rank)
-    house = None
+    servers = None
     if rank.desk is not None:
         endpoint = OwnedEndpoint(rank.owner, rank.agreed.info)
         doorway.service = ExecutorService(
@@ -125,15 +125,15 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
             statistics=statistics.instance_json,
             routing=lambda count_max: _routing_json(rank, count_max),
         )
-        house = FrontOfHouse(rank, doorway.service, endpoint)
-    _install_signals(rank, house)
+        servers = InstanceServers(rank, doorway.service, endpoint)
+    _install_signals(rank, servers)
     reporter.send("memory", rss_bytes=resident_bytes(os.getpid()), kv_bytes=rank.storage.memory.total_bytes)
     barrier(comm)
-    if house is not None:
-        house.register(rank)
-        reporter.send("ready", url=house.url, instance_id=instance_id)
+    if servers is not None:
+        servers.register(rank)
+        reporter.send("ready", url=servers.url, instance_id=instance_id)
         log(
-            f"{instance.owner_id}: ready at {house.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
+            f"{instance.owner_id}: ready at {servers.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
         )
     try:
         idle_s = IDLE_CAP_S if rank.together else SCATTERED_CAP_S
@@ -150,7 +150,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
         rank.loop.fault = f"{type(error).__name__}: {error}"
         log(f"{rank.identity.name}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
-    return _leave(rank, house, statistics, reporter)
+    return _leave(rank, servers, statistics, reporter)
 
 
 def _routing_json(rank: Rank, count_max: int) -> bytes:
@@ -257,27 +257,27 @@ class _Statistics:
         )
 
 
-def _install_signals(rank: Rank, house: FrontOfHouse | None) -> None:
+def _install_signals(rank: Rank, servers: InstanceServers | None) -> None:
     """SIGTERM and SIGINT reach every rank through the guards: rank 0 drains, the others wait to be told."""
     desk = rank.desk
-    if desk is None or house is None:
+    if desk is None or servers is None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         return
 
     def drain(received: int, frame: object) -> None:
-        _begin_drain(desk, house, rank.identity.spec.service.drain_timeout_s)
+        _begin_drain(desk, servers, rank.identity.spec.service.drain_timeout_s)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, drain)
 
 
-def _begin_drain(desk: Desk, house: FrontOfHouse, timeout_s: float) -> None:
-    house.endpoint.start_draining()
+def _begin_drain(desk: Desk, servers: InstanceServers, timeout_s: float) -> None:
+    servers.endpoint.start_draining()
     desk.drain(time.monotonic() + timeout_s)
 
 
-def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, reporter: Reporter) -> int:
+def _leave(rank: Rank, servers: InstanceServers | None, statistics: _Statistics, reporter: Reporter) -> int:
     """Write evidence, then take apart in the order that proof allows."""
     loop = rank.loop
     deadline = time.monotonic() + 5.0
@@ -287,8 +287,8 @@ def _leave(rank: Rank, house: FrontOfHouse | None, statistics: _Statistics, repo
         rank.bell.wait(0.001)
     statistics.update(time.monotonic())
     _write_evidence(rank, statistics.latest)
-    if house is not None:
-        house.close()
+    if servers is not None:
+        servers.close()
     if loop.fault or not loop.drained:
         reporter.send("status", phase="fault" if loop.fault else "undrained")
         log(f"{rank.identity.name}: leaves without proof: {loop.fault or 'not drained in time'}")

@@ -4,8 +4,10 @@ Layout (each imports only what stands above it)::
 
     procfs      what /proc says of a process
     shm         segments that a dead world leaves in /dev/shm
+    exposure    who can reach a listener
     report      a process's word to the launcher
     guard       stands between mpiexec and a rank, and survives it
     rundir      the run's folder
+    find_run    which run's front answers at an address
     launch      starts, watches, restarts and ends the instances and the front
 """

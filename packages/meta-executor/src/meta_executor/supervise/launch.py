@@ -31,10 +31,10 @@ from meta_executor.listener.tls import pinned_context
 from meta_executor.mpi_launcher import LauncherError, find_launcher
 from meta_executor.private_files import NotPrivateError, copy_files, open_folder, write_file
 from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
+from meta_executor.supervise.find_run import FRONT_URL
 from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
-from meta_executor.supervise.run_folder import FRONT_URL
 from meta_executor.supervise.rundir import RunDirectory, default_base, read_key, remove_stale_runs
 
 RestartPolicy = Literal["never", "instance"]
