@@ -74,10 +74,10 @@ class Group:
     def admit(self):
         """The authority's broadcast; with skew each rank hears it some exchanges later."""
         heard = self.cores[self.scheduler].heard
-        if heard < self.planned and self.draw.random() < 0.6 and self.cores[self.scheduler].book.last is None:
+        if heard < self.planned and self.draw.random() < 0.6 and self.cores[self.scheduler].rounds.last is None:
             event = ev.RequestAdmitted(10 + heard, heard + 1, self.draw.random() < 0.7)
             authority = self.cores[self.scheduler]
-            if authority.book.open_count < authority.config.credits:
+            if authority.rounds.open_count < authority.config.credits:
                 self.hear(self.scheduler, event)
                 self.log.append(event)
             else:
@@ -100,7 +100,7 @@ class Group:
             if self.draw.random() >= chance:
                 continue
             self.todo[me].remove((what, key))
-            round_ = self.cores[me].rounds.get(key.incarnation)
+            round_ = self.cores[me].rounds.open.get(key.incarnation)
             if round_ is None:
                 continue
             if what == "publish":
@@ -120,7 +120,7 @@ class Group:
                 self.vote(me, key)
 
     def vote(self, me, key):
-        round_ = self.cores[me].rounds.get(key.incarnation)
+        round_ = self.cores[me].rounds.open.get(key.incarnation)
         if round_ is None or round_.terminal >= TerminalState.VOTED:
             return
         outcome = self.draw.choice(list(Outcome))
@@ -160,10 +160,10 @@ class Group:
             self.told(me, core.step(ev.ExchangeCompleted(tuple(contributions)), 0.0))
             core.validate()
         assert len({(c.member.digest, c.member.committed, c.member.closed_rounds, c.drained) for c in self.cores}) == 1
-        for incarnation in set.intersection(*[set(c.rounds) for c in self.cores]):
+        for incarnation in set.intersection(*[set(c.rounds.open) for c in self.cores]):
             states = {
                 (t.phase, t.attempt, t.votes, t.acks, t.activated, t.abort_acks, t.terminal_mask)
-                for t in (c.rounds[incarnation].tally for c in self.cores)
+                for t in (c.rounds.open[incarnation].tally for c in self.cores)
             }
             assert len(states) == 1, states
 

@@ -51,7 +51,7 @@ def test_a_commit_is_one_step():
     assert coordinator.streams.queues[0] == [(int(Kind.COMMIT), 1, 0, 0, 0, 5, 1)]
     (sent,) = coordinator.step(ev.SlotFreed(0, 0), 0.0)
     assert sent == SendFrame(0, Frame(1, 0, ((int(Kind.COMMIT), 1, 0, 0, 0, 5, 1),)))
-    assert not coordinator.rounds and coordinator.step(ev.SlotFreed(0, 0), 0.0) == ()
+    assert not coordinator.rounds.open and coordinator.step(ev.SlotFreed(0, 0), 0.0) == ()
 
 
 def test_unsent_vote_is_replaced_by_the_withdrawal():
@@ -182,16 +182,16 @@ def test_a_copy_is_independent():
     assert twin.fingerprint() == one.fingerprint()
     twin.step(ev.ReadyPublished(Key(5, 1)), 0.0)
     assert twin.fingerprint() != one.fingerprint()
-    assert one.rounds[1].tally.votes == 0
+    assert one.rounds.open[1].tally.votes == 0
 
 
-@pytest.mark.parametrize("field", ["votes", "acks", "activated", "terminal_mask", "held", "incarnation", "blocked"])
+@pytest.mark.parametrize("field", ["votes", "acks", "activated", "terminal_mask", "held", "incarnation"])
 def test_validate_notices_damage(field):
     """``validate()`` must be able to fail."""
     one = core()
     one.step(ev.RequestAdmitted(5, 1, True), 0.0)
-    damage = {"votes": 0, "acks": 1, "activated": 2, "terminal_mask": 2, "held": [], "incarnation": 3, "blocked": True}
-    round_ = one.rounds[1]
+    damage = {"votes": 0, "acks": 1, "activated": 2, "terminal_mask": 2, "held": [], "incarnation": 3}
+    round_ = one.rounds.open[1]
     setattr(round_ if hasattr(round_, field) else round_.tally, field, damage[field])
     if field == "votes":
         round_.tally.phase = type(round_.tally.phase).GRANTING

@@ -320,7 +320,7 @@ def interrupted(core, name, error):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), RuntimeError("defect"), MemoryError(), ConcurrentCallError("x")]
 )
-@pytest.mark.parametrize("name", ["streams.fan_out", "book.retire", "coordinator._commit", "member.hear"])
+@pytest.mark.parametrize("name", ["streams.fan_out", "rounds.retire", "coordinator._commit", "member.hear"])
 def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     """An interrupt between two lines of a decision must not leave it in half of the queues."""
     _network, (zero, one) = pair()
@@ -342,7 +342,7 @@ def test_a_step_that_is_broken_off_stops_the_domain(error, name):
     )
 
 
-@pytest.mark.parametrize("name", ["streams.say", "book.note"])
+@pytest.mark.parametrize("name", ["streams.say", "rounds.note"])
 def test_a_call_that_is_broken_off_stops_the_domain(name):
     """Outside of a poll too: what the call had begun may have been said by half."""
     _network, (zero, one) = pair()

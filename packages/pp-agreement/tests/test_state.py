@@ -6,14 +6,15 @@ import pytest
 
 from pp_agreement._state import (
     ABOUT_ROUNDS,
-    CONTRACT,
     COORDINATOR_RULE,
     COORDINATOR_RULES,
     COORDINATOR_SAYS,
+    DECIDES,
     FENCE,
     MEMBER_NEXT,
     MEMBER_TRANSITIONS,
     MEMBERS_SAY,
+    MESSAGE,
     MESSAGES,
     PHASE_NEXT,
     PHASE_TRANSITIONS,
@@ -119,7 +120,7 @@ def test_compiled_rules_equal_the_rules():
         for kind in COORDINATOR_RULES[phase]:
             assert COORDINATOR_RULE[phase][kind] is COORDINATOR_RULES[phase][kind]
     for kind in Kind:
-        assert CONTRACT[kind] is MESSAGES[kind]
+        assert MESSAGE[kind] is MESSAGES[kind]
 
 
 def test_the_terminal_table_holds_the_fence():
@@ -132,9 +133,10 @@ def test_the_terminal_table_holds_the_fence():
 
 @pytest.mark.parametrize("code", range(256))
 def test_who_may_say_a_kind_is_in_the_table(code):
-    author = CONTRACT[code].author if CONTRACT[code] else "nobody"
+    author = MESSAGE[code].author if MESSAGE[code] else "nobody"
     assert MEMBERS_SAY[code] == (author in ("member", "scheduler", "any"))
-    assert ABOUT_ROUNDS[code] == (MEMBERS_SAY[code] and CONTRACT[code].phase != "DOMAIN")
+    assert ABOUT_ROUNDS[code] == (code in range(Kind.VOTE, Kind.DRAIN))
+    assert DECIDES[code] == (code in range(Kind.PREPARE, Kind.ADVICE))
     assert SCHEDULER_SAYS[code] == (author == "scheduler")
     assert COORDINATOR_SAYS[code] == (author in ("coordinator", "any"))
 

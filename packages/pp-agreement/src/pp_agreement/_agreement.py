@@ -97,7 +97,7 @@ class BaseAgreement:
 
     def _binds(self, event: Any) -> bool:
         """Whether the host may still act on it: its own withdrawal or revocation since then swallows it."""
-        round_ = self._core.rounds.get(event.key.incarnation)
+        round_ = self._core.rounds.open.get(event.key.incarnation)
         wanted = ReadyState.PREPARED if type(event) is ev.Prepared else ReadyState.RELEASED
         return round_ is not None and round_.attempt == event.key.attempt and round_.ready is wanted
 
@@ -121,12 +121,12 @@ class BaseAgreement:
     @property
     def credits_available(self) -> int:
         """Admissions that the authority may make now."""
-        return max(0, self.config.credits - self._core.book.open_count)
+        return max(0, self.config.credits - self._core.rounds.open_count)
 
     @property
     def open_rounds(self) -> int:
         """Rounds open at this rank, the held-back ones included."""
-        return len(self._core.rounds)
+        return len(self._core.rounds.open)
 
     @property
     def stopped(self) -> Fault | None:
@@ -273,7 +273,7 @@ class BaseAgreement:
         core = self._core
         return DrainReport(
             drained=core.drained and core.fault is None,
-            last_incarnation=core.book.last,
+            last_incarnation=core.rounds.last,
             admitted=core.heard,
             committed=core.member.committed,
             closed=core.member.closed_rounds,

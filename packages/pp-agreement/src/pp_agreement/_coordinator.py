@@ -15,10 +15,9 @@ from pp_agreement._round import PLAIN_VOTE, Round, Tally
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     ABOUT_ROUNDS,
-    CONTRACT,
     COORDINATOR_RULE,
     MEMBERS_SAY,
-    NOT_BY_ANY_MEMBER,
+    NEEDS_CHECK,
     PHASE_NEXT,
     REASON_MAX,
     SCHEDULER_SAYS,
@@ -27,6 +26,7 @@ from pp_agreement._state import (
     Kind,
     Phase,
     Rule,
+    too_great,
 )
 from pp_agreement._streams import Streams
 
@@ -41,9 +41,9 @@ _TERMINAL, _DOUBT, _COMMITS = int(Kind.TERMINAL), int(Kind.DOUBT), int(Kind.COMM
 _PREPARE, _RELEASE, _COMPLETE, _ABORT = Decision.PREPARE, Decision.RELEASE, Decision.COMPLETE, Decision.ABORT
 _COMMIT = Decision.COMMIT
 _GATHERING, _FINAL = Phase.GATHERING, Phase.FINAL
-_FAULT, _IGNORE, _COUNTED, _ADVISE, _NOTE = Rule.FAULT, Rule.IGNORE, Rule.COUNT, Rule.ADVISE, Rule.NOTE
+_FAULT, _IGNORE, _COUNT_IT, _ADVISE, _NOTE = Rule.FAULT, Rule.IGNORE, Rule.COUNT, Rule.ADVISE, Rule.NOTE
 _ABORT_UNLESS_LEASED, _ABORT_UNLESS_ACTIVATED = Rule.ABORT_UNLESS_LEASED, Rule.ABORT_UNLESS_ACTIVATED
-_TOLD = [
+_KIND_OF = [
     (int(kind), kind.name)
     for kind in (Kind.PREPARE, Kind.RELEASE, Kind.COMPLETE, Kind.ABORT, Kind.FINALIZE, Kind.FINALIZE, Kind.COMMIT)
 ]
@@ -58,8 +58,8 @@ class Coordinator:
         on_the_domain: Hears what a member says about no round.
     """
 
-    touched: dict[int, None] | None = None
-    """In a group: rounds about which its ranks have said something."""
+    unsettled: dict[int, None] | None = None
+    """In a group: rounds about which its ranks have said something that its voice may have to say; see ``Bridge.settle``."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class Coordinator:
             kinds: Where they are counted, by kind.
             deliver: Empties this rank's own queue, which follows each decision; None: the caller is about to.
         """
-        context, rounds, touched = self.context, self.rounds, self.touched
+        context, rounds, unsettled = self.context, self.rounds, self.unsettled
         opened, local, all_mask, bit = rounds.open, self.streams.local, context.all_mask, 1 << source
         for record in records:
             kind, outcome, disposition, reason, attempt, request_id, incarnation = record
             kinds[kind] += 1
-            if NOT_BY_ANY_MEMBER[kind] or outcome or disposition or reason:
+            if NEEDS_CHECK[kind] or outcome or disposition or reason:
                 self.check(source, record)
                 if not ABOUT_ROUNDS[kind]:
                     self.on_the_domain(source, record)
@@ -112,16 +112,21 @@ class Coordinator:
             tally = round_.tally
             if tally is None:
                 raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
-            if touched is not None:
-                touched[incarnation] = None
+            if unsettled is not None:
+                unsettled[incarnation] = None
             if kind == _TERMINAL:
                 voted = tally.terminal_mask
                 if voted & bit:
                     self._repeat_terminal(round_, tally, source, outcome, disposition, reason)
                     continue
                 phase, uses_ready = tally.phase, round_.uses_ready
-                if uses_ready and phase is not _FINAL and not tally.activated & bit:
-                    self._check_fence(round_, tally, source)
+                # The fence, as the coordinator sees it: whoever takes part in an attempt has activated, or it is over.
+                if (
+                    uses_ready
+                    and phase is not _FINAL
+                    and bit & ~tally.activated & (tally.votes | tally.withdrawn | tally.abort_acks)
+                ):
+                    context.blame(source, "voted terminal while its readiness attempt is open", round_)
                 if outcome or disposition or reason:
                     if disposition and not outcome:
                         context.blame(source, "voted COMPLETED with QUARANTINE", round_)
@@ -130,6 +135,7 @@ class Coordinator:
                 round_.touched_s = context.elapsed_s
                 round_.story += (context.now_s, "terminal vote", source)  # one of each member: bounded as it is
                 if uses_ready and phase is _GATHERING and (tally.votes or (voted != all_mask and round_.heard)):
+                    # The attempt cannot succeed any more: those who voted for it must let go, and nobody need join it.
                     if tally.votes:
                         self.abort(round_, tally, _TERMINAL_VOTE)
                     else:
@@ -146,12 +152,12 @@ class Coordinator:
     def check(self, source: int, record: Record) -> None:
         """Whether this member may say so: the kind, its author and its small fields."""
         kind, outcome, disposition, reason = record[:4]
-        row = CONTRACT[kind]
-        if row is None or not MEMBERS_SAY[kind]:
+        if not MEMBERS_SAY[kind]:
             self.context.blame(source, f"may not send kind {kind}")
-        if outcome > row.outcome_max or disposition > row.disposition_max:
-            self.context.blame(source, f"sent {Kind(kind).name} with outcome {outcome}, disposition {disposition}")
-        if reason > REASON_MAX and kind < Kind.FAIL_STOP:
+        wrong = too_great(kind, outcome, disposition)
+        if wrong:
+            self.context.blame(source, f"sent {wrong}")
+        if reason > REASON_MAX and kind < Kind.FAIL_STOP:  # whose code stands in this field
             self.context.blame(source, f"sent the unknown reason {reason}")
         if SCHEDULER_SAYS[kind] and source != self.context.scheduler:
             self.context.blame(source, f"is not the scheduling rank: {Kind(kind).name}")
@@ -167,7 +173,7 @@ class Coordinator:
                 return
             context.blame(source, f"is in attempt {attempt} before {tally.attempt} was finalized", round_)
         rule = COORDINATOR_RULE[tally.phase][kind]
-        if rule is _COUNTED:
+        if rule is _COUNT_IT:
             _COUNT[kind](self, round_, tally, source, reason)
         elif rule is _IGNORE:
             self.ignored += 1
@@ -186,7 +192,7 @@ class Coordinator:
             self._unexpected(round_, source, kind, f"in phase {tally.phase.name}")
         elif rule is _ABORT_UNLESS_ACTIVATED and tally.activated:
             self._unexpected(round_, source, kind, "after an activation")
-        else:
+        else:  # ABORT, or one of its conditional forms whose condition does not hold
             tally.withdrawn |= 1 << source
             self.rounds.note(round_, "revoke" if kind == _REVOKE else "withdraw", source)
             self.abort(round_, tally, reason)
@@ -219,12 +225,6 @@ class Coordinator:
         self.rounds.note(round_, "abort ack", source)
         if tally.abort_acks == self.context.all_mask:
             self.finalize(round_, tally)
-
-    def _check_fence(self, round_: Round, tally: Tally, source: int) -> None:
-        """A terminal vote beside a readiness attempt: only of a member that takes no part in it."""
-        took_part = tally.votes | tally.withdrawn | tally.abort_acks
-        if took_part >> source & 1:
-            self.context.blame(source, "voted terminal while its readiness attempt is open", round_)
 
     def _repeat_terminal(
         self, round_: Round, tally: Tally, source: int, outcome: int, disposition: int, reason: int
@@ -282,7 +282,10 @@ class Coordinator:
                 self._commit(round_, tally)
 
     def _commit(self, round_: Round, tally: Tally) -> None:
-        """All have voted: the decision, once, as soon as no readiness attempt is in progress."""
+        """All have voted: the decision, once, as soon as no readiness attempt is in progress.
+
+        Not by way of ``_decide``: here a phase without COMMIT is no defect, and the round ends with its story.
+        """
         after = PHASE_NEXT[tally.phase][_COMMIT]
         if after is None:
             return
@@ -299,19 +302,23 @@ class Coordinator:
             if one_disposition > disposition:
                 disposition = one_disposition
             packed |= one_reason << (8 * member)
+        self.tell_reasons(packed, round_.incarnation)
+        return outcome, disposition
+
+    def tell_reasons(self, packed: int, incarnation: int) -> None:
+        """Reasons, eight bits each: eight of them per record, before the COMMIT on every stream alike."""
         chunk = 0
-        while packed:  # eight members' reasons per record, before the COMMIT on every stream alike
-            self.streams.fan_out((_REASONS, chunk, 0, 0, 0, packed & (2**64 - 1), round_.incarnation))
+        while packed:
+            self.streams.fan_out((_REASONS, chunk, 0, 0, 0, packed & (2**64 - 1), incarnation))
             packed >>= 64
             chunk += 1
-        return outcome, disposition
 
     def _decide(
         self, round_: Round, tally: Tally, decision: Decision, outcome: int = 0, disposition: int = 0, reason: int = 0
     ) -> None:
         """Make a decision, where the table allows it: one record to everybody whom it concerns, in this one step."""
         after = PHASE_NEXT[tally.phase][decision]
-        kind, name = _TOLD[decision]
+        kind, name = _KIND_OF[decision]
         if after is None:
             raise Violation(FaultCode.INTERNAL, f"{decision.name} decided in phase {tally.phase.name}", round_)
         tally.phase = after

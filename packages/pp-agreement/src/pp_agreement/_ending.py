@@ -37,13 +37,13 @@ class Ending:
         self.silence = silence
         self.deliver = deliver
         # this rank
-        self.told = False  # DRAIN_ALL has come
+        self.started = False  # DRAIN_ALL has come: every rank knows the last admission
         self.reported = False
         self.drained = False
         self.closing = False
         self.closed = False
         # the coordinator; report_mask everywhere, as far as it is known
-        self.authored: int | None = None
+        self.declared: int | None = None  # the last admission, as the authority has said
         self.report_mask = 0
         self.reports: dict[int, tuple[int, int]] = {}
         self.close_mask = 0
@@ -84,7 +84,7 @@ class Ending:
     def report(self) -> None:
         """Say so, once, when everything up to the last admission was heard and decided here."""
         rounds = self.rounds
-        while not self.reported and rounds.heard == rounds.last and not rounds.open:
+        if not self.reported and rounds.heard == rounds.last and not rounds.open:
             self.reported = True
             self.streams.control(Kind.DRAIN_REPORT, request_id=self._digest(), incarnation=rounds.heard)
             self.deliver()
@@ -98,13 +98,13 @@ class Ending:
         """A record about the domain."""
         context, bit = self.context, 1 << source
         if kind == Kind.DRAIN:
-            if self.authored is None:
-                self.authored = incarnation
+            if self.declared is None:
+                self.declared = incarnation
                 self.streams.fan_out((int(Kind.DRAIN_ALL), 0, 0, 0, 0, 0, incarnation))
                 if self.report_mask:
                     self._compare()
-            elif self.authored != incarnation:
-                raise Violation(FaultCode.DRAIN_MISMATCH, f"drain at {incarnation} after {self.authored}")
+            elif self.declared != incarnation:
+                raise Violation(FaultCode.DRAIN_MISMATCH, f"drain at {incarnation} after {self.declared}")
         elif kind == Kind.DRAIN_REPORT:
             if self.report_mask & bit:
                 if self.reports[source] != (incarnation, request_id):
@@ -117,7 +117,7 @@ class Ending:
                 return
             self.report_mask |= bit
             self.reports[source] = (incarnation, request_id)
-            if self.authored is not None:
+            if self.declared is not None:
                 self._compare()
         else:
             if not self.report_mask & bit:
@@ -133,7 +133,7 @@ class Ending:
     def _compare(self) -> None:
         """Look at the reports that have come, once the last admission is known."""
         context = self.context
-        last = self.authored or 0
+        last = self.declared or 0
         for member, (count, _digest) in self.reports.items():
             if count != last:
                 raise Violation(
@@ -185,12 +185,12 @@ class Ending:
                 FaultCode.DRAIN_MISMATCH,
                 f"drain at {last}; here {known} is the last one known and it was declared at {rounds.last}",
             )
-        if self.told:
+        if self.started:
             self.streams.duplicates += 1
             return
         if context.is_scheduler and rounds.last is None:
             raise Violation(FaultCode.DRAIN_MISMATCH, "a drain that this rank never began", suspect=context.coordinator)
-        self.told = True
+        self.started = True
         rounds.last = last
         context.emit(ev.DrainStarted(last))
 
@@ -221,6 +221,6 @@ class Ending:
     def fingerprint(self) -> tuple[object, ...]:
         """All of it decides the future."""
         return (
-            self.told, self.reported, self.drained, self.closing, self.closed, self.authored, self.report_mask,
+            self.started, self.reported, self.drained, self.closing, self.closed, self.declared, self.report_mask,
             tuple(sorted(self.reports.items())), self.close_mask,
         )  # fmt: skip

@@ -326,7 +326,8 @@ SURVIVES_FAULT = (
     Drained,
     DrainStarted,
 )
-"""Events that a host still gets in the poll that brings a fault; PREPARE, RELEASE and ABORT are suppressed."""
+"""Events that a host still gets in the poll that brings a fault; PREPARE, RELEASE and ABORT are suppressed. Of records that
+wait for other ranks: ``KINDS_SURVIVE_FAULT``."""
 
 
 # -- effects: to the transport and the caller ------------------------------------------------------------------------------

@@ -35,9 +35,9 @@ from pp_agreement._round import Round
 from pp_agreement._rounds import Rounds
 from pp_agreement._silence import Silence
 from pp_agreement._state import (
-    CONTRACT,
     COORDINATOR_SAYS,
     DISPOSITIONS,
+    KINDS_SURVIVE_FAULT,
     OUTCOMES,
     REASON_MAX,
     REASONS,
@@ -47,6 +47,7 @@ from pp_agreement._state import (
     ReadyState,
     RoundState,
     TerminalState,
+    too_great,
 )
 from pp_agreement._statistics import CoreStatistics
 from pp_agreement._streams import EXCHANGE, Streams
@@ -56,18 +57,15 @@ from pp_agreement._words import chunk_of, records_of, text_of
 HOST, PEER, SLOT = range(3)
 """Whose doing a step is; see ``AgreementCore.call``."""
 _OPEN, _RUNNING, _FAILING, _STOPPED = range(4)
-"""Whether a step may begin: none runs, one does, one was running when the host said that it failed, or no host's any more."""
+"""The gate before a step. OPEN: it may begin. RUNNING: another one is on its way. FAILING: the host said meanwhile that it
+failed, which comes first. STOPPED: after a fault or the end, when hardly anything may; see ``_may_step``."""
 
 NOTHING: Any = object()
 """In place of an answer: the call was no call, or it stopped the domain."""
 
 # Names the hot path uses; attribute lookups on an Enum class are slow.
 _TERMINAL, _DOUBT, _PREPARE, _ADVICE = int(Kind.TERMINAL), int(Kind.DOUBT), int(Kind.PREPARE), int(Kind.ADVICE)
-_REVOKE, _ABORTING = int(Kind.REVOKE), ReadyState.ABORTING
 _VERDICT, _FAIL_STOP, _TEXT = int(Kind.VERDICT), int(Kind.FAIL_STOP), int(Kind.TEXT)
-_FINAL_KINDS = frozenset(
-    map(int, (Kind.COMPLETE, Kind.FINALIZE, Kind.COMMIT, Kind.REASONS, Kind.VERDICT, Kind.DRAINED))
-)
 
 
 class AgreementCore:
@@ -100,15 +98,14 @@ class AgreementCore:
         self.is_scheduler = self.context.is_scheduler
         self.streams = Streams(self.context)
         self._local = self.streams.local
-        self.book = Rounds(self.context, self.streams)
-        self.rounds = self.book.open
-        self.member = Member(self.context, self.streams, self.book, self._coordinator_on_the_domain)
+        self.rounds = Rounds(self.context, self.streams)
+        self.member = Member(self.context, self.streams, self.rounds, self._coordinator_on_the_domain)
         self.coordinator = self.coordinator_type(
-            self.context, self.streams, self.book, self._end_attempt, self._member_on_the_domain
+            self.context, self.streams, self.rounds, self._end_attempt, self._member_on_the_domain
         )
         self.silence = Silence(self.context, self.streams)
         self.ending = self.ending_type(
-            self.context, self.streams, self.book, self.member, self.silence, self._deliver_local
+            self.context, self.streams, self.rounds, self.member, self.silence, self._deliver_local
         )
         self._words: dict[int, bytes] = {}  # by member: what it said before its FAIL_STOP
         self._gate = self._gate_after = _OPEN
@@ -207,8 +204,8 @@ class AgreementCore:
             answer = work(*given)
             if self._local:
                 self._deliver_local()
-            if self.book.last is not None:
-                self._report_drain()
+            if self.rounds.last is not None and context.fault is None:
+                self.ending.report()
         except Violation as violation:
             self._stop(violation)
         except (LocalProtocolError, WouldBlock):
@@ -234,10 +231,6 @@ class AgreementCore:
                 raise DomainStopped(fault)
         return who == SLOT or fault is None
 
-    def _report_drain(self) -> None:
-        if not self.ending.reported and self.context.fault is None:
-            self.ending.report()
-
     @property
     def stepping(self) -> bool:
         """Whether a step is running: seen from a signal handler, a callback or another thread."""
@@ -257,15 +250,13 @@ class AgreementCore:
 
     def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
         """The authoritative broadcast named a request. For ``call``."""
-        heard = self.book.heard
+        heard = self.rounds.heard
         round_ = self.member.admit(request_id, incarnation, ready)
-        if not ready or heard == self.book.heard:
-            return round_.key  # nothing can have happened to it, or a repetition
+        if not ready or heard == self.rounds.heard:
+            return round_.key  # without readiness there is no attempt to end; or a repetition
         tally = round_.tally
         if tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
             self._end_attempt(round_)
-        if round_.ready is _ABORTING:  # the tombstone: aborted before the request existed here
-            self.context.emit(ev.Aborted(round_.key, REASONS[round_.aborted_for]))
         return round_.key
 
     def _end_attempt(self, round_: Round) -> None:
@@ -307,11 +298,12 @@ class AgreementCore:
     def _coordinator_on_the_domain(self, record: Record) -> None:
         """A member hears the coordinator about no decision of a round."""
         kind, outcome, disposition, _reason, attempt, request_id, incarnation = record
-        context, row = self.context, CONTRACT[kind]
-        if row is None or not COORDINATOR_SAYS[kind]:
+        context = self.context
+        if not COORDINATOR_SAYS[kind]:
             context.blame_coordinator(f"kind {kind} came from the coordinator")
-        if outcome > row.outcome_max or disposition > row.disposition_max:
-            context.blame_coordinator(f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}")
+        wrong = too_great(kind, outcome, disposition)
+        if wrong:
+            context.blame_coordinator(wrong)
         if kind == _ADVICE:
             self._advised(record)
         elif kind < _VERDICT:
@@ -328,9 +320,9 @@ class AgreementCore:
         context = self.context
         if not context.is_scheduler or source >= context.size or reason > REASON_MAX:
             context.blame_coordinator("advice for another rank")
-        round_ = self.rounds.get(incarnation)
+        round_ = self.rounds.open.get(incarnation)
         if round_ is None:
-            self.book.stale += 1
+            self.rounds.stale += 1
             return
         if round_.request_id != request_id or attempt > round_.attempt:
             context.blame_coordinator(f"ADVICE for request {request_id}, attempt {attempt}", round_)
@@ -384,23 +376,23 @@ class AgreementCore:
 
     def sweep(self, frames: Iterable[tuple[int, Frame]], empty: int) -> None:
         """A whole receive sweep: its frames, then what ``step(SweepCompleted(empty))`` does. For ``call``."""
-        silence, timers, now_s = self.silence, self.book.timers, self.context.elapsed_s
+        silence, timers, now_s = self.silence, self.rounds.timers, self.context.elapsed_s
         since_s = silence.pass_time(now_s)
         if frames:
             self.hear(frames)
-        if empty != silence.links_mask or silence.looked_s >= silence.due_s:
+        if empty != silence.links_mask or silence.looked_s >= silence.due_s:  # else it would find nothing to do
             silence.sweep(empty, since_s)
         if now_s >= timers.due_s:
             self._run_timers(now_s)
 
     def _run_timers(self, now_s: float) -> None:
-        timers = self.book.timers
+        timers = self.rounds.timers
         for incarnation in timers.doubts.due(now_s):
-            self.member.doubt_expired(self.rounds[incarnation])
+            self.member.doubt_expired(self.rounds.open[incarnation])
         for incarnation in timers.leases.due(now_s):
-            self.member.lease_expired(self.rounds[incarnation])
+            self.member.lease_expired(self.rounds.open[incarnation])
         if now_s >= timers.idle_due_s:
-            timers.watch(self.context, self.rounds, now_s)
+            timers.watch(self.context, self.rounds.open, now_s)
         timers.look_ahead()
 
     # -- failing ----------------------------------------------------------------------------------------------------
@@ -449,7 +441,9 @@ class AgreementCore:
             )
         )
         record = (_FAIL_STOP, origin, 0 if suspect is None else suspect + 1, int(violation.code), 0, 0, 0)
-        self.streams.stop([*records_of(violation.text), record], _FINAL_KINDS, tell=context.replicated or not elsewhere)
+        self.streams.stop(
+            [*records_of(violation.text), record], KINDS_SURVIVE_FAULT, tell=context.replicated or not elsewhere
+        )
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 
@@ -461,7 +455,7 @@ class AgreementCore:
     @property
     def heard(self) -> int:
         """The last admission that this rank heard of."""
-        return self.book.heard
+        return self.rounds.heard
 
     @property
     def drained(self) -> bool:
@@ -480,12 +474,12 @@ class AgreementCore:
 
     def story(self, incarnation: int) -> tuple[str, ...]:
         """What happened to an open round, oldest first; empty when it is not open here."""
-        round_ = self.rounds.get(incarnation)
+        round_ = self.rounds.open.get(incarnation)
         return () if round_ is None else self.context.tell(round_)
 
     def state(self, incarnation: int) -> RoundState | None:
         """This rank's view of an open round; None when it is not open here."""
-        round_ = self.rounds.get(incarnation)
+        round_ = self.rounds.open.get(incarnation)
         if round_ is None:
             return None
         voted = round_.terminal >= TerminalState.VOTED
@@ -500,19 +494,19 @@ class AgreementCore:
 
     def undecided(self) -> tuple[Key, ...]:
         """Keys of all rounds open here, oldest first."""
-        return tuple(round_.key for _incarnation, round_ in sorted(self.rounds.items()))
+        return tuple(round_.key for _incarnation, round_ in sorted(self.rounds.open.items()))
 
     def statistics(self) -> CoreStatistics:
         """Counters since construction."""
-        book, member, streams = self.book, self.member, self.streams
+        rounds, member, streams = self.rounds, self.member, self.streams
         return CoreStatistics(
-            admitted=book.heard,
+            admitted=rounds.heard,
             committed=member.committed,
             closed=member.closed_rounds,
-            open_rounds=book.open_count,
-            open_rounds_max=book.open_max,
+            open_rounds=rounds.open_count,
+            open_rounds_max=rounds.open_max,
             queue_records_max=streams.queue_max,
-            stale=book.stale,
+            stale=rounds.stale,
             duplicates=streams.duplicates,
             ignored=self.ignored,
             frames_received=streams.frames_received,
@@ -559,19 +553,20 @@ class AgreementCore:
         context = twin.context = self.context.copy()
         streams = twin.streams = self.streams.copy(context)
         twin._local = streams.local
-        book = twin.book = self.book.copy(context, streams)
-        twin.rounds = book.open
-        member = twin.member = self.member.copy(context, streams, book, twin._coordinator_on_the_domain)
-        twin.coordinator = self.coordinator.copy(context, streams, book, twin._end_attempt, twin._member_on_the_domain)
+        rounds = twin.rounds = self.rounds.copy(context, streams)
+        member = twin.member = self.member.copy(context, streams, rounds, twin._coordinator_on_the_domain)
+        twin.coordinator = self.coordinator.copy(
+            context, streams, rounds, twin._end_attempt, twin._member_on_the_domain
+        )
         silence = twin.silence = self.silence.copy(context, streams)
-        twin.ending = self.ending.copy(context, streams, book, member, silence, twin._deliver_local)
+        twin.ending = self.ending.copy(context, streams, rounds, member, silence, twin._deliver_local)
         return twin
 
     def fingerprint(self, *, digests: bool = True) -> tuple[object, ...]:
         """All that decides the future, without times, counters and stories; equal fingerprints behave alike."""
         fault = self.context.fault
         return (
-            self.book.fingerprint(), self.member.fingerprint(digests), self.streams.fingerprint(),
+            self.rounds.fingerprint(), self.member.fingerprint(digests), self.streams.fingerprint(),
             self.ending.fingerprint(), None if fault is None else (fault.code, fault.rank, fault.suspect_rank),
             tuple(sorted(self._words.items())),
         )  # fmt: skip

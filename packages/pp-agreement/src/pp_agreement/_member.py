@@ -32,7 +32,6 @@ from pp_agreement._round import NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW, Round
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     ACKNOWLEDGE_ANSWERS,
-    CONTRACT,
     DECIDES,
     DISPOSITIONS,
     MEMBER_NEXT,
@@ -46,15 +45,17 @@ from pp_agreement._state import (
     SCHEDULER_NEXT,
     TERMINAL_AFTER,
     TRANSIENT_MAX,
+    UNLEASED,
+    UNSCHEDULED,
     WITHDRAW_ANSWERS,
     Kind,
     ReadyInput,
     ReadyState,
     TerminalInput,
     TerminalState,
+    too_great,
 )
 from pp_agreement._streams import DOUBT_SLOT, READY_SLOT, RECALL_SLOT, TERMINAL_SLOT, Streams
-from pp_agreement._timers import LEASED
 
 NO_DIGEST = bytes(16)
 DIGESTED_AT_ONCE = 1024  # bytes of final decisions that are digested together
@@ -77,7 +78,6 @@ _DECIDED = {
     _ABORT: (ReadyInput.ABORT, "ABORT"),
 }
 _SAID_WHEN_ENDING = {ReadyState.WITHDRAWN: int(Kind.WITHDRAW), ReadyState.REVOKED: _REVOKE}
-_UNLEASED = (ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED)
 _PAST, _NOW, _NEXT = range(3)
 
 
@@ -97,7 +97,7 @@ class Member:
         self.on_the_domain = on_the_domain
         self.ready_next = SCHEDULER_NEXT if context.is_scheduler else MEMBER_NEXT
         not_used = self.ready_next[ReadyState.IDLE][ReadyInput.NOT_USED]
-        self.not_used = ReadyState.IDLE if not_used is None else not_used
+        self.not_used = ReadyState.IDLE if not_used is None else not_used  # looked up here once, not at each admission
         self.notes = not streams.counts_own  # whether stories tell what this rank says: else its own tally does
         self.closed_rounds = 0
         self.quarantined = 0
@@ -170,12 +170,14 @@ class Member:
         context, opened = self.context, rounds.open
         round_ = opened.get(incarnation)
         if round_ is None:
-            waits = request_id in rounds.by_request or len(opened) - len(rounds.blocked) >= rounds.credits
+            waits = request_id in rounds.by_request or len(opened) - len(rounds.held_back) >= rounds.credits
             if waits:
                 self._check_waiting(request_id, incarnation)
             round_ = rounds.new(request_id, incarnation, waits)
         else:
             self._check_what_peers_said(round_, request_id, ready)
+            if round_.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
+                context.emit(ev.Aborted(round_.key, REASONS[round_.aborted_for]))
         round_.heard = True
         if not ready:
             round_.uses_ready = False
@@ -219,7 +221,7 @@ class Member:
                 told = f"request is still undecided as incarnation {others[0]}"
                 context.refuse(told, Key(request_id, incarnation), rounds.open[others[0]])
             raise WouldBlock(f"all {rounds.credits} credits are spent")
-        if len(rounds.blocked) >= rounds.credits:
+        if len(rounds.held_back) >= rounds.credits:
             context.refuse("the authority spent more credits than there are", Key(request_id, incarnation))
 
     def _check_what_peers_said(self, round_: Round, request_id: int, ready: bool) -> None:
@@ -296,7 +298,7 @@ class Member:
             answer = PUBLISH_ANSWERS[round_.ready]
             if self._can(round_, ReadyInput.PUBLISH):
                 self._vote_ready(round_)
-            if round_.blocked and answer is PublishResult.PUBLISHED:  # also when it is asked again
+            if round_.held is not None and answer is PublishResult.PUBLISHED:  # also when it is asked again
                 answer = PublishResult.DEFERRED
         return answer
 
@@ -310,7 +312,7 @@ class Member:
         """The host takes its readiness back, or refuses it."""
         reason = self.context.known(Reason, why)
         round_ = self._round_of(key)
-        if round_ is None or key.attempt < round_.attempt:
+        if round_ is None:
             return WithdrawResult.FINAL
         answer = WITHDRAW_ANSWERS[round_.ready]
         if round_.ready is not ReadyState.NOT_USED:
@@ -333,7 +335,7 @@ class Member:
             context.refuse("only the scheduling rank revokes", key if type(key) is Key else None)
         reason = context.known(Reason, why)
         round_ = self._round_of(key)
-        if round_ is None or key.attempt < round_.attempt:
+        if round_ is None:
             return RevokeResult.FINAL
         answer = REVOKE_ANSWERS[round_.ready]
         if round_.ready is not ReadyState.NOT_USED:
@@ -379,9 +381,9 @@ class Member:
 
     def end_unscheduled(self, round_: Round) -> None:
         """The scheduling rank drains: what is not activated will never be."""
-        if round_.ready in LEASED:
+        if round_.ready in UNSCHEDULED:
             self._revoke_unasked(round_, Reason.DRAIN)
-        elif round_.ready in _UNLEASED and round_.terminal < TerminalState.VOTED:
+        elif round_.ready in UNLEASED and round_.terminal < TerminalState.VOTED:
             self.end(round_, ReadyInput.WITHDRAW, int(Reason.DRAIN))
 
     def _revoke_unasked(self, round_: Round, reason: Reason) -> None:
@@ -390,7 +392,7 @@ class Member:
 
     def lease_expired(self, round_: Round) -> None:
         """The scheduling rank's lease has waited for its schedule too long."""
-        if round_.ready in LEASED:
+        if round_.ready in UNSCHEDULED:
             self._revoke_unasked(round_, Reason.LEASE_EXPIRED)
 
     def acknowledge_prepare(self, key: Key) -> bool:
@@ -456,9 +458,9 @@ class Member:
             context.refuse("the scheduling rank revokes; it does not recall", key, round_)
         sent = False
         if round_ is not None and key.attempt == round_.attempt:
-            sent = round_.ready is ReadyState.LEASED and not round_.advised
+            sent = round_.ready is ReadyState.LEASED and not round_.recalled
             if sent:
-                round_.advised = True
+                round_.recalled = True
                 self.streams.say(round_, RECALL_SLOT, _RECALL, reason=reason)
         return sent
 
@@ -566,7 +568,7 @@ class Member:
             if kind == _REASONS:
                 round_.reasons |= request_id << (64 * outcome)
                 continue
-            if round_.request_id != request_id or round_.blocked:
+            if round_.request_id != request_id or round_.held is not None:
                 self._contradicts(round_, kind, request_id)
             if kind != _COMMIT:
                 self._readiness_decided(round_, kind, outcome, reason, attempt)
@@ -578,7 +580,7 @@ class Member:
             if after is None:
                 self._impossible(round_, _COMMIT, f"in {round_.terminal.name}, {round_.ready.name}")
             round_.terminal = after
-            latency_s = context.elapsed_s - round_.voted_at_s
+            latency_s = context.elapsed_s - round_.voted_at_s  # as in ``_measure``, without the call
             self.latency_sum_s += latency_s
             if latency_s > self.latency_max_s:
                 self.latency_max_s = latency_s
@@ -602,10 +604,9 @@ class Member:
             raise Violation(FaultCode.QUARANTINE_BUDGET, f"{self.quarantined} rounds are in quarantine", round_)
 
     def _check_decision(self, kind: int, outcome: int, disposition: int, reason: int) -> None:
-        row = CONTRACT[kind]
-        if row is None or outcome > row.outcome_max or disposition > row.disposition_max:
-            told = f"{Kind(kind).name} with outcome {outcome}, disposition {disposition}"
-            self.context.blame_coordinator(told)
+        wrong = too_great(kind, outcome, disposition)
+        if wrong:
+            self.context.blame_coordinator(wrong)
         if reason > REASON_MAX:
             self.context.blame_coordinator(f"unknown reason {reason}")
 
@@ -619,6 +620,7 @@ class Member:
         return rounds.unheard(context.coordinator, request_id, incarnation)
 
     def _contradicts(self, round_: Round, kind: int, request_id: int) -> NoReturn:
+        """Another request's round, or one that is held back: what that one waits for is decided earlier in this stream."""
         if round_.request_id != request_id:
             self.context.blame_coordinator(
                 f"{Kind(kind).name} calls incarnation {round_.incarnation} request {request_id}, "
@@ -656,7 +658,7 @@ class Member:
             round_.aborted_for = reason
             round_.leased_at_s = None
             self.rounds.timers.leases.drop(round_.incarnation)
-            if round_.heard:
+            if round_.heard:  # else the round is a tombstone until its broadcast, see ``admit``
                 context.emit(ev.Aborted(round_.key, REASONS[reason]))
         elif after is before:  # swallowed: PREPARE after a withdrawal, RELEASE after a revocation
             self.ignored += 1
@@ -684,7 +686,7 @@ class Member:
         self.context.emit(ev.Finalized(key, mode, REASONS[reason]))
         round_.told_reason = 0
         round_.aborted_for = 0
-        round_.advised = False
+        round_.recalled = False
         if mode is FinalizeMode.CLOSED:
             self.closed_rounds += 1
             self._undigested += _FINAL_PACK(*round_.key, _CLOSED_MARK, 0)
@@ -708,6 +710,7 @@ class Member:
         return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.voices)])
 
     def _measure(self, latency_s: float) -> None:
+        """From this rank's lease to COMPLETE, as from its terminal vote to COMMIT: both are in one histogram."""
         self.latency_sum_s += latency_s
         if latency_s > self.latency_max_s:
             self.latency_max_s = latency_s

@@ -34,6 +34,8 @@ from pp_agreement._state import (
     FENCE,
     OUTCOMES,
     REASONS,
+    UNLEASED,
+    UNSCHEDULED,
     Decision,
     Kind,
     Phase,
@@ -43,13 +45,11 @@ from pp_agreement._state import (
 )
 from pp_agreement._streams import Streams
 
-_UNLEASED = (ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED)
-_LEASED = (ReadyState.LEASED, ReadyState.RELEASED)
-_ENDING = (ReadyState.WITHDRAWN, ReadyState.REVOKED, ReadyState.ABORTING)
-
 
 class Relay(Coordinator):
     """The coordinator inside a group: counts, and leaves deciding to the domain of the leaders."""
+
+    unsettled: dict[int, None]
 
     def __init__(
         self,
@@ -60,10 +60,8 @@ class Relay(Coordinator):
         on_the_domain: Callable[[int, Record], None],
     ) -> None:
         super().__init__(context, streams, rounds, end_attempt, on_the_domain)
-        self.touched = {}
+        self.unsettled = {}
         self.asked: dict[tuple[int, AdviceKind], int] = {}  # advice that the voice has still to give, and its reason
-
-    touched: dict[int, None]
 
     # -- what members say: counted as ever --------------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ class Relay(Coordinator):
     def abort(self, round_: Round, tally: Tally, reason: int) -> None:
         """The group wants the attempt to end, and says why."""
         tally.abort_reason = max(tally.abort_reason, reason)
-        self.touched[round_.incarnation] = None
+        self.unsettled[round_.incarnation] = None
 
     def finalize(self, round_: Round, tally: Tally) -> None:
         """Everybody in the group let go; what follows is not decided here."""
@@ -130,7 +128,7 @@ class Relay(Coordinator):
         """An independent copy, for explorers."""
         twin = Relay(context, streams, rounds, end_attempt, on_the_domain)
         twin.ignored = self.ignored
-        twin.touched, twin.asked = dict(self.touched), dict(self.asked)
+        twin.unsettled, twin.asked = dict(self.unsettled), dict(self.asked)
         return twin
 
 
@@ -144,7 +142,7 @@ class GroupEnding(Ending):
 
     def begin(self, last: int) -> None:
         """The domain drains; in the scheduling rank's group that was said here first."""
-        if self.authored is None:
+        if self.declared is None:
             self.from_member(self.context.me, Kind.DRAIN, 0, last)
 
     def prove(self, last: int) -> None:
@@ -221,7 +219,7 @@ class GroupCore(AgreementCore):
     def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
         """See :class:`AgreementCore`. What the group said before its leader heard of the request can rise now."""
         key = super().admit(request_id, incarnation, ready)
-        self.coordinator.touched[incarnation] = None
+        self.coordinator.unsettled[incarnation] = None
         return key
 
     def tell(self, event: ev.AgreementEvent) -> None:
@@ -251,17 +249,13 @@ class GroupCore(AgreementCore):
             self.ending.prove(event.last_incarnation)
             return
         key: Key = event.key  # type: ignore[attr-defined]
-        round_ = self.rounds.get(key.incarnation)
+        round_ = self.rounds.open.get(key.incarnation)
         tally = None if round_ is None else round_.tally
         if round_ is None or tally is None:
             raise Violation(FaultCode.INTERNAL, f"{event} of a round that the group has not")
         relay = self.coordinator
         if isinstance(event, ev.Committed):
-            chunk = 0
-            while reasons:
-                self.streams.fan_out((int(Kind.REASONS), chunk, 0, 0, 0, reasons & (2**64 - 1), key.incarnation))
-                reasons >>= 64
-                chunk += 1
+            relay.tell_reasons(reasons, key.incarnation)
             relay.pass_on(
                 round_, tally, Decision.COMMIT, outcome=int(event.outcome), disposition=int(event.disposition)
             )
@@ -275,6 +269,8 @@ class GroupCore(AgreementCore):
             relay.pass_on(round_, tally, _FALLS[type(event)])
 
 
+_REASON_MAY_GROW = (ReadyState.WITHDRAWN, ReadyState.REVOKED, ReadyState.ABORTING)
+"""Those of ``UNWINDING`` in which the voice has not said its last word about the attempt yet."""
 _FALLS: dict[type, Decision] = {
     ev.Prepared: Decision.PREPARE,
     ev.Released: Decision.RELEASE,
@@ -329,14 +325,14 @@ class Bridge:
         group: The core inside the group.
         voice: The core among the leaders.
         calls: The voice's local calls, by the names that an ``Agreement`` gives them.
-        fall: Performs a method of either core: (method, arguments without the time).
+        perform: Performs a method of either core: (method, arguments without the time).
     """
 
-    def __init__(self, group: GroupCore, voice: OuterCore, calls: Voice, fall: Callable[..., None]) -> None:
+    def __init__(self, group: GroupCore, voice: OuterCore, calls: Voice, perform: Callable[..., None]) -> None:
         self.group = group
         self.voice = voice
         self.calls = calls
-        self.fall = fall
+        self.perform = perform
 
     def join(self, take: Callable[[], tuple[ev.AgreementEvent, ...]]) -> None:
         """Bring both to the same: after anything that happened to either.
@@ -354,7 +350,7 @@ class Bridge:
     def hear(self, event: ev.AgreementEvent) -> None:
         """The voice was told something: the group is told, or this rank's host."""
         if isinstance(event, ev.Fault):
-            self.fall(self.group.fail, event.code, _told(event))
+            self.perform(self.group.fail, event.code, _told(event))
             return
         if isinstance(event, FOR_THE_HOST):
             if isinstance(event, ev.Advice) and event.source_rank == self.group.rank:
@@ -366,7 +362,7 @@ class Bridge:
             if isinstance(event, ev.Committed):
                 for place, reason in enumerate(event.reasons):
                     reasons |= int(reason) << 8 * place
-            self.fall(self.group.fall, event, reasons)
+            self.perform(self.group.fall, event, reasons)
         key = getattr(event, "key", None)
         if key is not None:
             self.settle(key.incarnation)
@@ -376,21 +372,21 @@ class Bridge:
 
     def speak(self) -> None:
         """Say what the group has to say by now."""
-        touched = self.group.coordinator.touched
-        while touched and self.voice.fault is None:
-            incarnation = next(iter(touched))
+        unsettled = self.group.coordinator.unsettled
+        while unsettled and self.voice.fault is None:
+            incarnation = next(iter(unsettled))
             self.settle(incarnation)
-            touched.pop(incarnation, None)
+            unsettled.pop(incarnation, None)
         if self.voice.fault is None:
             ending = self.group.ending
             if ending.proven is not None and not self.voice.ending.may_report:
-                self.fall(self.voice.vouch)
+                self.perform(self.voice.vouch)
             if self.group.fault is not None:
                 self.calls.fail(_told(self.group.fault), self.group.fault.code)
 
     def settle(self, incarnation: int) -> None:
         """Compare what the group has counted about a round with what its voice has said, and say what is missing."""
-        round_, above = self.group.rounds.get(incarnation), self.voice.rounds.get(incarnation)
+        round_, above = self.group.rounds.open.get(incarnation), self.voice.rounds.open.get(incarnation)
         if round_ is None or above is None or not (round_.heard and above.heard):
             return
         tally = round_.tally
@@ -417,12 +413,12 @@ class Bridge:
         if above.ready is ReadyState.PREPARED and tally.phase is Phase.GRANTING and tally.acks == full:
             granted = self.calls.acknowledge_prepare(key)
             if granted and not self.group.is_scheduler:  # nobody is told: the schedule may come from now on
-                self.fall(self.group.fall, ev.Released(key), 0)
+                self.perform(self.group.fall, ev.Released(key), 0)
         if above.ready is ReadyState.LEASED:
             reason = self.group.coordinator.asked.pop((key.incarnation, AdviceKind.RECALL), None)
             if reason is not None:
                 self.calls.recall(key, REASONS[reason])
-        if above.ready in _LEASED and tally.phase is Phase.RELEASED and tally.activated == full:
+        if above.ready in UNSCHEDULED and tally.phase is Phase.RELEASED and tally.activated == full:
             self.calls.activate((key,))
         if above.ready is ReadyState.ABORTING and tally.phase is Phase.ABORTING and tally.abort_acks == full:
             self.calls.acknowledge_abort(key)
@@ -430,10 +426,10 @@ class Bridge:
     def _end(self, tally: Tally, above: Round, key: Key) -> None:
         """Somebody in the group wants the attempt to end: the voice withdraws or revokes, with the greatest reason."""
         reason = max(tally.abort_reason, int(Reason.TERMINAL_VOTE) if tally.terminal_mask else 0)
-        if above.ready in _LEASED:
+        if above.ready in UNSCHEDULED:
             self.calls.revoke(key, REASONS[reason])
-        elif (above.ready in _UNLEASED and above.terminal < TerminalState.VOTED) or (
-            above.ready in _ENDING and reason > above.told_reason
+        elif (above.ready in UNLEASED and above.terminal < TerminalState.VOTED) or (
+            above.ready in _REASON_MAY_GROW and reason > above.told_reason
         ):
             self.calls.withdraw(key, REASONS[reason])
 
@@ -442,6 +438,6 @@ class Bridge:
         votes = (PLAIN_VOTE, *tally.terminal_votes.values())
         outcome, disposition = max(vote[0] for vote in votes), max(vote[1] for vote in votes)
         if disposition and not above.doubt_expired:
-            self.fall(self.voice.trust, above)
+            self.perform(self.voice.trust, above)
         reason = max(vote[2] for vote in votes)
         self.calls.vote_terminal(key, OUTCOMES[outcome], DISPOSITIONS[disposition], REASONS[reason])

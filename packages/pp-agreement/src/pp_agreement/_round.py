@@ -37,12 +37,12 @@ class Tally:
     def __init__(self) -> None:
         self.phase: Phase = _GATHERING
         self.attempt = 0  # the attempt that ``phase`` speaks of
-        self.votes = 0
-        self.withdrawn = 0
+        self.votes = 0  # for readiness; terminal ones are below
+        self.withdrawn = 0  # members that ended the attempt, by WITHDRAW or REVOKE
         self.acks = 0
         self.activated = 0
         self.abort_acks = 0
-        self.abort_reason = 0
+        self.abort_reason = 0  # the greatest one that anybody gave
         self.recalled = 0  # members whose advice was passed on: of each once
         self.doubted = 0
         self.terminal_mask = 0
@@ -73,9 +73,7 @@ class Round:
 
     __slots__ = (
         "aborted_for",
-        "advised",
         "attempt",
-        "blocked",
         "disposition",
         "doubt_at_s",
         "doubt_expired",
@@ -90,6 +88,7 @@ class Round:
         "ready",
         "reason",
         "reasons",
+        "recalled",
         "request_id",
         "story",
         "tally",
@@ -105,7 +104,7 @@ class Round:
         self.incarnation = incarnation
         self.key = new(Key, (request_id, incarnation, 0))  # of the attempt that runs: what hosts are given
         self.heard = False
-        self.blocked = False  # admitted, but an older round must be decided here first; records are held
+        # A list, of the records that wait: the round is held back, since an older one must be decided here first.
         self.held: list[tuple[int, Record]] | None = None
         self.uses_ready = True
         self.tally = Tally() if counts else None
@@ -115,7 +114,7 @@ class Round:
         self.attempt = 0
         self.ready: ReadyState = _IDLE
         self.terminal: TerminalState = _OPEN
-        self.outcome = 0
+        self.outcome = 0  # of this rank's terminal vote, as are the two below
         self.disposition = 0
         self.reason = 0
         self.aborted_for = 0  # reason of the ABORT
@@ -125,8 +124,8 @@ class Round:
         self.doubt_at_s: float | None = None
         self.doubt_expired = False
         self.leased_at_s: float | None = None
-        self.voted_at_s = 0.0
-        self.advised = False
+        self.voted_at_s = 0.0  # when this rank voted terminal
+        self.recalled = False  # this rank has said RECALL in this attempt
         self.reasons = 0  # packed, eight bits per member, from REASONS records
 
     def next_attempt(self) -> None:
@@ -147,8 +146,8 @@ class Round:
     def fingerprint(self) -> tuple[object, ...]:
         """All that decides the future, without times and stories."""
         return (
-            self.request_id, self.incarnation, self.heard, self.blocked, self.uses_ready, tuple(self.held or ()),
+            self.request_id, self.incarnation, self.heard, self.held is not None, self.uses_ready, tuple(self.held or ()),
             self.attempt, int(self.ready), int(self.terminal), self.outcome, self.disposition, self.reason,
-            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.advised,
+            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.recalled,
             self.reasons, () if self.tally is None else self.tally.fingerprint(),
         )  # fmt: skip

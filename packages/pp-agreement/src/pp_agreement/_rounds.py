@@ -22,7 +22,7 @@ class Rounds:
         self.story_max = 3 * context.config.story_entries_max
         self.open: dict[int, Round] = {}
         self.by_request: dict[int, tuple[int, ...]] = {}  # an index: open incarnations of a request id, oldest first
-        self.blocked: list[int] = []
+        self.held_back: list[int] = []
         self.heard = 0
         self.last: int | None = None  # the last incarnation that will be admitted, once a drain has said so
         self.open_max = 0
@@ -31,10 +31,10 @@ class Rounds:
     @property
     def open_count(self) -> int:
         """Open rounds without those that are held back."""
-        return len(self.open) - len(self.blocked)
+        return len(self.open) - len(self.held_back)
 
-    def new(self, request_id: int, incarnation: int, blocked: bool) -> Round:
-        """Open a round."""
+    def new(self, request_id: int, incarnation: int, held_back: bool) -> Round:
+        """Open a round; one that is held back is not counted as open until ``_resume``."""
         context = self.context
         now_s = context.elapsed_s
         self.open[incarnation] = round_ = Round(request_id, incarnation, context.is_coordinator, now_s)
@@ -42,11 +42,10 @@ class Rounds:
         self.by_request[request_id] = (incarnation,) if siblings is None else (*siblings, incarnation)
         if self.timers.idle_due_s == NEVER_S:
             self.timers.opened(now_s)
-        if blocked:
-            round_.blocked = True
+        if held_back:
             round_.held = []
-            self.blocked.append(incarnation)
-        count = len(self.open) - len(self.blocked)
+            self.held_back.append(incarnation)
+        count = len(self.open) - len(self.held_back)
         if count > self.open_max:
             self.open_max = count
         return round_
@@ -61,19 +60,19 @@ class Rounds:
         timers = self.timers
         if timers.doubts.live or timers.leases.live:
             timers.retired(incarnation)
-        if self.blocked:
-            self._unblock()
+        if self.held_back:
+            self._resume()
 
-    def _unblock(self) -> None:
-        for incarnation in tuple(self.blocked):
+    def _resume(self) -> None:
+        """A round is over: those held back that need not wait any longer, oldest first."""
+        for incarnation in tuple(self.held_back):
             if self.open_count >= self.credits:
                 return
             round_ = self.open[incarnation]
             if self.by_request[round_.request_id][0] != incarnation:
                 continue
-            self.blocked.remove(incarnation)
-            round_.blocked = False  # no more open rounds than before: one has just been retired
-            held, round_.held = round_.held or (), None
+            self.held_back.remove(incarnation)
+            held, round_.held = round_.held or (), None  # no more open rounds than before: one has just been retired
             for slot, record in held:
                 self.streams.queue_up(slot, record)
 
@@ -123,12 +122,12 @@ class Rounds:
         twin.timers = self.timers.copy()
         twin.open = {i: r.copy() for i, r in self.open.items()}
         twin.by_request = dict(self.by_request)
-        twin.blocked = list(self.blocked)
+        twin.held_back = list(self.held_back)
         return twin
 
     def fingerprint(self) -> tuple[object, ...]:
         """All that decides the future, without times and stories."""
         return (
-            self.heard, self.last, self.open_count, tuple(self.blocked),
+            self.heard, self.last, self.open_count, tuple(self.held_back),
             tuple([r.fingerprint() for _i, r in sorted(self.open.items())]), self.timers.armed(),
         )  # fmt: skip

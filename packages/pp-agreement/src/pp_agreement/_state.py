@@ -5,9 +5,9 @@ Theory of operation
 One :class:`~pp_agreement._round.Round` per admission (incarnation) holds everything this rank knows about it, in two halves:
 what this rank itself does (the member's half) and what the coordinator has counted (the tally; only where the coordinator
 runs). Two machines run in the member's half. *Readiness* may be taken back until the rank grants its lease (ACK); from
-then on only the scheduling rank can end the attempt (REVOKE), and only before it activates. *Terminal* is one immutable
-vote. A fence keeps them apart: a rank whose readiness attempt is open casts no terminal vote, and a rank that voted terminal
-publishes no readiness.
+then on it is up to the ranks that have not granted theirs, and once all have, only the scheduling rank can end the attempt
+(REVOKE), and only before it activates. *Terminal* is one immutable vote. A fence keeps them apart: a rank whose readiness
+attempt is open casts no terminal vote, and a rank that voted terminal publishes no readiness.
 
 The coordinator's half only counts: sets of members as bit masks, one decision per attempt, one COMMIT per round. Each
 decision is appended to all destinations' queues in one step. Members never talk to each other.
@@ -107,7 +107,8 @@ class Decision(IntEnum):
 
 
 class Kind(IntEnum):
-    """Record kinds on the wire. Below 32 members speak, from 32 the coordinator, from 64 both."""
+    """Record kinds on the wire. Below 32 members speak, from 32 the coordinator, from 64 both: ``MESSAGES`` says who, and
+    the order of the numbers only sorts this rank's own queue and the domain's records."""
 
     VOTE = 1
     WITHDRAW = 2
@@ -228,7 +229,8 @@ SCHEDULER_TRANSITIONS: Mapping[ReadyState, Mapping[ReadyInput, ReadyState]] = Ma
         _S.FINALIZED: {},
     }
 )  # fmt: skip
-"""Readiness at the scheduling rank: it alone is released to and revokes, and it activates only what was released."""
+"""Readiness at the scheduling rank: it alone is released to and revokes, and it activates only what was released. All else
+is as at any other rank."""
 
 _TS, _TI = TerminalState, TerminalInput
 TERMINAL_TRANSITIONS: Mapping[TerminalState, Mapping[TerminalInput, TerminalState]] = MappingProxyType(
@@ -253,25 +255,29 @@ FENCE: Mapping[TerminalInput, frozenset[ReadyState]] = MappingProxyType(
 """The fence between the machines: readiness states in which an input may move the terminal phase. A vote needs that no
 attempt of this rank is open; a doubt, that the request ran here; a commit, that nobody's activation is under way."""
 
-READY_OPEN = frozenset(
-    {_S.VOTED, _S.PREPARED, _S.LEASED, _S.RELEASED, _S.REVOKED, _S.WITHDRAWN, _S.ABORTING, _S.ABORT_ACKED}
-)
-"""Readiness states in which this rank's attempt is open."""
+# Readiness states by what they have in common; every room takes them from here.
+UNLEASED = (_S.IDLE, _S.VOTED, _S.PREPARED)
+"""This rank has granted no lease, and may still withdraw."""
+UNSCHEDULED = (_S.LEASED, _S.RELEASED)
+"""This rank has granted its lease and not activated: it cannot withdraw any more; the scheduling rank can revoke."""
+UNWINDING = (_S.WITHDRAWN, _S.REVOKED, _S.ABORTING, _S.ABORT_ACKED)
+"""This rank, or the coordinator, has ended the attempt; FINALIZE has not come."""
+READY_OPEN = frozenset({_S.VOTED, _S.PREPARED, *UNSCHEDULED, *UNWINDING})
+"""This rank's attempt is open: exactly the states in which ``FENCE`` refuses a terminal vote."""
 
 _PR, _WR, _RR = PublishResult, WithdrawResult, RevokeResult
-_ENDING = (_S.WITHDRAWN, _S.REVOKED, _S.ABORTING, _S.ABORT_ACKED)
 PUBLISH_ANSWERS: Mapping[ReadyState, PublishResult] = MappingProxyType(
     {
         **dict.fromkeys(
             (_S.IDLE, _S.VOTED, _S.PREPARED, _S.LEASED, _S.RELEASED, _S.ACTIVATED, _S.COMPLETE), _PR.PUBLISHED
         ),
-        **dict.fromkeys(_ENDING, _PR.ABORTING),
+        **dict.fromkeys(UNWINDING, _PR.ABORTING),
         _S.FINALIZED: _PR.FINAL,
     }
 )
 WITHDRAW_ANSWERS: Mapping[ReadyState, WithdrawResult] = MappingProxyType(
     {
-        **dict.fromkeys((_S.IDLE, _S.VOTED, _S.PREPARED, *_ENDING), _WR.WILL_ABORT),
+        **dict.fromkeys((*UNLEASED, *UNWINDING), _WR.WILL_ABORT),
         **dict.fromkeys((_S.LEASED, _S.RELEASED), _WR.LEASED),
         **dict.fromkeys((_S.ACTIVATED, _S.COMPLETE), _WR.ACTIVATED),
         _S.FINALIZED: _WR.FINAL,
@@ -280,14 +286,14 @@ WITHDRAW_ANSWERS: Mapping[ReadyState, WithdrawResult] = MappingProxyType(
 )
 REVOKE_ANSWERS: Mapping[ReadyState, RevokeResult] = MappingProxyType(
     {
-        **dict.fromkeys((_S.LEASED, _S.RELEASED, *_ENDING), _RR.WILL_ABORT),
-        **dict.fromkeys((_S.NOT_USED, _S.IDLE, _S.VOTED, _S.PREPARED), _RR.NOT_LEASED),
+        **dict.fromkeys((*UNSCHEDULED, *UNWINDING), _RR.WILL_ABORT),
+        **dict.fromkeys((_S.NOT_USED, *UNLEASED), _RR.NOT_LEASED),
         **dict.fromkeys((_S.ACTIVATED, _S.COMPLETE), _RR.ACTIVATED),
         _S.FINALIZED: _RR.FINAL,
     }
 )
 ACKNOWLEDGE_ANSWERS: Mapping[ReadyState, bool] = MappingProxyType(
-    {_S.PREPARED: True, **dict.fromkeys((*_ENDING, _S.FINALIZED), False)}
+    {_S.PREPARED: True, **dict.fromkeys((*UNWINDING, _S.FINALIZED), False)}
 )
 """What the calls of a host answer about the attempt that runs, by its state before the call. No entry: refused."""
 
@@ -349,7 +355,8 @@ PHASE_TRANSITIONS: Mapping[Phase, Mapping[Decision, Phase]] = MappingProxyType(
         _P.FINAL: {_D.COMMIT: _P.FINAL},
     }
 )
-"""Coordinator: where each decision leads. COMMIT waits until a phase allows it: no readiness attempt is in progress then."""
+"""Coordinator: where each decision leads. COMMIT waits until a phase allows it: no readiness attempt is in progress then.
+There is no second one, because the coordinator's own copy of the first, next in its local queue, retires the round."""
 
 REPLACES: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
     {
@@ -393,15 +400,29 @@ COORDINATOR_RULE: list[list[Rule]] = [
     ]
     for phase in Phase
 ]
-CONTRACT: list[Message | None] = [
+# By the code of a record's kind, which a peer may have made up:
+MESSAGE: list[Message | None] = [
     MESSAGES[Kind(code)] if code in Kind._value2member_map_ else None for code in range(256)
 ]
-MEMBERS_SAY = [row is not None and row.author != "coordinator" for row in CONTRACT]
-SCHEDULER_SAYS = [row is not None and row.author == "scheduler" for row in CONTRACT]
-ABOUT_ROUNDS = [said and code <= Kind.DOUBT for code, said in enumerate(MEMBERS_SAY)]
-NOT_BY_ANY_MEMBER = [not about or SCHEDULER_SAYS[code] for code, about in enumerate(ABOUT_ROUNDS)]
-COORDINATOR_SAYS = [row is not None and row.to != "coordinator" for row in CONTRACT]
-DECIDES = [said and Kind.PREPARE <= code < Kind.ADVICE for code, said in enumerate(COORDINATOR_SAYS)]
+"""The row of ``MESSAGES``; None: there is no such kind."""
+MEMBERS_SAY = [row is not None and row.author != "coordinator" for row in MESSAGE]
+SCHEDULER_SAYS = [row is not None and row.author == "scheduler" for row in MESSAGE]
+COORDINATOR_SAYS = [row is not None and row.author in ("coordinator", "any") for row in MESSAGE]
+_ABOUT_A_ROUND = [row is not None and row.phase != "DOMAIN" for row in MESSAGE]
+ABOUT_ROUNDS = [said and about for said, about in zip(MEMBERS_SAY, _ABOUT_A_ROUND)]
+"""A member says it, about a round."""
+DECIDES = [said and about for said, about in zip(COORDINATOR_SAYS, _ABOUT_A_ROUND)]
+"""The coordinator says it, about a round."""
+NEEDS_CHECK = [not about or SCHEDULER_SAYS[code] for code, about in enumerate(ABOUT_ROUNDS)]
+"""At the coordinator: who says it has to be looked at, or that it may be said at all. Any member may say the others."""
+
+
+def too_great(kind: int, outcome: int, disposition: int) -> str:
+    """A record's small fields, in words, where its row of ``MESSAGES`` forbids them; empty: they are right."""
+    row = MESSAGE[kind]
+    if row is not None and outcome <= row.outcome_max and disposition <= row.disposition_max:
+        return ""
+    return f"{kind if row is None else Kind(kind).name} with outcome {outcome}, disposition {disposition}"
 
 
 class RoundState(NamedTuple):
@@ -421,3 +442,9 @@ REASONS = tuple(Reason)
 MODES = tuple(FinalizeMode)
 REASON_MAX = int(max(Reason))
 TRANSIENT_MAX = max(int(r) for r in Reason if r.is_transient)
+
+KINDS_SURVIVE_FAULT = frozenset(
+    map(int, (Kind.COMPLETE, Kind.FINALIZE, Kind.COMMIT, Kind.REASONS, Kind.VERDICT, Kind.DRAINED))
+)
+"""Unsent records that the coordinator still sends after a fault: what other ranks may hold already, as decided before it. What
+a host is still told is ``SURVIVES_FAULT``; it has DRAIN_ALL too where that has come, but nobody need begin a drain any more."""

@@ -19,7 +19,7 @@ from pp_agreement._round import Round
 from pp_agreement._state import REPLACES, Kind
 
 EXCHANGE = -1
-"""The one 'peer' of a replicated core: the lockstep exchange with everybody."""
+"""The one 'peer' of a replicated core: the lockstep exchange with everybody. It takes the last place of every list by peer."""
 
 NOBODY = -1
 """The session of a member that this rank does not speak with: no frame carries it."""
@@ -72,7 +72,7 @@ class Streams:
             kept = [(s, r) for s, r in round_.held if s != slot]
             kept.append((slot, record))
             round_.held = kept
-        elif self.counts_own:
+        elif self.counts_own:  # as ``queue_up`` does, without the call
             self.local.append(record)
         elif slot == READY_SLOT:
             self.queue_up(slot, record)
@@ -151,11 +151,11 @@ class Streams:
         return ()
 
     def is_beat_due(self, peer: int) -> bool:
-        """Whether the peer should hear that this rank lives."""
+        """Whether the peer should hear that this rank lives. ``wanting`` asks the same without a call per peer."""
         context = self.context
         if self.muted or context.fault is not None or peer == EXCHANGE:
             return False
-        return context.elapsed_s - self.last_sent_s[peer] >= context.config.heartbeat_s
+        return self.last_sent_s[peer] <= context.elapsed_s - self.heartbeat_s
 
     def fill(self, slots: Iterable[tuple[int, int]]) -> None:
         """Slots are free: to each of these peers one frame of what waits, or a heartbeat when nothing else is under way.

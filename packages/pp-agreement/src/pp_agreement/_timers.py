@@ -13,10 +13,9 @@ from pp_agreement._config import AgreementConfig
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import FaultCode
 from pp_agreement._round import Round
-from pp_agreement._state import READY_OPEN, Phase, ReadyState, TerminalState
+from pp_agreement._state import READY_OPEN, UNSCHEDULED, Phase, TerminalState
 
 NEVER_S = float("inf")
-LEASED = (ReadyState.LEASED, ReadyState.RELEASED)
 
 
 class Deadlines:
@@ -135,11 +134,13 @@ def is_waiting(round_: Round) -> bool:
         return True
     if tally is not None:
         phase = tally.phase
-        if phase is Phase.RELEASED:
+        if phase is Phase.RELEASED:  # the first activation shows that the schedule has come
             return tally.activated != 0
-        if phase in (Phase.GRANTING, Phase.ABORTING) or tally.terminal_mask or tally.votes:
-            return phase is not Phase.COMPLETE or tally.terminal_mask != 0
-    return round_.ready in READY_OPEN and round_.ready not in LEASED
+        if tally.terminal_mask or phase in (Phase.GRANTING, Phase.ABORTING):
+            return True
+        if tally.votes and phase is not Phase.COMPLETE:
+            return True
+    return round_.ready in READY_OPEN and round_.ready not in UNSCHEDULED
 
 
 def waiting_for(context: Context, round_: Round) -> str:

@@ -22,7 +22,7 @@ class InvariantViolation(AgreementError):
 
 def validate(core: AgreementCore) -> None:
     """Raises :class:`InvariantViolation` with the round's story."""
-    book, member, ending, streams = core.book, core.member, core.ending, core.streams
+    rounds, member, ending, streams = core.rounds, core.member, core.ending, core.streams
     credits = core.config.credits
 
     def need(holds: bool, what: str, round_: Round | None = None) -> None:
@@ -30,20 +30,20 @@ def validate(core: AgreementCore) -> None:
             story = "" if round_ is None else "\n  " + "\n  ".join(core.context.tell(round_))
             raise InvariantViolation(f"rank {core.rank}: {what}{story}")
 
-    need(sum(not r.blocked for r in book.open.values()) == book.open_count, "open rounds are miscounted")
-    need(book.open_count <= credits, "more open rounds than credits")
-    need(len(book.blocked) <= credits, "more held rounds than credits")
-    heard_open = sum(r.heard for r in book.open.values())
-    need(member.committed + member.closed_rounds + heard_open == book.heard, "an admission was lost")
-    need(not (ending.drained and book.open), "drained with open rounds")
-    need(not (ending.reported and book.open), "reported with open rounds")
+    need(sum(r.held is None for r in rounds.open.values()) == rounds.open_count, "open rounds are miscounted")
+    need(rounds.open_count <= credits, "more open rounds than credits")
+    need(len(rounds.held_back) <= credits, "more held rounds than credits")
+    heard_open = sum(r.heard for r in rounds.open.values())
+    need(member.committed + member.closed_rounds + heard_open == rounds.heard, "an admission was lost")
+    need(not (ending.drained and rounds.open), "drained with open rounds")
+    need(not (ending.reported and rounds.open), "reported with open rounds")
     need(not streams.local, "the local queue outlived a step")
     need(len(streams.intents) <= 4 * credits + 32, "too many unsent records")
     for queue in streams.queues.values():
         need(len(queue) <= core.config.queue_records_max, "a destination's queue is too long")
-    for incarnation, round_ in book.open.items():
-        need(round_.incarnation == incarnation <= book.heard + credits, "outside the credit window", round_)
-        need(incarnation in book.by_request.get(round_.request_id, ()), "the index lost a round", round_)
+    for incarnation, round_ in rounds.open.items():
+        need(round_.incarnation == incarnation <= rounds.heard + credits, "outside the credit window", round_)
+        need(incarnation in rounds.by_request.get(round_.request_id, ()), "the index lost a round", round_)
         need(
             round_.heard or round_.ready in (ReadyState.IDLE, ReadyState.ABORTING), "state before the broadcast", round_
         )
@@ -53,11 +53,11 @@ def validate(core: AgreementCore) -> None:
         fenced = (
             round_.terminal < TerminalState.VOTED
             or round_.ready in FENCE[TerminalInput.VOTE]
-            or round_.ready in _ABORTED
+            or round_.ready in _ABORTED  # it voted while idle, and the attempt of the others was aborted
         )
         need(fenced, "a terminal vote beside an open readiness attempt", round_)
         need(not (round_.disposition and not round_.outcome), "COMPLETED with QUARANTINE", round_)
-        need((round_.held is not None) == round_.blocked, "records are held without need", round_)
+        need((round_.held is not None) == (incarnation in rounds.held_back), "records are held without need", round_)
         need((round_.tally is not None) == core.context.is_coordinator, "a tally at the wrong rank", round_)
         if round_.tally is not None:
             _validate_tally(core, round_, round_.tally, need)
@@ -77,6 +77,6 @@ def _validate_tally(core: AgreementCore, round_: Round, tally: Tally, need) -> N
         leased = bool(tally.acks >> core.context.me & 1)
         excused = phase is Phase.ABORTING or round_.ready is ReadyState.REVOKED
         need(excused or leased == (round_.ready in _HOLDS_LEASE), "the own lease and the tally disagree", round_)
-    if not core.context.replicated and core.fault is None and not round_.blocked:
+    if not core.context.replicated and core.fault is None and round_.held is None:
         voted = bool(tally.terminal_mask >> core.context.me & 1)
         need(voted == (round_.terminal >= TerminalState.VOTED), "the own vote and the tally disagree", round_)

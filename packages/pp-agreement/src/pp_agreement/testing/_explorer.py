@@ -367,7 +367,7 @@ class Explorer:
                     self._call(state, member, self._admission(index), "admit", index),
                 )
         for index, base in enumerate(self.keys):
-            round_ = core.rounds.get(base.incarnation)
+            round_ = core.rounds.open.get(base.incarnation)
             if round_ is None or not round_.heard:
                 continue
             key = Key(base.request_id, base.incarnation, round_.attempt)
@@ -458,11 +458,11 @@ class Explorer:
             late = self._execute(ids[member], ("silence", empty) if world.silence else ev.SweepCompleted(0))
             spent_state = self._spend(state, member, (passed + 1 ^ passed) << 8 * world.requests, replace=True)
             yield False, f"deadlines @{member}", self._settle(spent_state, member, late)
-        if world.drain and member == self.scheduler and core.heard == world.requests and core.book.last is None:
+        if world.drain and member == self.scheduler and core.heard == world.requests and core.rounds.last is None:
             drain = self._execute(ids[member], ev.DrainRequested(world.requests))
             row_list = list(rows)
             for index, base in enumerate(self.keys):  # the core withdraws and revokes on the host's behalf
-                round_ = core.rounds.get(base.incarnation)
+                round_ = core.rounds.open.get(base.incarnation)
                 if round_ is not None and round_.ready in (
                     ReadyState.IDLE, ReadyState.VOTED, ReadyState.PREPARED, ReadyState.LEASED, ReadyState.RELEASED,
                 ):  # fmt: skip
@@ -480,14 +480,14 @@ class Explorer:
     def _may_admit(self, core: Any, member: int, rows: tuple[Row, ...], index: int) -> bool:
         if member != self.scheduler:
             return bool(rows[index][self.scheduler] & HEARD)
-        if core.book.last is not None:
+        if core.rounds.last is not None:
             return False
-        if self.world.same_request and core.rounds:
+        if self.world.same_request and core.rounds.open:
             return False
-        return bool(core.book.open_count < self.world.credits)
+        return bool(core.rounds.open_count < self.world.credits)
 
     def _activated(self, core: Any, rows: tuple[Row, ...], key: Key, member: int) -> bool:
-        round_ = core.rounds.get(key.incarnation)
+        round_ = core.rounds.open.get(key.incarnation)
         return round_ is None or round_.ready in (ReadyState.ACTIVATED, ReadyState.COMPLETE)
 
     def _vote(self, member: int, key: Key) -> tuple[ev.TerminalVoted, tuple[int, int]]:
@@ -547,9 +547,13 @@ class Explorer:
         found.outcomes.add(tuple(ended(row) for row in rows))
         for core in cores:
             unfinished = bool(self.world.terminal) or bool(self.world.withdrawers)
-            open_rounds = [r for r in core.rounds.values() if not self._resting(r.ready)]
-            if open_rounds or core.heard != self.world.requests or (unfinished and self.world.terminal and core.rounds):
-                left = [(r.incarnation, r.ready.name, r.terminal.name) for r in core.rounds.values()]
+            open_rounds = [r for r in core.rounds.open.values() if not self._resting(r.ready)]
+            if (
+                open_rounds
+                or core.heard != self.world.requests
+                or (unfinished and self.world.terminal and core.rounds.open)
+            ):
+                left = [(r.incarnation, r.ready.name, r.terminal.name) for r in core.rounds.open.values()]
                 raise PropertyViolation(
                     f"liveness: nothing must happen any more, but rank {core.rank} heard of {core.heard} and has open {left}"
                 )

@@ -105,8 +105,8 @@ class FlatNodes:
 
     def is_armed(self, node: Any) -> bool:
         """Whether anything can become due."""
-        watched = self.config.round_timeout_s is not None and bool(node.rounds)
-        return watched or any(node.book.timers.armed())
+        watched = self.config.round_timeout_s is not None and bool(node.rounds.open)
+        return watched or any(node.rounds.timers.armed())
 
 
 class ReplicatedNodes(FlatNodes):
@@ -234,7 +234,7 @@ class GroupNode:
     # -- what the explorer looks at ---------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        """Everything that a host sees is the group's core's: ``rounds``, ``heard``, ``fault``, ``book``, ``streams``, …"""
+        """Everything that a host sees is the group's core's: ``rounds``, ``heard``, ``fault``, ``streams``, …"""
         if name.startswith("__") or name == "group":
             raise AttributeError(name)
         return getattr(self.group, name)
@@ -242,7 +242,7 @@ class GroupNode:
     def fingerprint(self, *, digests: bool = True) -> tuple[object, ...]:
         """All that decides the future."""
         asked = tuple(sorted((i, int(k), r) for (i, k), r in self.group.coordinator.asked.items()))
-        own = (self.group.fingerprint(digests=digests), asked, tuple(self.group.coordinator.touched))
+        own = (self.group.fingerprint(digests=digests), asked, tuple(self.group.coordinator.unsettled))
         return own if self.voice is None else (*own, self.voice.fingerprint(digests=digests))
 
     def copy(self) -> GroupNode:
@@ -267,7 +267,7 @@ class GroupNode:
         shared = (
             (inside.digest, outside.digest), (inside.committed, outside.committed),
             (self.group.heard, voice.heard),
-            ({i for i, r in self.group.rounds.items() if r.heard}, {i for i, r in voice.rounds.items() if r.heard}),
+            ({i for i, r in self.group.rounds.open.items() if r.heard}, {i for i, r in voice.rounds.open.items() if r.heard}),
         )  # fmt: skip
         for mine, theirs in shared:
             if mine != theirs:

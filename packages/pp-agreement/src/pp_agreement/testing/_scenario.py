@@ -376,8 +376,8 @@ class Scenario:
         """Counters of one rank."""
         core = self.agreements[int(rest[0])]._core
         return [
-            f"stale {core.book.stale}, duplicates {core.streams.duplicates}, ignored {core.ignored}, "
-            f"open {core.book.open_count}, frames sent {core.streams.frames_sent}"
+            f"stale {core.rounds.stale}, duplicates {core.streams.duplicates}, ignored {core.ignored}, "
+            f"open {core.rounds.open_count}, frames sent {core.streams.frames_sent}"
         ]
 
     def _do_digests(self, _rest: list[str]) -> list[str]:

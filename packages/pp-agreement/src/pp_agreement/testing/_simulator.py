@@ -246,7 +246,7 @@ class _Host:
         """The scheduling rank picks among the released; followers follow its log."""
         simulation, draw = self.simulation, self.simulation.random
         if self.agreement.is_scheduler:
-            if self.released and not self.agreement._core.book.last:
+            if self.released and not self.agreement._core.rounds.last:
                 picked = draw.sample(self.released, draw.randint(1, len(self.released)))
                 self.released = [k for k in self.released if k not in picked]
                 self.agreement.activate(picked)
@@ -393,8 +393,8 @@ class _Simulation:
         """Where an interrupt may come: (object, method)."""
         core = agreement._core
         return (
-            (core.book, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "hear"),
-            (core.coordinator, "hear"), (core.book, "retire"), (core.streams, "queue_up"), (core.streams, "fill"),
+            (core.rounds, "note"), (core.streams, "fan_out"), (core, "_deliver_local"), (core.member, "hear"),
+            (core.coordinator, "hear"), (core.rounds, "retire"), (core.streams, "queue_up"), (core.streams, "fill"),
         )  # fmt: skip
 
     def is_between_steps(self, _place: object) -> bool:
@@ -630,7 +630,9 @@ def run_seed(simulation: _Simulation) -> SimulationResult:
     try:
         return simulation.run()
     except Exception as error:
-        stories = [s for h in simulation.hosts for i in h.agreement._core.rounds for s in h.agreement._core.story(i)]
+        stories = [
+            s for h in simulation.hosts for i in h.agreement._core.rounds.open for s in h.agreement._core.story(i)
+        ]
         raise SimulationFailure(
             f"seed {simulation.seed} ({simulation.fault}, {simulation.size} ranks): {type(error).__name__}: {error}\n"
             + "\n".join(stories[-40:])
