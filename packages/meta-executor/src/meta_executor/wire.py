@@ -16,7 +16,7 @@ GET     /health                                                      200 :class:
 GET     /debug/routing?limit=n                                       :class:`InstanceRouting` (front: :class:`ServiceRouting`)
 ======  =======================  ==================================  ===================================================
 
-``/internal/*`` and an instance's ``/debug/routing`` want the run's key.
+``/internal/*`` wants the run's key, an instance's ``/debug/routing`` that or an operator's.
 
 Errors are :class:`ErrorBody` with the status of :data:`STATUS_OF`.
 """
