@@ -317,7 +317,7 @@ def test_backend_settings_go_to_the_backend_and_not_to_the_environment(library, 
 
 
 def test_one_agent_per_peer_instance_and_generation(library):
-    """K4: two ranks of one instance share it, a restarted instance gets another; destroying one leaves the other."""
+    """Two ranks of one instance share it, a restarted instance gets another; destroying one leaves the other."""
     transport = connected()
     names = {transport.agent_info(PeerId(*peer)).name for peer in (("gen", "g1", 0), ("gen", "g1", 1))}
     other = transport.agent_info(PeerId("gen", "g2", 0)).name
@@ -338,7 +338,7 @@ def test_metadata_must_name_the_agent_that_the_message_names(library):
 
 
 def test_a_handle_in_progress_is_never_released(library):
-    """K3: not by stop, not by forget, not by poll; only after DONE."""
+    """Not by stop, not by forget, not by poll; only after DONE."""
     library.script["transfer"] = ["PROC"]
     transport = connected()
     write = job()

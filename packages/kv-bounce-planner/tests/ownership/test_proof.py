@@ -38,7 +38,7 @@ OPERATION = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 2, 3)
     [lambda: Proof(ProofKind.DONE, OPERATION), lambda: ProvenMemory("x", ()), lambda: QuarantinedMemory("x", 1, "y")],
 )
 def test_proofs_and_proven_memory_cannot_be_made_by_hand(maker):
-    """K1: only the machine that observed a proof makes one."""
+    """Only the machine that observed a proof makes one."""
     with pytest.raises(LocalProtocolError):
         maker()
 
@@ -130,14 +130,14 @@ def test_a_type_checker_refuses_to_free_owned_memory(tmp_path):
 
 
 def test_block_states_have_exactly_the_edges_of_the_rule():
-    """K1: OWNED → PROVEN → FREE or OWNED → QUARANTINED; no other edge leaves ownership."""
+    """OWNED → PROVEN → FREE or OWNED → QUARANTINED; no other edge leaves ownership."""
     assert BLOCK_TRANSITIONS[BlockState.OWNED] == {BlockState.PROVEN, BlockState.QUARANTINED}
     assert BLOCK_TRANSITIONS[BlockState.PROVEN] == {BlockState.FREE}
     assert BLOCK_TRANSITIONS[BlockState.QUARANTINED] == frozenset()
 
 
 def test_class_proofs_are_those_of_the_rule():
-    """K2: by executor; several classes need all of their proofs; unknown ones only this process's own exit."""
+    """By executor; several classes need all of their proofs; unknown ones only this process's own exit."""
     assert CLASS_PROOFS[WriteExecutor.RECEIVER] == {Evidence.AGENT_DESTROYED}
     assert CLASS_PROOFS[WriteExecutor.SENDER] == {Evidence.PEER_REAPED}
     assert CLASS_PROOFS[WriteExecutor.NIC] == {Evidence.DEREGISTERED, Evidence.QUEUE_PAIRS_GONE}

@@ -136,7 +136,7 @@ def test_cancel_before_exposure_releases_at_once_and_tells_nobody(make_lab):
 
 
 def test_cancel_of_an_idle_writer_is_proven_by_its_seal(make_lab):
-    """K2: "sealed, never posted" is proof; until it comes the block is owned."""
+    """An answer "sealed, never posted" is proof; until it comes the block is owned."""
     lab = make_lab(1)
     lab.open()
     lab.run(3)
@@ -212,7 +212,7 @@ def test_a_cancelled_receive_frees_once_when_the_last_writer_settles(make_lab, l
 
 
 def test_a_cancel_never_overtakes_its_request(make_lab):
-    """K5: cancelled in the very turn of publication, the sender sees request, then cancel, in this order."""
+    """Cancelled in the very turn of publication, the sender sees request, then cancel, in this order."""
     lab = make_lab(1)
     lab.open()
     lab.receiver._publish()
@@ -249,7 +249,7 @@ def test_publication_and_cancel_from_another_thread_are_ordered_by_one_lock(make
 
 
 def test_a_failed_writer_beside_a_successful_one_needs_its_own_proof(make_lab):
-    """K6: results do not count; per-operation proofs do. No scatter, logical failure at once, release with the last proof."""
+    """Results do not count; per-operation proofs do. No scatter, logical failure at once, release with the last proof."""
     lab = make_lab(2, parts_max=64)
     lab.world.landing = lambda job, part: "hold" if job.operation.writer_rank == 0 else "land"
     lab.open(tier="bounce")
@@ -266,7 +266,7 @@ def test_a_failed_writer_beside_a_successful_one_needs_its_own_proof(make_lab):
 
 @pytest.mark.parametrize("executor", list(WriteExecutor)[:2])
 def test_an_error_is_no_proof_and_its_late_bytes_do_no_harm(make_lab, executor):
-    """K2: the sender's error report leaves the memory owned; the part that erred lands afterwards, into owned memory."""
+    """The sender's error report leaves the memory owned; the part that erred lands afterwards, into owned memory."""
     lab = make_lab(1, executor=executor, parts_max=64, landing=lambda job, part: "error")
     (operation,) = lab.open()
     lab.ready()
@@ -281,7 +281,7 @@ def test_an_error_is_no_proof_and_its_late_bytes_do_no_harm(make_lab, executor):
 
 
 def test_a_reaped_sender_is_proof_where_it_executes_its_writes(make_lab):
-    """K2 over CMA: the sender's process is gone, so are its stores."""
+    """Over CMA the sender's process is gone, so are its stores."""
     lab = make_lab(1, executor=WriteExecutor.SENDER, parts_max=64, landing=lambda job, part: "hold")
     lab.open()
     lab.ready()
@@ -300,7 +300,7 @@ def test_a_reaped_sender_is_proof_where_it_executes_its_writes(make_lab):
 
 
 def test_our_agents_end_is_proof_where_the_receiver_executes(make_lab):
-    """K2 over tcp: a reaped sender proves nothing, destroying our agent does."""
+    """Over tcp a reaped sender proves nothing, destroying our agent does."""
     lab = make_lab(1, executor=WriteExecutor.RECEIVER, parts_max=64, landing=lambda job, part: "hold")
     (operation,) = lab.open()
     lab.ready()
@@ -769,7 +769,7 @@ def test_identities_are_checked_before_anything_is_owned(make_lab):
 
 
 def test_a_block_is_not_advertised_while_an_earlier_publication_exposes_it(make_lab):
-    """K4, also a double allocation: refused until the first transfer is proven, then welcome."""
+    """A double allocation: refused until the first transfer is proven, then welcome."""
     lab = make_lab(1)
     lab.open(1, blocks=[4, 5])
     with pytest.raises(AddressStillExposed):

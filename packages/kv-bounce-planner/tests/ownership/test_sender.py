@@ -79,7 +79,7 @@ def test_a_source_is_released_only_when_sealed_and_every_write_is_proven(make_la
 
 
 def test_a_source_in_progress_is_not_released_by_seal_fail_or_cancel(make_lab):
-    """K3: the write still reads it. Sealed, failed and cancelled, it stays owned until the completion."""
+    """The write still reads it. Sealed, failed and cancelled, it stays owned until the completion."""
     lab = make_lab(1, parts_max=64, landing=lambda job, part: "hold")
     lab.open()
     lab.ready()
@@ -192,7 +192,7 @@ def test_snapshots_of_equal_facts_have_equal_digests(make_lab):
 
 
 def test_a_cancel_that_came_first_leaves_a_tombstone(make_lab):
-    """K5: a request that is older than its cancel is never served, and the cancel was answered with a proof."""
+    """A request that is older than its cancel is never served, and the cancel was answered with a proof."""
     lab = make_lab(1)
     (operation,) = lab.open()
     lab.network.hold(lab.peer, lab.senders[0].self_id)
@@ -610,7 +610,7 @@ def test_the_report_is_queued_when_the_write_is_and_describes_it(make_lab):
 
 
 def test_an_error_with_a_dead_receiver_proves_the_source(make_lab):
-    """K3: error seen, receiver reaped, memory still registered. Either alone is not enough."""
+    """Error seen, receiver reaped, memory still registered. Either alone is not enough."""
     lab = make_lab(1, parts_max=64, landing=lambda job, part: "hold")
     (operation,) = lab.open()
     lab.ready()

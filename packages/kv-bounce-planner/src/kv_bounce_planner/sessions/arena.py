@@ -85,7 +85,7 @@ class Reservation:
         return self._span.key
 
     def abandon(self) -> None:
-        """Give the space back: no address of it ever left (K2: never exposed).
+        """Give the space back: no address of it ever left ("never exposed" is its proof).
 
         Raises:
             LocalProtocolError: It was advertised or abandoned before; nothing changed.

@@ -17,7 +17,7 @@ RANGES_MAX: Final = 1 << 20
 
 
 class ExposureLedger:
-    """Blocks that some publication of this process may still expose, across generations (K4).
+    """Blocks that some publication of this process may still expose, across generations.
 
     A Receiver and its successors share one per process (``of``). A block leaves the ledger by the proof of the transfer that
     entered it; a quarantined one never does. The same holds for the addresses of a transfer's plans.

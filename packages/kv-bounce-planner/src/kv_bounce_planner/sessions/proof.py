@@ -47,7 +47,7 @@ class Evidence(enum.StrEnum):
     OWN_EXIT = "our own process exited"
 
 
-#: K2. Several classes need all of their proofs; an unknown one is proven only by the exit of this process, which no
+#: Several classes need all of their proofs; an unknown one is proven only by the exit of this process, which no
 #: code of this process can see.
 CLASS_PROOFS: Final[Mapping[WriteExecutor, frozenset[Evidence]]] = {
     WriteExecutor.RECEIVER: frozenset({Evidence.AGENT_DESTROYED}),
@@ -130,7 +130,7 @@ class TransportClass:
 
     @property
     def required(self) -> frozenset[Evidence]:
-        """All evidence that together proves dead what a peer may still do to memory that was exposed to it (K2)."""
+        """All evidence that together proves dead what a peer may still do to memory that was exposed to it."""
         return required_proofs(self.executors)
 
     @property
@@ -343,7 +343,7 @@ def free(memory: ProvenMemory[ClaimT]) -> ClaimT:
 
 
 class BlockState(enum.StrEnum):
-    """K1: the states of a block or region, and their only edges."""
+    """The states of a block or region, and their only edges."""
 
     OWNED = "OWNED"
     PROVEN = "PROVEN"

@@ -184,7 +184,7 @@ class SendRequest:
 
 @dataclass(frozen=True)
 class SendCancel:
-    """Queue behind every frame for that peer that was queued before (K5)."""
+    """Queue behind every frame for that peer that was queued before."""
 
     peer: PeerId
     message: Cancel

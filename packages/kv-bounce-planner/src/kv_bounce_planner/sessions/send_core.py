@@ -2,7 +2,7 @@
 
 Theory. A request has one record per receive request (one operation). Its source memory is owned from ``SourceReady`` until
 the request is sealed *and* every record ended with a proof: a later receive request could still need the source, and a
-write in progress still reads it (K3). Sealing comes before the terminal snapshot, and what is not yet posted then is
+write in progress still reads it. Sealing comes before the terminal snapshot, and what is not yet posted then is
 never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
 
 Pull: the source is lent (``Lend``: its addresses leave), and the receiver reads. A loan ends with the receiver's word
@@ -725,7 +725,7 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
             if record.state is _S.LENT_IN_DOUBT:
                 self._loan_proven(record)
             if record.state is _S.IN_DOUBT:
-                # K3: the error is seen, so a dead receiver (with the source still registered) or our own agent's end is proof.
+                # The error is seen, so a dead receiver (with the source still registered) or our own agent's end is proof.
                 if Evidence.AGENT_DESTROYED in record.evidence:
                     record.machine.fire(_T.CLASS_PROOF, "own agent destroyed")
                     self._proven(record, record.request.operation, ProofKind.OWN_AGENT_DESTROYED)

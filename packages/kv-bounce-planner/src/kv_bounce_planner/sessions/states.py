@@ -10,7 +10,7 @@ direct write, from GRANTED on nothing falls back. LANDED: every part of a bounce
 checked. CONFLICTED: the sender contradicted the protocol, so its words prove nothing; only the transport class does.
 
 Sender: HELD → … → IN_FLIGHT. Sealing a record that posted nothing ends in SEALED at once; one that posted stops and
-waits (STOPPING) for what it posted. A handle in progress is never released (K3).
+waits (STOPPING) for what it posted. A handle in progress is never released.
 
 Pull turns the roles around: the sender lends its source (LENT: its addresses left) and the receiver reads. At the receiver no
 address ever leaves; from READING on its own reads may land, until they ended or their agent is gone. At the sender a loan ends

@@ -112,7 +112,7 @@ class TransportProgress:
 
 @runtime_checkable
 class Transport(Protocol):
-    """Moves bytes by one-sided writes and reads. One agent per peer instance and generation (K4)."""
+    """Moves bytes by one-sided writes and reads. One agent per peer instance and generation."""
 
     @property
     def transport_class(self) -> TransportClass: ...
