@@ -4,10 +4,13 @@ import pickle
 import random
 import sys
 import threading
+import types
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from comm_broadcast import (
@@ -442,6 +445,50 @@ def test_a_codec_that_one_rank_cannot_use_is_refused_by_all(make, text):
         return Broadcaster(comm).broadcast("next" if comm.rank == 0 else None)
 
     assert FakeWorld(3).run(body) == ["next"] * 3
+
+
+class NamedArray:
+    """What a ``type`` statement makes, and NumPy 2.5 of ``NDArray``: a name whose ``__value__`` is the array's type."""
+
+    __value__ = npt.NDArray[Any]
+    __class_getitem__ = classmethod(types.GenericAlias)
+
+
+class NamedList:
+    """The same of another type."""
+
+    __value__ = list[int]
+
+
+@pytest.mark.parametrize(
+    ("annotation", "is_token_field"),
+    [
+        (np.ndarray, True),
+        (npt.NDArray[np.int32], True),
+        (npt.NDArray[np.int32] | None, True),
+        (Annotated[npt.NDArray[np.int32], "ids"], True),
+        (NamedArray, True),
+        (NamedArray[np.int32], True),
+        (NamedArray[np.int32] | None, True),
+        (NamedList, False),
+        (list[int] | None, False),
+    ],
+    ids=str,
+)
+def test_token_fields_are_found_by_their_annotations(annotation, is_token_field):
+    """However the array's type is written: they travel as vectors and arrive as views."""
+    kind = msgspec.defstruct("Found", [("name", str), ("values", annotation)])
+    if not is_token_field:
+        assert ":tokens" not in TokenBatchCodec(kind).name
+        return
+    codec = TokenBatchCodec(kind)
+    segments = codec.encode([kind("a", np.arange(3, dtype=np.int32)), kind("b", [7])])
+    block = [bytearray(segment.nbytes) for segment in segments]
+    for segment, target in zip(segments, block, strict=True):
+        segment.prepare(memoryview(target))
+        list(segment.copy(memoryview(target)))
+    got = codec.decode([memoryview(part).toreadonly() for part in block])
+    assert [(item.name, item.values.tolist()) for item in got] == [("a", [0, 1, 2]), ("b", [7])]
 
 
 def test_a_codec_with_a_problem_does_not_encode():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import struct
+import types
+import typing
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
@@ -168,9 +170,7 @@ class TokenBatchCodec:
     def _prepare(self, struct_type: type[msgspec.Struct], token_fields: Sequence[str] | None) -> None:
         fields = msgspec.structs.fields(struct_type)
         names = [f.name for f in fields]
-        wanted = (
-            tuple(f.name for f in fields if "ndarray" in str(f.type)) if token_fields is None else tuple(token_fields)
-        )
+        wanted = tuple(f.name for f in fields if _is_array(f.type)) if token_fields is None else tuple(token_fields)
         rest = [f for f in fields if f.name not in wanted]
         self._type = struct_type
         self._tokens = wanted
@@ -188,8 +188,8 @@ class TokenBatchCodec:
         else:
             order = _row(itemgetter, [found_in.index(name) for name in names])
             self._make = lambda row: struct_type(*order(row))
-        types = ",".join(f"{f.name}:{'tokens' if f.name in wanted else f.type}" for f in fields)
-        self.name = f"tokens{_VERSION}/{struct_type.__name__}({types})"
+        columns = ",".join(f"{f.name}:{'tokens' if f.name in wanted else f.type}" for f in fields)
+        self.name = f"tokens{_VERSION}/{struct_type.__name__}({columns})"
 
     def problem(self) -> str | None:
         """See :class:`Codec`."""
@@ -297,6 +297,22 @@ def _struct_problem(struct_type: Any, token_fields: Any) -> str | None:
     if len(set(token_fields)) != len(token_fields):
         return f"token_fields must be different names, got {shown(list(token_fields))}"
     return None
+
+
+def _is_array(annotation: Any) -> bool:
+    """Whether an annotation is an array, or perhaps one: ``np.ndarray`` with or without parameters, or a name of it.
+
+    A ``type`` statement's name is an object of its own, from NumPy 2.5 on ``NDArray`` too: what it stands for is looked at.
+    """
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return any(map(_is_array, typing.get_args(annotation)))
+    if origin is typing.Annotated:
+        return _is_array(annotation.__origin__)
+    plain = annotation if origin is None else origin
+    if hasattr(plain, "__value__"):
+        return _is_array(plain.__value__)
+    return isinstance(plain, type) and issubclass(plain, np.ndarray)
 
 
 def _row(getter: Callable[..., Any], keys: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
