@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from rpc_local_registry import (
@@ -92,6 +93,42 @@ class TestCalls:
         with pytest.raises(RpcArgumentError, match="divide"):
             client.divide("one", 2.0).remote()
         assert service.submitted == []
+
+    @pytest.mark.parametrize(
+        ("arguments", "keywords", "text"),
+        [
+            ((1.0,), {}, "divide(): missing a required argument: 'right'"),
+            ((1.0, 2.0, 3.0), {}, "divide(): too many positional arguments"),
+            ((1.0,), {"wrong": 2.0}, "divide(): got an unexpected keyword argument 'wrong'"),
+            ((1.0,), {"left": 2.0}, "divide(): multiple values for argument 'left'"),
+        ],
+    )
+    @pytest.mark.parametrize("fast_path", [False, True])
+    def test_arguments_that_do_not_fit_the_method_are_told_alike_on_both_paths(
+        self, connect: Connect, arguments: Any, keywords: Any, text: str, fast_path: bool
+    ) -> None:
+        """As Python tells it, with the parameter's name."""
+        with pytest.raises(RpcArgumentError) as caught:
+            connect(fast_path=fast_path).divide(*arguments, **keywords).remote()
+        assert str(caught.value) == text
+
+    @pytest.mark.parametrize(
+        ("call", "text"),
+        [
+            (lambda c: c.divide("one", 2.0), "divide(): left: Expected `float`, got `str`"),
+            (lambda c: c.divide(1.0, right="two"), "divide(): right: Expected `float`, got `str`"),
+            (
+                lambda c: c.submit({"request_id": 1, "token_ids": 3}),
+                "submit(): request: Expected `numpy.ndarray`, got `int` - at `$.token_ids`",
+            ),
+        ],
+        ids=["positional", "keyword", "inner"],
+    )
+    def test_a_value_of_another_type_is_told_with_its_parameter(self, client: RpcClient, call: Any, text: str) -> None:
+        """And with its place inside the value."""
+        with pytest.raises(RpcArgumentError) as caught:
+            call(client).remote()
+        assert str(caught.value) == text
 
     def test_without_an_interface(self, connect: Connect) -> None:
         """Results are built-ins; an unknown name is the server's error, with the name in it."""
@@ -797,3 +834,62 @@ def test_an_unmarked_override_closes_a_method(key: bytes) -> None:
     with RpcServer(Closed(), "ipc://", key) as server, RpcClient(server.address, key) as client:
         error = client.call().remote_future().exception(10)
     assert isinstance(error, RpcMethodNotFound)
+
+
+class TestArrayAnnotations:
+    """``NDArray[T]``, as a strict type checker wants it, in parameters, results and within other types."""
+
+    class Arrays:
+        """Each way to write it."""
+
+        @rpc_method
+        def plain(self, value: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+            """Of one element type."""
+            return value.astype(np.int64)
+
+        @rpc_method
+        def inner(self, values: list[npt.NDArray[Any]] | None) -> dict[str, npt.NDArray[np.floating]]:
+            """Of any element type; of several."""
+            return {str(index): value.astype(np.float32) for index, value in enumerate(values or ())}
+
+        @rpc_method
+        def wrong(self) -> npt.NDArray[np.int64]:
+            """A result that is not what it says."""
+            return np.zeros(2, np.int8)  # type: ignore[return-value]
+
+    @pytest.fixture
+    def arrays(self, key: bytes) -> Iterator[RpcClient]:
+        """A client that knows the annotations."""
+        with (
+            RpcServer(self.Arrays(), "ipc://", key) as server,
+            RpcClient(server.address, key, interface=self.Arrays) as client,
+        ):
+            yield client
+
+    def test_they_travel(self, arrays: RpcClient) -> None:
+        """There and back."""
+        got = arrays.plain(np.arange(3, dtype=np.int32)).remote()
+        assert (got.dtype, got.tolist()) == (np.int64, [0, 1, 2])
+        assert arrays.inner(None).remote() == {}
+        got = arrays.inner([np.arange(2), np.zeros(1, bool)]).remote()
+        assert {name: (value.dtype, value.tolist()) for name, value in got.items()} == {
+            "0": (np.float32, [0.0, 1.0]),
+            "1": (np.float32, [0.0]),
+        }
+
+    def test_another_element_type_is_refused(self, arrays: RpcClient) -> None:
+        """Named with its place; the handler does not run. A result's is the answer's fault."""
+        with pytest.raises(RpcArgumentError, match=r"plain\(\): value: Expected an array of int32, got one of int64"):
+            arrays.plain(np.arange(3)).remote()
+        with pytest.raises(RpcArgumentError, match=r"Expected `numpy.ndarray`, got `int` - at `\$\[1\]`"):
+            arrays.inner([np.arange(3), 4]).remote()
+        with pytest.raises(RpcProtocolError, match="Expected an array of int64, got one of int8"):
+            arrays.wrong().remote()
+
+
+def test_a_class_in_the_place_of_a_worker_is_told(key: bytes) -> None:
+    """And a worker in the place of a class, by the error that the table promises."""
+    with pytest.raises(RpcConfigError, match="want a worker, got a class"):
+        RpcServer(TestArrayAnnotations.Arrays, "ipc://", key)
+    with pytest.raises(RpcConfigError, match="want the worker's class, got <"):
+        RpcClient("ipc:///nowhere/s", key, interface=TestArrayAnnotations.Arrays())  # type: ignore[arg-type]

@@ -124,7 +124,9 @@ class MethodSpec:
         try:
             self.signature.bind(*args, **keywords)
         except TypeError as error:
-            raise RpcArgumentError(f"{self.name}(): {error}") from None
+            unknown = [name for name in keywords if name not in self._by_name]
+            text = f"got an unexpected keyword argument {unknown[0]!r}" if unknown else str(error)
+            raise RpcArgumentError(f"{self.name}(): {text}") from None
 
     def decode_arguments(self, message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(positional, keywords) of a call, typed.
@@ -142,6 +144,7 @@ class MethodSpec:
         except RpcArgumentError:
             raise
         except DECODE_ERRORS as error:
+            self._name_misfit(message)
             raise RpcArgumentError(f"{self.name}(): {error}") from None
         except BaseException as error:  # noqa: BLE001 - a value's __post_init__ may even exit; it must not end the server's thread
             raise RpcArgumentError(f"{self.name}(): {told(error)}") from None
@@ -149,34 +152,39 @@ class MethodSpec:
             values = values[:-1]
         return values, {}
 
+    def _name_misfit(self, message: Message) -> None:
+        """Look at arguments that were refused as a whole one by one, so that the error names the parameter.
+
+        Raises:
+            RpcArgumentError: The one that does not fit; none, if the body is no list of arguments at all.
+        """
+        try:
+            raws = _RAWS.decode(message.body)
+        except DECODE_ERRORS:
+            return
+        self._decode_each(raws, message)
+
     def _parameter_names(self) -> list[str]:
         return [p.name for p in self.signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
 
     def _decode_each(self, raws: list[msgspec.Raw], message: Message) -> list[Any]:
-        names = self._parameter_names()
-        if len(raws) > len(names):
-            raise RpcArgumentError(f"{self.name}(): {len(raws)} positional arguments, at most {len(names)} fit")
-        values = [self._decode_one(name, raw, message) for name, raw in zip(names, raws)]
-        self.bind(tuple(values), {})
-        return values
+        self.bind(tuple(raws), {})
+        return [self._decode_one(name, raw, message) for name, raw in zip(self._parameter_names(), raws)]
 
     def _decode_one(self, name: str, raw: msgspec.Raw, message: Message) -> Any:
         decoder, lazy = self._by_name[name]
-        if lazy:
-            return LazyItems(_RAWS.decode(raw), message.buffers, decoder)
-        return decoder.decode(raw, message.buffers)
+        try:
+            if lazy:
+                return LazyItems(_RAWS.decode(raw), message.buffers, decoder)
+            return decoder.decode(raw, message.buffers)
+        except DECODE_ERRORS as error:
+            raise RpcArgumentError(f"{self.name}(): {name}: {error}") from None
 
     def _decode_keywords(self, message: Message) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positional, named = _RAW_CALL.decode(message.body)
-        names = self._parameter_names()
-        if len(positional) > len(names):
-            raise RpcArgumentError(f"{self.name}(): too many positional arguments")
-        for name in named:
-            if name not in self._by_name:
-                raise RpcArgumentError(f"{self.name}(): unexpected argument {name!r}")
-        args = tuple(self._decode_one(name, raw, message) for name, raw in zip(names, positional))
+        self.bind(tuple(positional), named)
+        args = tuple(self._decode_one(name, raw, message) for name, raw in zip(self._parameter_names(), positional))
         keywords = {name: self._decode_one(name, raw, message) for name, raw in named.items()}
-        self.bind(args, keywords)
         return args, keywords
 
 
@@ -286,8 +294,12 @@ def methods_of(owner: type) -> Mapping[str, MethodSpec]:
     """Allow-list of a worker's class: name to declaration. Inherited marks count; an unmarked override closes the method.
 
     Raises:
-        RpcConfigError: A declaration that cannot be served.
+        RpcConfigError: Not a worker's class, or a declaration that cannot be served.
     """
+    if not isinstance(owner, type):
+        raise RpcConfigError(f"want the worker's class, got {owner!r}")
+    if issubclass(owner, type):
+        raise RpcConfigError("want a worker, got a class: make an object of it")
     known = _known.get(owner)
     if known is not None:
         return known

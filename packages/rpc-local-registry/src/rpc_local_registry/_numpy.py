@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import typing
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,20 @@ def is_array_like(value: object) -> bool:
     return numpy is not None and (
         isinstance(value, (numpy.ndarray, numpy.generic)) or hasattr(type(value), "__array__")
     )
+
+
+def check_elements(annotation: Any, value: Any) -> None:
+    """Hold an array to what ``NDArray[T]`` says of its elements; ``Any`` says nothing.
+
+    Raises:
+        ValueError: They are of another type.
+    """
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return
+    # ndarray[shape, dtype[T]]
+    for wanted in [t for part in typing.get_args(annotation)[1:] for t in typing.get_args(part)]:
+        if isinstance(wanted, type) and issubclass(wanted, numpy.generic) and not issubclass(value.dtype.type, wanted):
+            raise ValueError(f"Expected an array of {wanted.__name__}, got one of {value.dtype}")
 
 
 def export(value: Any) -> tuple[str, tuple[int, ...], bytes | memoryview]:
