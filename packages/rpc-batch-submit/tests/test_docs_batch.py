@@ -36,25 +36,31 @@ def test_every_error_is_in_the_table() -> None:
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-EXAMPLE = "".join(re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S))
-
-
-def test_the_example_runs(tmp_path: Path) -> None:
-    """README's example, as it stands, in an empty folder."""
-    done = subprocess.run([sys.executable, "-c", EXAMPLE], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.stdout.splitlines() == [
+EXAMPLES = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text("utf-8"), re.S)
+PRINTED = [
+    [
         "one call: ['a', 'bad', 'c']",
         "one call: ['d']",
         "{'a': None, 'bad': BatchItemFailed('ValueError: empty prompt'), 'c': None, 'd': None} ['a', 'c', 'd']",
-    ], done.stderr
+    ],
+    ["one call: ['a', 'b', 'c']", "one call: ['d']"],
+]
+
+
+@pytest.mark.parametrize(("example", "printed"), list(zip(EXAMPLES, PRINTED, strict=True)), ids=["threads", "asyncio"])
+def test_the_examples_run(example: str, printed: list[str], tmp_path: Path) -> None:
+    """README's examples, as they stand, in an empty folder."""
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout.splitlines() == printed, done.stderr
 
 
 @pytest.mark.slow
-def test_the_example_is_typed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", EXAMPLES, ids=["threads", "asyncio"])
+def test_the_examples_are_typed(example: str, tmp_path: Path) -> None:
     """mypy, strict."""
     pytest.importorskip("mypy")
     script = tmp_path / "example.py"
-    script.write_text(EXAMPLE)
+    script.write_text(example)
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0, checked.stdout
