@@ -29,8 +29,8 @@ class AsyncioBatchSubmitter(Driver[_T]):
         rollback: Called with (request, error) when a registered request is not to be tracked any more: it was refused, its send
             failed, or it was aborted while buffered. What it raises is logged.
         on_unknown: Called with (request, error) before ``rollback`` when the request may have been served all the same: the
-            send timed out, its peer died, the worker's answer made no sense. Here the caller aborts it at the worker. A true
-            result keeps the registration (an answer may still come) and skips ``rollback``.
+            send timed out, its peer died, the worker's answer made no sense. Here the caller aborts it at the worker. Only
+            ``True`` keeps the registration (an answer may still come) and skips ``rollback``.
         refused: Whether the exception of a failed send says that nothing was served; None for ``never_ran``.
         size_of: Bytes of a request, for ``bytes_max``; None counts nothing.
         id_of: Id of a request, for ``abort``; None: no aborts.
@@ -68,9 +68,12 @@ class AsyncioBatchSubmitter(Driver[_T]):
         Raises:
             BatchClosed, BatchBackpressure, BatchUsageError: Not taken, not registered.
         """
+        super()._enter()
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._leave_closed_loop()
+        # Not if a hook has submitted from here meanwhile.
+        if self._loop is not loop:
             if self._loop is not None and self._core.outstanding:
                 raise BatchUsageError("this submitter has requests on another event loop")
             self._loop = loop
@@ -79,24 +82,16 @@ class AsyncioBatchSubmitter(Driver[_T]):
         ticket: asyncio.Future[None] = loop.create_future()
         return self._take(request, looked_at, ticket)  # type: ignore[no-any-return]
 
-    def abort(self, request_id: Hashable) -> bool:
-        """Remove a request that is still buffered: True, its future raises ``BatchAborted``.
-
-        False: it was sent, abort it there.
-        """
-        self._leave_closed_loop()
-        return super().abort(request_id)
-
-    def flush(self) -> None:
-        """Send what is buffered now."""
-        self._leave_closed_loop()
-        super().flush()
-
     async def aclose(self, timeout_s: float | None = None) -> bool:
-        """Take nothing more, send what is buffered, wait until everything is settled; True if it was in time."""
+        """Take nothing more, send what is buffered, wait until everything is settled; True if it was in time.
+
+        It does not wait in the task of a send of its own, which would wait for itself.
+        """
         self.close()
         if not self._core.outstanding:
             return True
+        if asyncio.current_task() in self._awaited.values():
+            return False
         idle: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._idle.append(idle)
         try:
@@ -107,7 +102,7 @@ class AsyncioBatchSubmitter(Driver[_T]):
 
     def close(self) -> None:
         """Take nothing more and send what is buffered, without waiting for the outcomes (``aclose`` does)."""
-        self._leave_closed_loop()
+        self._enter()
         self._shut()
         if self._timer is not None:
             self._timer.cancel()
@@ -120,6 +115,12 @@ class AsyncioBatchSubmitter(Driver[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    def _enter(self) -> None:
+        super()._enter()
+        if self._loop is not None and self._loop.is_running() and asyncio._get_running_loop() is not self._loop:
+            raise BatchUsageError("this submitter's event loop runs in another thread: call_soon_threadsafe")
+        self._leave_closed_loop()
 
     # ---- the timer
 
@@ -194,11 +195,16 @@ class AsyncioBatchSubmitter(Driver[_T]):
         if loop is None or not loop.is_closed():
             return
         for entry in self._core.entries:
+            sent = entry.state is EntryState.SENT
             error: BaseException = BatchSendUnknown("its event loop was closed before its outcome came")
-            if entry.state is not EntryState.SENT:
+            if not sent:
                 error = BatchAborted("its event loop was closed before it was sent")
             self._end(entry, error)
-        self._forget_all()
+            with self._lock:
+                self._core.settle(entry, failed=sent, unknown=sent)
+        # A hook that submits again has done all this already, and its new request belongs to the loop that runs now.
+        if self._loop is loop:
+            self._forget_all()
 
     def _forget_all(self) -> None:
         # In a forked child the loop is the parent's, too.

@@ -9,17 +9,19 @@ from __future__ import annotations
 import abc
 import functools
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
+from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from rpc_batch_submit._batcher import Batcher, BatchStatistics, Entry, EntryState, SendBatch, ends_of
 from rpc_batch_submit._config import BatchSubmitConfig
-from rpc_batch_submit._errors import BatchAborted, BatchSubmitError
+from rpc_batch_submit._errors import BatchAborted, BatchConfigError, BatchSubmitError, BatchUsageError
 from rpc_batch_submit._hooks import Hooks, first_interrupt
-from rpc_batch_submit._outcomes import is_unknown, unpack_outcomes
+from rpc_batch_submit._outcomes import is_unknown, told, unpack_outcomes
 
 _T = TypeVar("_T")
 _drivers: weakref.WeakSet[Driver[Any]] = weakref.WeakSet()
@@ -58,8 +60,11 @@ class Driver(abc.ABC, Generic[_T]):
     def __init__(self, hooks: Hooks[_T], config: BatchSubmitConfig | None) -> None:
         self._hooks = hooks
         self._config = BatchSubmitConfig.from_env() if config is None else config
+        if not isinstance(self._config, BatchSubmitConfig):
+            raise BatchConfigError(f"config must be a BatchSubmitConfig or None, got {config!r}")
         self._core: Batcher[_T] = Batcher(self._config)
-        # Re-entrant: an interrupt handler or a collection may submit, abort or close inside any of these sections.
+        # Re-entrant, so that a signal handler or a finalizer that calls in here from inside a section does not wait for itself:
+        # ``_enter`` refuses it.
         self._lock = threading.RLock()
         self._to_send: deque[SendBatch[_T]] = deque()
         #: Batches whose sends have begun and are not over, with the requests that were handed over (the others were cancelled).
@@ -107,6 +112,7 @@ class Driver(abc.ABC, Generic[_T]):
 
         False: it was sent, abort it there.
         """
+        self._enter()
         entry: Entry[_T] | None = None
         error = BatchAborted(f"request {request_id!r} was aborted before it was sent")
         try:
@@ -116,6 +122,8 @@ class Driver(abc.ABC, Generic[_T]):
                     return False
                 self._core.take_back(entry)
                 self._changed()
+            # As if it left now: a ticket that was cancelled tells those who wait for it only then.
+            self._begin(entry.ticket)
             self._end(entry, error)
         except BaseException:
             self._recover(None)
@@ -126,6 +134,7 @@ class Driver(abc.ABC, Generic[_T]):
 
     def flush(self) -> None:
         """Send what is buffered now."""
+        self._enter()
         me = object()
         try:
             with self._lock:
@@ -139,6 +148,26 @@ class Driver(abc.ABC, Generic[_T]):
         """Counters so far."""
         with self._lock:
             return self._core.statistics()
+
+    def _enter(self) -> None:
+        """A caller comes in. Whoever is in the middle of the bookkeeping must not begin another piece of it.
+
+        Raises:
+            BatchUsageError: A signal handler or a finalizer broke into one of this submitter's calls; nothing was done.
+        """
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise BatchUsageError(
+                "a signal handler or finalizer broke into this submitter's bookkeeping; call from another thread or the loop"
+            )
+
+    def _inside(self) -> bool:
+        """Whether this thread is in a function that this submitter called: to wait for its requests there has no end."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in _CALLS_OUT and frame.f_locals.get("self") is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def _take(self, request: _T, looked_at: tuple[Hashable, int, bool], ticket: Any) -> Any:
         """``submit``, with a ticket that nobody else has yet; returns it.
@@ -157,6 +186,9 @@ class Driver(abc.ABC, Generic[_T]):
             if register is not None:
                 # In one step of the interpreter: afterwards it is known whether it was done.
                 registered.extend(map(register, (request,)))
+                if not registered:
+                    # ``map`` takes it for its own end.
+                    raise BatchUsageError("register raised StopIteration")
                 with self._lock:
                     queued = self._put(entry, bypass)
             if queued:
@@ -189,7 +221,7 @@ class Driver(abc.ABC, Generic[_T]):
             and (registered or buffered or not isinstance(error, Exception))
         ):
             # Also if an interrupt came out of ``register``: it may have been done.
-            self._end(entry, BatchAborted(f"interrupted before it was sent: {error!r}"))
+            self._end(entry, BatchAborted(f"interrupted before it was sent: {told(error)}"))
         self._go_on(ticket)
 
     def _shut(self) -> None:
@@ -370,3 +402,9 @@ class Driver(abc.ABC, Generic[_T]):
         self._under_way.clear()
         self._awaited.clear()
         self._sender = None
+
+
+#: The functions from which the caller's own are called: ``register``, ``send_batch``, a ticket's callbacks, the other hooks.
+_CALLS_OUT = frozenset(
+    function.__code__ for function in (Driver._take, Driver._send, Driver._end_batch, Driver._end)
+)  # fmt: skip

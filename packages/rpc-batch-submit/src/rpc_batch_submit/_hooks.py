@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
@@ -33,6 +34,8 @@ class Hooks(Generic[_T]):
             value = getattr(self, field.name)
             if not callable(value) and (value is not None or field.name == "send_batch"):
                 raise BatchConfigError(f"{field.name} must be callable, got {value!r}")
+            if field.name != "send_batch" and inspect.iscoroutinefunction(value):
+                raise BatchConfigError(f"{field.name} must not be an async function: nothing would run it")
 
     def look_at(self, request: _T) -> tuple[Hashable, int, bool]:
         """(id, bytes, whether it goes direct); before anything is touched, so whatever these raise costs nothing."""
@@ -55,7 +58,7 @@ class Hooks(Generic[_T]):
         if on_unknown is not None and is_unknown(error) and not entry.asked:
             try:
                 entry.asked = True
-                entry.kept = bool(on_unknown(request, error))
+                entry.kept = on_unknown(request, error) is True
             except Exception:
                 _logger.exception("on_unknown failed for a request")
         if rollback is not None and not entry.kept and not entry.told:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Final, TypeVar
 
-from rpc_batch_submit._errors import BatchItemFailed, BatchOutcomeError, BatchSendFailed, BatchSendUnknown
+from rpc_batch_submit._errors import (
+    BatchItemFailed,
+    BatchOutcomeError,
+    BatchSendFailed,
+    BatchSendUnknown,
+    BatchUsageError,
+)
 
 _logger = logging.getLogger("rpc_batch_submit")
 
@@ -24,7 +32,8 @@ def unpack_outcomes(result: object, count: int) -> list[BaseException | None]:
 
     Args:
         result: None (all accepted) or a sequence with one entry per request: None for accepted, a text or an exception
-            for a refusal of that request alone.
+            for a refusal of that request alone (one that a future cannot carry, an interrupt say, as the cause of a
+            ``BatchItemFailed``).
         count: Requests that were sent.
 
     Returns:
@@ -35,19 +44,28 @@ def unpack_outcomes(result: object, count: int) -> list[BaseException | None]:
         return [None] * count
     try:
         if isinstance(result, Sequence) and not isinstance(result, (str, bytes)) and len(result) == count:
-            outcomes = [_outcome(item) for item in result]
+            # One more than there should be: what tells a length need not end there.
+            outcomes = [_outcome(item) for item in itertools.islice(result, count + 1)]
             if len(outcomes) == count:
                 return outcomes
     except Exception as error:  # noqa: BLE001 - a sequence that cannot be read is an answer of another form
         return [
-            BatchOutcomeError(f"{count} requests were answered by what cannot be read: {error!r}") for _ in range(count)
+            BatchOutcomeError(f"{count} requests were answered by what cannot be read: {told(error)}")
+            for _ in range(count)
         ]
     return [BatchOutcomeError(f"{count} requests were answered by {_short(result)}") for _ in range(count)]
 
 
 def _outcome(item: object) -> BaseException | None:
-    if item is None or isinstance(item, BaseException):
-        return item
+    if item is None:
+        return None
+    if isinstance(item, BaseException):
+        if isinstance(item, Exception) and not isinstance(item, StopIteration):
+            return item
+        # Raised from a ticket it would pass for an interrupt of the caller, or for the end of the caller's iterator.
+        refusal = BatchItemFailed(told(item))
+        refusal.__cause__ = item
+        return refusal
     if isinstance(item, str):
         return BatchItemFailed(item)
     return BatchOutcomeError(f"an outcome is None, a text or an exception, not {_short(item)}")
@@ -68,9 +86,17 @@ def send_failure(cause: BaseException, count: int, refused: Callable[[BaseExcept
     except Exception:
         _logger.exception("classifying a failed send failed")
         kind = BatchSendUnknown
-    error = kind(f"sending {count} requests failed: {cause!r}")
+    error = kind(f"sending {count} requests failed: {told(cause)}")
     error.__cause__ = cause
     return error
+
+
+def told(error: BaseException) -> str:
+    """An exception within the text of another. Never raises, and is bounded: its own ``repr`` is foreign code."""
+    try:
+        return repr(error)[:_TEXT_MAX]
+    except Exception:  # noqa: BLE001 - only for the text of an error
+        return f"{type(error).__qualname__}(<unreadable>)"
 
 
 def is_unknown(error: BaseException | None) -> bool:
@@ -111,7 +137,7 @@ def take_in(
     Args:
         batch: Requests. An iterator whose ``next`` can go on after an exception loses only the bad request; one that tells
             its length is asked no oftener than that.
-        submit: Takes one request; raises to refuse it.
+        submit: Takes one request; raises to refuse it. No ``async`` function: nothing would run it.
         hold_s: Longest stretch without an offer, seconds, beyond the request under way.
 
     Returns:
@@ -119,7 +145,10 @@ def take_in(
 
     Raises:
         BatchOutcomeError: An iterator without a length raised ``UNREADABLE_MAX`` times in a row: it has no end.
+        BatchUsageError: ``submit`` is an ``async`` function; no request was asked for.
     """
+    if inspect.iscoroutinefunction(submit):
+        raise BatchUsageError("submit must not be an async function: nothing would run it")
     outcomes: list[str | None] = []
     requests = iter(batch)
     left = len(requests) if isinstance(requests, Sized) else None
@@ -134,15 +163,15 @@ def take_in(
             outcomes.append(_text_of(error))
             unreadable += 1
             if left is None and unreadable >= UNREADABLE_MAX:
-                raise BatchOutcomeError(f"{unreadable} requests in a row could not be read: {error!r}") from error
-            continue
-        unreadable = 0
-        try:
-            submit(request)
-        except Exception as error:  # noqa: BLE001 - one refused request must not cost the others
-            outcomes.append(_text_of(error))
+                raise BatchOutcomeError(f"{unreadable} requests in a row could not be read: {told(error)}") from error
         else:
-            outcomes.append(None)
+            unreadable = 0
+            try:
+                submit(request)
+            except Exception as error:  # noqa: BLE001 - one refused request must not cost the others
+                outcomes.append(_text_of(error))
+            else:
+                outcomes.append(None)
         if clock() - held_since_s >= hold_s:
             offer()
             held_since_s = clock()

@@ -51,12 +51,12 @@ class ThreadBatchSubmitter(Driver[_T]):
         # would keep it locked.
         self._news = threading.Condition(self._lock)
         self._timer: threading.Thread | None = None
-        self._timer_stop = False
         #: When the timer was last told to look.
         self._armed_s: float | None = None
 
     def submit(self, request: _T) -> concurrent.futures.Future[None]:
         """Take a request; same contract as ``AsyncioBatchSubmitter.submit``."""
+        self._enter()
         looked_at = self._hooks.look_at(request)
         ticket: concurrent.futures.Future[None] = concurrent.futures.Future()
         return self._take(request, looked_at, ticket)  # type: ignore[no-any-return]
@@ -65,15 +65,22 @@ class ThreadBatchSubmitter(Driver[_T]):
         """Take nothing more, send what is buffered, wait until everything is settled; True if it was in time.
 
         Args:
-            timeout_s: None waits as long as the sends take; 0 does not wait.
+            timeout_s: None waits as long as the sends take; 0 does not wait. Nor does a call from inside one of the caller's
+                functions that this submitter calls (``send_batch``, ``rollback``, a ticket's callback): it would wait for
+                itself.
         """
-        self._timer_stop = True
+        self._enter()
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._shut()
+        if self._inside():
+            deadline_s = 0.0
         timer = self._timer
         if timer is not None and timer is not threading.current_thread():
-            timer.join(timeout_s)
+            timer.join(_left_s(deadline_s))
         with self._lock:
-            return self._news.wait_for(lambda: not self._core.outstanding and self._sender is None, timeout_s)
+            return self._news.wait_for(
+                lambda: not self._core.outstanding and self._sender is None, _left_s(deadline_s)
+            )  # fmt: skip
 
     def __enter__(self) -> ThreadBatchSubmitter[_T]:
         return self
@@ -113,7 +120,7 @@ class ThreadBatchSubmitter(Driver[_T]):
         if due_s is None:
             _waiting.discard(self)
             self._armed_s = None
-        if self._timer_stop and due_s is None:
+        if self._core.closed and due_s is None:
             return False, None
         if due_s is None:
             return True, None
@@ -160,6 +167,10 @@ class ThreadBatchSubmitter(Driver[_T]):
         self._news = threading.Condition(self._lock)
         self._timer = None
         self._armed_s = None
+
+
+def _left_s(deadline_s: float | None) -> float | None:
+    return None if deadline_s is None else min(max(deadline_s - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
 
 def _start(thread: threading.Thread) -> None:
