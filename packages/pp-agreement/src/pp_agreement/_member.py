@@ -566,7 +566,7 @@ class Member:
                 if round_ is None:
                     continue
             if kind == _REASONS:
-                round_.reasons |= request_id << (64 * outcome)
+                self._hear_reasons(round_, 8 * outcome, request_id)
                 continue
             if round_.request_id != request_id or round_.held is not None:
                 self._contradicts(round_, kind, request_id)
@@ -595,6 +595,13 @@ class Member:
                 self._quarantine(round_)
         if len(self._undigested) > DIGESTED_AT_ONCE:
             self._digest_finals()
+
+    def _hear_reasons(self, round_: Round, first: int, packed: int) -> None:
+        """The reasons of eight voices from the ``first`` on, ahead of their COMMIT."""
+        for voice, reason in enumerate(packed.to_bytes(8, "little"), first):
+            if reason > REASON_MAX or (reason and voice >= self.context.voices):
+                self.context.blame_coordinator(f"REASONS with reason {reason} of voice {voice}", round_)
+        round_.reasons |= packed << (8 * first)
 
     def _quarantine(self, round_: Round) -> None:
         context = self.context
@@ -707,7 +714,7 @@ class Member:
             self.end(round_, ReadyInput.WITHDRAW, wanted)
 
     def _reasons(self, packed: int) -> tuple[Reason, ...]:
-        return tuple([REASONS[min((packed >> (8 * i)) & 0xFF, REASON_MAX)] for i in range(self.context.voices)])
+        return tuple([REASONS[(packed >> (8 * i)) & 0xFF] for i in range(self.context.voices)])
 
     def _measure(self, latency_s: float) -> None:
         """From this rank's lease to COMPLETE, as from its terminal vote to COMMIT: both are in one histogram."""
