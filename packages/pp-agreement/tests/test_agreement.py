@@ -63,12 +63,29 @@ def test_import_without_optional_libraries():
         "for name in ('MpiTransport', 'ZmqTransport', 'MpiExchange'):\n"
         "    try:\n"
         "        getattr(pp_agreement, name)\n"
-        "    except ImportError:\n"
+        "    except pp_agreement.MissingLibraryError as error:\n"
+        "        assert isinstance(error, ImportError) and isinstance(error, pp_agreement.AgreementError)\n"
+        "        assert name in str(error) and 'pip install' in str(error), error\n"
         "        continue\n"
         "    raise SystemExit(name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, OSError])
+def test_a_library_that_cannot_be_loaded_is_told(monkeypatch, raised):
+    """mpi4py without an MPI library to load: not an ImportError there, one here, with what to install."""
+    import importlib
+
+    import pp_agreement
+
+    def cannot_load(name):
+        raise raised(f"{name}: cannot load MPI library")
+
+    monkeypatch.setattr(importlib, "import_module", cannot_load)
+    with pytest.raises(pp_agreement.MissingLibraryError, match=r"MpiTransport needs .* pip install .*cannot load"):
+        _ = pp_agreement.MpiTransport
 
 
 def test_every_public_name_exists():

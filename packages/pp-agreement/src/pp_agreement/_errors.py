@@ -79,5 +79,9 @@ class TransportError(AgreementError):
         self.rank = rank
 
 
+class MissingLibraryError(AgreementError, ImportError):
+    """An adapter's library is not installed or cannot be loaded; says what to install. The rest of the package works."""
+
+
 class WouldBlock(Exception):
     """No credit or no send slot now. Nothing changed; try again after a poll."""
