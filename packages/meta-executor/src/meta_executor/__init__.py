@@ -19,6 +19,7 @@ Rooms, each importing only what stands below it::
     mpi_launcher    how an MPI world is started here
     config          what a service is configured to be
     private_files   files and folders that are this user's alone
+    addresses       where an instance listens, and how it is announced
     wire            words between the front and an instance over HTTP
 """
 

@@ -108,7 +108,7 @@ def _run(service: ServiceConfig, roles: tuple[str, ...], with_front: bool, resta
     from meta_executor.preflight import check_service
     from meta_executor.supervise.launch import Launcher
 
-    check_service(service, with_front=with_front)
+    check_service(service, with_front=with_front, roles=roles)  # type: ignore[arg-type]
     launcher = Launcher(service, say=_say, roles=roles, with_front=with_front, restart=restart)  # type: ignore[arg-type]
     with launcher.started():
         if with_front:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from meta_executor.addresses import is_host, is_loopback_name, is_wildcard
 from meta_executor.private_files import write_file
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -203,6 +204,9 @@ class InstanceConfig(_Section, frozen=True, kw_only=True):
     #: ``key_file``.
     urls: tuple[str, ...] = ()
     hostname: str = "127.0.0.1"
+    #: By which address or name other hosts reach the instance, where that is not ``hostname``. None: it is; ``hostname`` is one
+    #: address then if parts are started apart (``key_file``).
+    advertised_host: str | None = None
     #: 0: any free port. With several instances the first one's; the others follow it.
     port: Port = 0
     pipeline_parallel_size: PositiveInt = 1
@@ -438,6 +442,8 @@ def service_config(data: object) -> ServiceConfig:
 #: Keys of the field's files that stand at the top and belong elsewhere here.
 _MOVED = {"model": ("engine", "model")}
 _ROLES = ("context_servers", "generation_servers")
+#: Settings of a section that mean nothing at the top.
+_OWN = {"urls", "num_instances", "advertised_host"}
 
 
 def _spread(data: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -448,7 +454,7 @@ def _spread(data: Mapping[Any, Any]) -> dict[Any, Any]:
     """
     spread = dict(data)
     known = {field.encode_name for field in msgspec.structs.fields(ServiceConfig)}
-    shared = {field.encode_name for field in msgspec.structs.fields(InstanceConfig)} - known - {"urls", "num_instances"}
+    shared = {field.encode_name for field in msgspec.structs.fields(InstanceConfig)} - known - _OWN
     for key in data:
         places = [_MOVED[key]] if key in _MOVED else [(role, key) for role in _ROLES] if key in shared else []
         for section_name, name in places:
@@ -557,6 +563,7 @@ def _check(config: ServiceConfig) -> None:
         ("generation_servers", config.generation_servers),
     ):
         _check_urls(role, section, config.key_file, seen)
+        _check_host(role, section, config.key_file)
         _check_topology(role, section)
         _check_capacity(role, section)
     if config.generation_servers.pipeline_parallel_size != 1:
@@ -589,6 +596,26 @@ def _check_urls(role: str, section: InstanceConfig, key_file: str | None, seen: 
         )
     if section.urls and key_file is None:
         raise ConfigError("key_file", f"is wanted with {role}.urls: they and this front have one key")
+
+
+def _check_host(role: str, section: InstanceConfig, key_file: str | None) -> None:
+    """Where an instance is started, and how parts that are started apart reach it."""
+    told = section.advertised_host
+    if told is not None and (not is_host(told) or is_wildcard(told)):
+        raise ConfigError(
+            f"{role}.advertised_host", f"want one address or name by which other hosts reach the instance, got {told!r}"
+        )
+    if told is not None and is_loopback_name(section.hostname):
+        raise ConfigError(
+            f"{role}.hostname",
+            f"{section.hostname!r} is reached from its own host only, not as advertised_host {told!r}",
+        )
+    if key_file is not None and not section.urls and told is None and is_wildcard(section.hostname):
+        raise ConfigError(
+            f"{role}.hostname",
+            f"{section.hostname!r} is every address and none by which parts started apart (key_file) could reach the "
+            f"instance: set {role}.advertised_host to one",
+        )
 
 
 def _check_topology(role: str, section: InstanceConfig) -> None:

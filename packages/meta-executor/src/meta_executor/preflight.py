@@ -5,15 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
-from meta_executor.config import ConfigError, ServiceConfig
+from meta_executor.addresses import resolved
+from meta_executor.config import ConfigError, Role, ServiceConfig
 from meta_executor.listener.credentials import credentials
 from meta_executor.supervise.launch import world_command
 
 
-def check_service(service: ServiceConfig, *, with_front: bool) -> None:
+def check_service(
+    service: ServiceConfig, *, with_front: bool, roles: Sequence[Role] = ("context", "generation")
+) -> None:
     """Raise the first thing that would keep the service from starting.
+
+    Args:
+        service: All of it.
+        with_front: The front is started.
+        roles: Instances of these roles are started; those of the others may be on another host.
 
     Raises:
         ConfigError: Names the field and the value: a port in use, a missing or broken model, no mpiexec.
@@ -23,11 +32,13 @@ def check_service(service: ServiceConfig, *, with_front: bool) -> None:
         credentials(service.front)
     if with_front and service.port:
         check_port("port", service.hostname, service.port)
-    for name, section in (
-        ("context_servers", service.context_servers),
-        ("generation_servers", service.generation_servers),
-    ):
-        for index in range(section.num_instances if section.port and not section.urls else 0):
+    for role in roles:
+        name, section = f"{role}_servers", service.instance(role)
+        if section.urls:
+            continue
+        if not section.port:
+            check_port(f"{name}.hostname", section.hostname, 0)
+        for index in range(section.num_instances if section.port else 0):
             check_port(f"{name}.port", section.hostname, section.port + index)
     if service.engine.kind == "llama":
         check_model(service.engine.model)
@@ -36,16 +47,17 @@ def check_service(service: ServiceConfig, *, with_front: bool) -> None:
 def check_port(field: str, hostname: str, port: int) -> None:
     """Raise when nothing could listen there now."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        family, address = resolved(hostname, port)
     except OSError as error:
-        raise ConfigError("hostname", f"cannot resolve {hostname!r}: {error}") from error
-    with socket.socket(family, kind, protocol) as probe:
+        where = ".".join((*field.split(".")[:-1], "hostname"))
+        raise ConfigError(where, f"cannot resolve {hostname!r}: {error}") from error
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(address)
         except OSError as error:
             what = "is in use" if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-            raise ConfigError(field, f"{hostname}:{port} {what}") from error
+            raise ConfigError(field, f"{hostname}:{port} {what}" if port else f"{hostname} {what}") from error
 
 
 def check_model(model: str) -> Path:

@@ -135,3 +135,78 @@ def test_two_instances_and_a_front_started_apart_serve_together(folder: Path) ->
         for command in commands:
             command.process.kill()
             command.process.wait()
+
+
+def run_folders(parent: Path) -> list[Path]:
+    return sorted(parent.glob("run-*"))
+
+
+@pytest.mark.service
+@pytest.mark.timeout(180)
+def test_instances_at_two_addresses_with_a_folder_each_answer_as_one_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One configuration for all parts: they meet in the store, and nothing of one stands in the run folder of another."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # an instance at every address would leave it open
+    (folder / "key").write_text(secrets.token_hex(32))
+    (folder / "key").chmod(0o600)
+    base = {
+        "port": 0,
+        "key_file": str(folder / "key"),
+        "engine": {"kind": "synthetic"},
+        "discovery": {"store": str(folder / "store")},
+        "context_servers": {"pipeline_parallel_size": 2, "hostname": "0.0.0.0", "advertised_host": "127.0.0.2"},
+        "generation_servers": {"tensor_parallel_size": 1, "hostname": "127.0.0.3"},
+    }
+    one = {name: base[name] for name in ("port", "engine")} | {
+        "run_dir": str(folder / "one"),
+        "context_servers": {"pipeline_parallel_size": 2},
+        "generation_servers": {"tensor_parallel_size": 1},
+    }
+
+    def written(name: str, config: object) -> str:
+        (folder / name).write_text(yaml.safe_dump(config))
+        return str(folder / name)
+
+    commands: list[Command] = []
+
+    def start(*words: str) -> Command:
+        commands.append(Command(*words))
+        return commands[-1]
+
+    def answers(url: str) -> list[str]:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            made = [
+                client.completions.create(model="synthetic", prompt=prompt, max_tokens=12, temperature=0)
+                for prompt in ("abcdefgh", "a longer prompt, of several blocks: " * 4)
+            ]
+        return [completion.choices[0].text for completion in made]
+
+    def ended() -> None:
+        assert [command.end() for command in reversed(commands)] == [0] * len(commands), [c.said for c in commands]
+        commands.clear()
+
+    try:
+        expected = answers(start("up", written("one.yaml", one)).address("front"))
+        ended()
+        start("serve", "context", written("ctx.yaml", base | {"run_dir": str(folder / "c")}))
+        start("serve", "generation", written("gen.yaml", base | {"run_dir": str(folder / "g")}))
+        urls = [command.address(owner) for command, owner in zip(commands, ("ctx-0", "gen-0"))]
+        assert [url.rpartition(":")[0] for url in urls] == ["http://127.0.0.2", "http://127.0.0.3"]
+        front = start("front", written("front.yaml", base | {"run_dir": str(folder / "f")})).address("front")
+        assert answers(front) == expected and all(expected)
+        metrics = httpx.get(f"{front}/metrics", trust_env=False).text
+        assert "ctx_completed_requests_total 2.0" in metrics
+        key = {"x-meta-executor-key": (folder / "key").read_text()}
+        info = httpx.get(f"{urls[0]}/server_info", headers=key, trust_env=False).json()
+        called = [*info["control_addresses"], info["service_address"]]
+        cluster = httpx.get(f"{front}/cluster_info", trust_env=False).text
+        assert all(url in cluster for url in urls) and "127.0.0.1" not in cluster, cluster
+        assert len(called) == 3 and all(address.startswith("tcp://127.0.0.2:") for address in called), called
+        (context,) = run_folders(folder / "c")
+        assert not [path for path in (context / "ipc").iterdir() if path.suffix in (".c", ".s")]
+        ended()
+    finally:
+        for command in commands:
+            command.process.kill()
+            command.process.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from meta_executor.addresses import Place, place_of
 from meta_executor.api.batching import batching_of
 from meta_executor.api.door import Door, DoorServer
 from meta_executor.api.endpoint import Endpoint
@@ -22,12 +23,14 @@ def worker_address(spec: RunSpec, instance: InstanceSpec) -> str:
     return f"ipc://{spec.path('ipc', f'{instance.owner_id}.w')}"
 
 
-def door_address(spec: RunSpec, instance: InstanceSpec) -> str:
-    """Where the front's stream ends: in the run's folder, or over TCP where the instance is reached from other hosts."""
-    hostname = instance.config.hostname
-    if hostname in ("127.0.0.1", "localhost", "::1"):
-        return f"ipc://{spec.path('ipc', f'{instance.owner_id}.s')}"
-    return f"tcp://{hostname}:0"
+def door_place(spec: RunSpec, instance: InstanceSpec) -> Place:
+    """Where the front's stream ends.
+
+    Raises:
+        OSError: The instance's hostname cannot be resolved.
+    """
+    config = instance.config
+    return place_of(config.hostname, config.advertised_host, spec.path("ipc", f"{instance.owner_id}.s"))
 
 
 def client_of(spec: RunSpec, instance: InstanceSpec, address: str) -> WorkerClient:
@@ -47,6 +50,7 @@ class InstanceApi:
     Raises:
         RuntimeError: The HTTP server did not start.
         RpcError: The door's address cannot be taken.
+        OSError: The hostname cannot be resolved, or is none of this machine.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class InstanceApi:
         fault: Callable[[], str] = lambda: "",
     ) -> None:
         self._worker = client_of(spec, instance, worker)
-        self._door = DoorServer(Door(self._worker), door_address(spec, instance), spec.key(), instance.owner_id)
-        endpoint.service_address = self._door.address
+        place = door_place(spec, instance)
+        self._door = DoorServer(Door(self._worker), place.address, spec.key(), instance.owner_id)
+        endpoint.service_address = place.announced(self._door.address)
         api = ApiServer(
             self._worker,
             batching_of(instance),

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from meta_executor.addresses import resolved
 from meta_executor.config import HttpConfig
 from meta_executor.listener.bounds import Ledger, Worded
 from meta_executor.listener.protocol import BoundedProtocol
@@ -33,11 +34,7 @@ def listen(hostname: str, port: int) -> socket.socket:
     Raises:
         OSError: The address is not one of this machine, or is taken.
     """
-    if hostname:
-        found = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    else:
-        family, address = socket.AF_INET, ("", port)
+    family, address = resolved(hostname, port)
     # With the protocol named asyncio switches Nagle's algorithm off; otherwise each answer's body waits 40 ms for the
     # acknowledgement of its head.
     listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, socket.IPPROTO_TCP)

@@ -27,6 +27,7 @@ from kv_bounce_planner.sessions import (
     SessionResources,
 )
 from meta_executor import wire
+from meta_executor.addresses import Place, place_of
 from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, InstanceSpec, Role, RunSpec
 from meta_executor.discovery import profile_of
 from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec
@@ -201,6 +202,18 @@ def log(text: str) -> None:
     sys.stderr.flush()
 
 
+def control_place(spec: RunSpec, instance: InstanceSpec, rank: int) -> Place:
+    """Where a rank listens for KV control. Generation ranks call and nobody calls them: theirs stays in the run folder.
+
+    Raises:
+        OSError: The instance's hostname cannot be resolved.
+    """
+    path = spec.path("ipc", f"{instance.owner_id}.{rank}.c")
+    if instance.role == "generation":
+        return Place(f"ipc://{path}")
+    return place_of(instance.config.hostname, instance.config.advertised_host, path)
+
+
 def uses_cuda(config: EngineConfig) -> bool:
     """Whether the engine's memory is on a CUDA device."""
     if config.kind == "synthetic" or config.device == "cpu":
@@ -257,12 +270,12 @@ def assemble(
 
     phase("exchanging layouts")
     bell = RankBell(lambda rank: spec.path("ipc", f"{instance.owner_id}.{rank}.b"), identity.rank)
-    control_path = spec.path("ipc", f"{instance.owner_id}.{identity.rank}.c")
-    listening = SenderControl(f"ipc://{control_path}", spec.key(), bell.notify)
+    place = control_place(spec, instance, identity.rank)
+    listening = SenderControl(place.address, spec.key(), bell.notify)
     listening.start()
     limits = _limits(config, stage)
     layout = _layout(identity, stage, model, storage)
-    agreed = _negotiate(identity, comm, owner, model, storage, layout, limits, listening)
+    agreed = _negotiate(identity, comm, owner, model, storage, layout, limits, place.announced(listening.address))
 
     phase("opening transfers")
     peer = PeerId(instance_id, agreed.generation, identity.rank)
@@ -399,7 +412,7 @@ def _negotiate(
     storage: Storage,
     layout: KVLayout,
     limits: StepLimits,
-    listening: SenderControl,
+    control_address: str,
 ) -> Negotiated:
     """One exchange of facts, the same verdict on every rank; then the endpoint is published."""
     instance = identity.instance
@@ -408,7 +421,7 @@ def _negotiate(
     facts = RankFacts(
         rank=identity.rank,
         layout=msgspec.json.decode(layout.to_json()),
-        control_address=listening.address,
+        control_address=control_address,
         block_count=storage.block_count,
         process=this_process(),
         agreement=contribution(

@@ -20,6 +20,7 @@ import msgspec
 from mpi4py import MPI
 
 from meta_executor import wire
+from meta_executor.addresses import advertised_url
 from meta_executor.api.endpoint import OwnedEndpoint
 from meta_executor.api.instance import InstanceApi, worker_address
 from meta_executor.api.service import ExecutorService
@@ -85,7 +86,9 @@ class InstanceServers:
     def register(self, rank: Rank) -> None:
         """Let fronts find this instance, where the run has a store for that."""
         if rank.identity.spec.service.discovery.store is not None:
-            self._registration = Registration(rank.identity.spec, rank.owner, self.url)
+            config = rank.identity.instance.config
+            url = advertised_url(config.hostname, config.advertised_host, self.url)
+            self._registration = Registration(rank.identity.spec, rank.owner, url)
             self.endpoint.on_draining = self._registration.update
 
     def close(self) -> None:

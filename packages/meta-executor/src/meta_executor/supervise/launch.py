@@ -26,6 +26,7 @@ from typing import Literal
 
 import httpx
 
+from meta_executor.addresses import advertised_url
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.listener.tls import pinned_context
 from meta_executor.mpi_launcher import LauncherError, find_launcher
@@ -505,8 +506,14 @@ class Launcher:
     def _say_ready(self, component: _Component) -> None:
         component.said_ready = True
         took = time.monotonic() - component.started_s
-        hostname = component.spec.config.hostname if component.spec is not None else self._service.hostname
-        self._say(f"{component.owner_id}: ready at {shown_url(hostname, component.url or '')} after {took:.1f} s")
+        url = component.url or ""
+        if component.spec is None:
+            url = shown_url(self._service.hostname, url)
+        else:
+            config = component.spec.config
+            told = advertised_url(config.hostname, config.advertised_host, url)
+            url = told if config.advertised_host else shown_url(config.hostname, url)
+        self._say(f"{component.owner_id}: ready at {url} after {took:.1f} s")
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
