@@ -11,6 +11,7 @@ import pytest
 from rpc_batch_submit import (
     FLUSH_REASONS,
     Batcher,
+    BatchStatistics,
     BatchSubmitConfig,
     BatchSubmitError,
     BatchUsageError,
@@ -132,6 +133,82 @@ def test_a_forked_child_drops_what_is_the_parents() -> None:
     statistics = core.statistics()
     assert (statistics.outstanding, statistics.buffered, statistics.dropped_in_fork) == (0, 0, 4)
     assert core.flush() == ()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [BatchSubmitConfig(batch_max=3, bytes_max=4), BatchSubmitConfig(batch_max=3, adaptive=True)],
+    ids=["bytes", "adaptive"],
+)
+def test_after_a_fork_a_core_is_as_good_as_new(config: BatchSubmitConfig) -> None:
+    """No id, byte or send of the parent's changes what the child's own requests do."""
+    used, fresh = Batcher[str](config), Batcher[str](config)
+    for name in ("a", "b"):
+        used.add(name, 0.0, request_id=name, size_bytes=2)
+    used.drop()
+    used.add("a", 0.0, request_id="a", size_bytes=3)
+    used.drop()
+    for core in (used, fresh):
+        core.validate()
+    for name, size_bytes in (("a", 1), ("b", 1), ("c", 3), ("d", 1)):
+        got, wanted = (core.add(name, 1.0, request_id=name, size_bytes=size_bytes) for core in (used, fresh))
+        assert shown(got) == shown(wanted)
+        assert used.due_s() == fresh.due_s()
+    assert shown(used.send_over()) == shown(fresh.send_over())
+
+
+def test_a_request_that_is_registered_while_the_core_closes_leaves_at_once() -> None:
+    """Nobody would send it later."""
+    core: Batcher[str] = Batcher(BatchSubmitConfig(batch_max=3))
+    entry = core.admit("a")
+    assert core.close() == ()
+    assert shown(core.buffer(entry, 0.0)) == "close[a]"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(BatchSubmitConfig(batch_max=2), "size"), (BatchSubmitConfig(batch_max=3, bytes_max=2), "bytes")],
+    ids=["size", "bytes"],
+)
+def test_a_batch_that_was_lost_on_its_way_leaves_again(config: BatchSubmitConfig, reason: str) -> None:
+    """In the order in which its requests were buffered, which need not be that of their admission."""
+    core: Batcher[str] = Batcher(config)
+    first, second = (core.admit(name, size_bytes=1) for name in ("first", "second"))
+    core.buffer(second, 1.0)
+    core.buffer(first, 2.0)
+    assert shown(core.mend([])) == f"{reason}[second first]"
+    core.validate()
+
+
+def test_every_count() -> None:
+    """What ``statistics`` says after one of each."""
+    core: Batcher[str] = Batcher(BatchSubmitConfig(batch_max=3))
+    core.add("aborted", 0.0, request_id="aborted")
+    core.abort("aborted")
+    core.withdraw(core.admit("never registered"))
+    batches = [*core.add("direct", 0.0, bypass=True)]
+    for name in ("served", "failed", "unknown"):
+        batches += core.add(name, 1.0)
+    entries = {entry.request: entry for batch in batches for entry in batch.entries}
+    core.settle_served([entries["served"]])
+    core.settle(entries["failed"], failed=True)
+    core.settle(entries["unknown"], failed=True, unknown=True)
+    core.add("late", 2.0)
+    assert core.statistics() == BatchStatistics(
+        submitted=6,
+        sent=4,
+        settled=4,
+        aborted=1,
+        failed=2,
+        unknown=1,
+        batches=2,
+        flushes=dict.fromkeys(FLUSH_REASONS, 0) | {"bypass": 1, "size": 1},
+        buffered=1,
+        outstanding=2,
+        outstanding_high_water=4,
+        batch_high_water=3,
+        dropped_in_fork=0,
+    )
 
 
 class Oracle:

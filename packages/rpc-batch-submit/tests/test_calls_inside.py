@@ -215,6 +215,48 @@ def test_a_call_before_every_bytecode_of_another(outer: str, inner: str) -> None
     assert refused > 0
 
 
+@pytest.mark.parametrize("outer", ["submit", "flush", "abort"])
+def test_a_send_that_ends_before_every_bytecode_of_a_call(outer: str) -> None:
+    """What waited behind it leaves, once, and every ticket ends."""
+    at, last = 1, False
+    while not last:
+        tracker, sender = Tracker(), FakeSender()
+        submitter = ThreadBatchSubmitter(
+            sender,
+            BatchSubmitConfig(batch_max=3, delay_ms=60_000, adaptive=True),
+            register=tracker.register,
+            rollback=tracker.rollback,
+            id_of=lambda request: request,
+        )
+        tickets = [submitter.submit("under way"), submitter.submit("first")]
+
+        waiting: list[Any] = []
+
+        def end(sender: FakeSender = sender, waiting: list[Any] = waiting) -> None:
+            # Later ones end at once, on whatever thread they are made.
+            sender.immediate = True
+            waiting.extend(sender.futures[1:])
+            sender.accept(0)
+
+        breaking = Break(at, end)
+        result = breaking.run(
+            lambda submitter=submitter: submitter.submit("outer") if outer == "submit" else CALLS[outer](submitter)
+        )
+        if outer == "submit":
+            tickets.append(result)
+        last = bool(breaking.left)
+        if last:
+            end()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+        assert submitter.close(PATIENCE_S), at
+        assert all(ticket.done() for ticket in tickets), at
+        assert sorted(sender.requests) == sorted(set(sender.requests)) == sorted(tracker.tracked), at
+        submitter._core.validate()
+        at += 1
+
+
 class TestOtherThreads:
     """An asyncio submitter belongs to its loop's thread."""
 

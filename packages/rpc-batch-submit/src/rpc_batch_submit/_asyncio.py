@@ -210,7 +210,6 @@ class AsyncioBatchSubmitter(Driver[_T]):
         # In a forked child the loop is the parent's, too.
         super()._forget_all()
         self._idle.clear()
-        self._timer = None
         self._loop = None
 
     def __del__(self) -> None:

@@ -121,7 +121,6 @@ class Driver(abc.ABC, Generic[_T]):
                 if entry is None:
                     return False
                 self._core.take_back(entry)
-                self._changed()
             # As if it left now: a ticket that was cancelled tells those who wait for it only then.
             self._begin(entry.ticket)
             self._end(entry, error)
@@ -155,10 +154,14 @@ class Driver(abc.ABC, Generic[_T]):
         Raises:
             BatchUsageError: A signal handler or a finalizer broke into one of this submitter's calls; nothing was done.
         """
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if self._busy():
             raise BatchUsageError(
                 "a signal handler or finalizer broke into this submitter's bookkeeping; call from another thread or the loop"
             )
+
+    def _busy(self) -> bool:
+        """Whether this thread is in the middle of the bookkeeping: then a signal handler or a finalizer has broken into it."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def _inside(self) -> bool:
         """Whether this thread is in a function that this submitter called: to wait for its requests there has no end."""
@@ -178,6 +181,10 @@ class Driver(abc.ABC, Generic[_T]):
         request_id, size_bytes, bypass = looked_at
         entry: Entry[_T] | None = None
         registered: list[object] = []
+        known = None if request_id is None else core.buffered(request_id)
+        if known is not None and known.ticket.cancelled():
+            # Its caller gave it up: it need not keep its id until its batch leaves.
+            self.abort(request_id)
         try:
             with self._lock:
                 entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)
@@ -330,6 +337,10 @@ class Driver(abc.ABC, Generic[_T]):
                     self._core.settle(entry)
 
     def _on_result(self, batch: SendBatch[_T], result: Outcome) -> None:
+        if self._busy():
+            # A signal handler or a finalizer ended the send in the middle of the bookkeeping; another thread waits its turn.
+            threading.Thread(target=self._on_result, args=(batch, result), name="batch-submit-end", daemon=True).start()
+            return
         try:
             error = self._cancelled() if result.cancelled() else result.exception()
             if error is not None:
