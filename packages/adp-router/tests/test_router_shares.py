@@ -119,6 +119,43 @@ def test_long_batches_meet_the_limit_exactly():
     assert all(decision.why is Why.LEAST_LOADED for decision in result.decisions)
 
 
+def test_decisions_tell_the_loads_that_decided_not_the_requests_own_tokens():
+    """In the seed's order a target loads nobody; a cached part of a prompt loads nobody."""
+    pinned = [RouteRequest(1, 100, target_rank=0, strict=True), RouteRequest(2, 7), RouteRequest(3, 5)]
+    seed = Router(compat=True).route(pinned, [RankState(0)])
+    assert [(d.request_id, d.load_tokens) for d in seed.decisions] == [(1, 0), (2, 0), (3, 7)]
+    cached = [RouteRequest(i, 100, prefix_matches=(60,)) for i in range(3)]
+    prefix = Router("prefix").route(cached, [RankState(0)])
+    assert [d.load_tokens for d in prefix.decisions] == [0, 40, 80]
+
+
+def test_statistics_count_requests_without_their_children():
+    """Children take slots, but they are no requests."""
+    router = Router()
+    router.route([RouteRequest(1, 5, child_count=3), RouteRequest(2, 4)], [RankState(0), RankState(1)])
+    assert router.statistics().placed_by_rank == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("shortest", [8192, 1 << 58], ids=["of doubles", "beyond doubles"])
+@pytest.mark.parametrize("refused", [False, True], ids=["all", "all but one"])
+def test_batches_of_few_lengths_go_longest_first_in_order_of_arrival(shortest, refused):
+    """As a sort and a look at every rank would have it; one length comes late, one request is no request."""
+    count, size = 1100, 8
+    sizes = [shortest + (i * 7919) % 7 for i in range(count - 3)] + [shortest + 50, shortest + 3, shortest + 50]
+    offered = [RouteRequest((i * 31) % count, n) for i, n in enumerate(sizes)]
+    if refused:
+        offered[500] = RouteRequest(500 * 31 % count, -1)
+    order = sorted((i for i in range(count) if not refused or i != 500), key=lambda i: -sizes[i])
+    loads, wanted = [(r * 10, 0, r) for r in range(size)], []
+    for index in order:
+        tokens, held, rank = min(load for load in loads if load[1] < -(-len(order) // size))
+        wanted.append((offered[index].request_id, rank, tokens, held))
+        loads[rank] = (tokens + sizes[index], held + 1, rank)
+    result = Router().route(offered, [RankState(r, r * 10, 0) for r in range(size)])
+    assert [(d.request_id, d.rank, d.load_tokens, d.load_requests) for d in result.decisions] == wanted
+    assert len(result.errors) == refused
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -30,6 +30,8 @@ BATCHES = ((0, 0), (1, 1024), (1, 8192), (64, 1024), GOAL, (512, 1024), (512, 81
 #: Tokens above which a batch is measured a few times only, so that the whole stays within its time.
 LARGE = 1 << 20
 ROUNDS_OF_GOAL, ROUNDS, ROUNDS_LARGE = 41, 15, 3
+#: A round of arrays takes a tenth of one of lists, and its ratios spread more.
+ROUNDS_OF_ARRAYS = 301
 #: Small exchanges between two looks at the clock (count).
 NUMBER = 20
 
@@ -138,7 +140,9 @@ class Rank:
         }  # fmt: skip
         subjects = {name: Collective(self.comm, body) for name, body in bodies.items()}
         has_goal = (count, size) == GOAL
-        rounds = ROUNDS_OF_GOAL if has_goal else ROUNDS_LARGE if count * size > LARGE else ROUNDS
+        rounds = ROUNDS_LARGE if count * size > LARGE else ROUNDS
+        if has_goal:
+            rounds = ROUNDS_OF_GOAL if kind == "list" else ROUNDS_OF_ARRAYS
         samples = in_turn(subjects, rounds)
         other, goal = ("comm.bcast", "<= 0.25") if kind == "list" else ("a copy and a raw Bcast", "<= 1.3")
         for way in ("default", "with a window", "ahead"):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import repeat
-from operator import attrgetter, countOf
+from operator import attrgetter
 from typing import Any
 
 from adp_router._batch import PlainIntegers, RouteBatch, listed
 from adp_router._errors import RouterConfigError
-from adp_router._plain import plain_flag
+from adp_router._plain import count_of_type, plain_flag
 from adp_router._text import shown
 from adp_router._types import RouteRequest
 
@@ -159,7 +159,7 @@ class _Objects:
 
     def __init__(self, items: list[Any]) -> None:
         self.items = items
-        alike = bool(items) and countOf(map(type, items), type(items[0])) == len(items)
+        alike = bool(items) and count_of_type(items, type(items[0])) == len(items)
         self.kinds: set[Any] = {type(items[0])} if alike else set(map(type, items))
 
     @cached_property
@@ -209,7 +209,7 @@ def _read(objects: _Objects, name: str) -> list[Any] | None:
 
 def _lacking(values: list[Any]) -> int:
     """How many are None; by type, for a value's equality may cost or fail."""
-    return countOf(map(type, values), _NONE)
+    return count_of_type(values, _NONE)
 
 
 def _identities(outer: _Objects, inner: _Objects, *, named: bool) -> Sequence[Any]:
@@ -219,7 +219,7 @@ def _identities(outer: _Objects, inner: _Objects, *, named: bool) -> Sequence[An
         named: Whether any item has a ``request_id``.
     """
     ids = outer.values("request_id") if named else outer.values("id")
-    if countOf(map(type, ids), int) == len(ids):
+    if count_of_type(ids, int) == len(ids):
         return PlainIntegers(ids)
     if not _lacking(ids):
         return ids

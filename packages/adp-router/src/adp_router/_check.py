@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, countOf
+from operator import attrgetter
 from typing import Any
 
 from adp_router._batch import NO_TARGET, RouteBatch, holds_integers
 from adp_router._errors import RankStateError
-from adp_router._plain import plain_flag, plain_integer
+from adp_router._plain import count_of_type, plain_flag, plain_integer
 from adp_router._text import canonical, shown
 from adp_router._types import RankState, RequestError
 
@@ -91,7 +91,7 @@ _FREE_END = _REQUIRED + len(_CAPACITIES)
 
 def _plain_rows(states: list[Any]) -> list[tuple[Any, ...]] | None:
     """Fields by state, where none needs a second look: plain integers in range, plain truth values. All at once: by column."""
-    if countOf(map(type, states), RankState) != len(states):
+    if count_of_type(states, RankState) != len(states):
         return None
     try:
         rows = list(map(_rank_fields, states))
@@ -102,8 +102,8 @@ def _plain_rows(states: list[Any]) -> list[tuple[Any, ...]] | None:
     free = [*chain.from_iterable(counts[_REQUIRED:_FREE_END])]
     total = [*chain.from_iterable(counts[_FREE_END:])]
     if (
-        countOf(map(type, draining), bool) != len(states)
-        or countOf(map(type, required), int) != len(required)
+        count_of_type(draining, bool) != len(states)
+        or count_of_type(required, int) != len(required)
         or {*map(type, free), *map(type, total)} - {int, type(None)}
     ):
         return None
@@ -218,7 +218,7 @@ def _plain(
 ) -> tuple[list[Any], bytes]:
     """A column with every value plain; what cannot be read is reported, blank, and in the bytes by its text."""
     count = len(column)
-    if sum(countOf(map(type, column), kind) for kind in kinds) == count:
+    if sum(count_of_type(column, kind) for kind in kinds) == count:
         return column, b""
     values, faults = [], []
     for row, given in enumerate(column):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import index
 
 
@@ -27,3 +28,8 @@ def plain_flag(value: object) -> bool | None:
     except Exception:  # noqa: BLE001  a caller's object may fail in any way
         return None
     return bool(number) if number in (0, 1) else None
+
+
+def count_of_type(values: Iterable[object], kind: type) -> int:
+    """How many values are of exactly this type. A list of the types counts them faster than a walk that makes none."""
+    return [*map(type, values)].count(kind)

@@ -86,8 +86,8 @@ class RouteLog:
         ranks: States before the call.
         turn: Where each position stands among equals.
         request_ids, token_counts, weights, block_counts, matches: Of every request of the call; None: 0 each (weights: 1).
-        index, position, why, added: One entry per placement, in order; ``added``: tokens that the rank's load grew by.
-            Positions are bytes where there are at most 256 ranks.
+        index, position, why: One entry per placement, in order. Positions are bytes where there are at most 256 ranks.
+        added: (Place in those columns, tokens) where a rank's load did not grow by the request's own tokens.
         spans: Limits, by stretch.
     """
 
@@ -101,7 +101,7 @@ class RouteLog:
     index: tuple[int, ...]
     position: Sequence[int]
     why: tuple[Why, ...]
-    added: tuple[int, ...]
+    added: tuple[tuple[int, int], ...]
     spans: tuple[Span, ...]
 
     def decisions(self) -> Iterator[Decision]:
@@ -109,10 +109,12 @@ class RouteLog:
         replay = _Replay(self)
         spans = iter(self.spans)
         upcoming = next(spans, None)
+        added = dict(self.added)
         for number, index in enumerate(self.index):
             while upcoming is not None and upcoming.start <= number:
                 replay.span, upcoming = upcoming, next(spans, None)
-            yield replay.step(index, self.position[number], self.why[number], self.added[number])
+            tokens = added.get(number, self.token_counts[index])
+            yield replay.step(index, self.position[number], self.why[number], tokens)
 
 
 class _Replay:

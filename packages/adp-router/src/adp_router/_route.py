@@ -70,11 +70,12 @@ class Placement:
         self.as_seed = as_seed
         self.children: Sequence[int] | None = None if as_seed else batch.child_counts
         self.matches = batch.prefix_matches if cached else None
-        #: What was placed, in order, as columns: request, position, why, tokens added.
+        #: What was placed, in order, as columns: request, position, why.
         self.log_index: list[int] = []
         self.log_position: MutableSequence[int] = bytearray() if self.size <= _BYTE_END else []
         self.log_why: list[Why] = []
-        self.log_added: list[int] = []
+        #: Tokens that a rank's load grew by, where these are not the request's, by place in the log.
+        self.log_added: dict[int, int] = {}
         self.why_counts: dict[Why, int] = {}
         self.left: list[tuple[int, LeftoverReason]] = []
         #: Positions kept free for a starving request that fits nowhere yet.
@@ -127,10 +128,11 @@ class Placement:
         """Place a request."""
         cost, weight = self.cost(index, position), self.weight(index)
         added = 0 if self.as_seed and why is Why.TARGET else cost
+        if added != self.batch.token_counts[index]:
+            self.log_added[len(self.log_index)] = added
         self.log_index.append(index)
         self.log_position.append(position)
         self.log_why.append(why)
-        self.log_added.append(added)
         self.why_counts[why] = self.why_counts.get(why, 0) + 1
         self.tokens[position] += added
         self.counts[position] += weight
@@ -138,12 +140,11 @@ class Placement:
         self.blocks[position] -= self.need_blocks(index)
         self.room[position] -= cost
 
-    def note_least_loaded(self, indices: Sequence[int], positions: Sequence[int], added: Sequence[int]) -> None:
+    def note_least_loaded(self, indices: Sequence[int], positions: Sequence[int]) -> None:
         """Log many placements on the least loaded rank at once; the books are the caller's to keep."""
         self.log_index += indices
         self.log_position.extend(positions)
         self.log_why += [Why.LEAST_LOADED] * len(positions)
-        self.log_added += added
         if positions:
             self.why_counts[Why.LEAST_LOADED] = self.why_counts.get(Why.LEAST_LOADED, 0) + len(positions)
 
@@ -163,6 +164,8 @@ class Placement:
 
     def placed_counts(self) -> list[int]:
         """Requests placed by position (count)."""
+        if self.children is None:
+            return [count - before for count, before in zip(self.counts, self.start, strict=True)]
         positions = self.log_position
         found = Counter(positions) if isinstance(positions, list) else None
         return [positions.count(p) if found is None else found[p] for p in range(self.size)]
@@ -231,7 +234,7 @@ class Placement:
             index=tuple(self.log_index),
             position=_frozen(self.log_position),
             why=tuple(self.log_why),
-            added=tuple(self.log_added),
+            added=tuple(self.log_added.items()),
             spans=tuple(self._spans),
         )
 
