@@ -79,14 +79,23 @@ class LoopThread:
         self._stopped = False
 
     def call(self, function: Callable[[asyncio.AbstractEventLoop], None]) -> bool:
-        """Run ``function(loop)`` on the loop soon; False once stopped."""
+        """Run ``function(loop)`` on the loop soon; False once stopped.
+
+        Raises:
+            RuntimeError: The system gives no thread for the loop. Nothing was begun.
+        """
         with self._lock:
             if self._stopped:
                 return False
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self._name, daemon=True)
-                self._thread.start()
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    loop.close()
+                    raise
+                self._loop, self._thread = loop, thread
             loop = self._loop
             loop.call_soon_threadsafe(function, loop)
         return True

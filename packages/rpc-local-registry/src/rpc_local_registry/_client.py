@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rpc_local_registry._calls import Method
-from rpc_local_registry._config import RpcConfig, check_key
+from rpc_local_registry._config import RpcConfig, check_config, check_key, check_name
 from rpc_local_registry._core import Core, Handle, value_of
 from rpc_local_registry._errors import RpcConfigError, RpcError
 from rpc_local_registry._methods import methods_of
@@ -60,16 +60,16 @@ class ClientBase:
         name: str = "",
         on_lost: Callable[[RpcError], None] | None = None,
     ) -> None:
-        if not isinstance(name, str):
-            raise RpcConfigError(f"name must be text, got {name!r}")
-        config = RpcConfig.from_env() if config is None else config
+        config = check_config(config)
+        if fast_path is not None and not isinstance(fast_path, bool):
+            raise RpcConfigError(f"fast_path must be True, False or None, got {fast_path!r}")
         core = Core(
             check_address(address, bind=False),
             check_key(key),
             config,
-            config.local_fast_path if fast_path is None else bool(fast_path),
+            config.local_fast_path if fast_path is None else fast_path,
             self._interface(interface),
-            name,
+            check_name(name),
             on_lost,
         )
         self._core = core

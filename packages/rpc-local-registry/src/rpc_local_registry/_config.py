@@ -34,7 +34,7 @@ class RpcConfig:
             sides' numbers. Calls beyond it raise ``RpcBackpressure``.
         pending_bytes_max: Bytes of unanswered calls of one session, likewise. A single call above it is refused as well.
         unread_bytes_max: Bytes of answers that may wait for this client to read them. Beyond it the server refuses its calls
-            with ``RpcBackpressure``; beyond twice of it the session ends. Client's.
+            with ``RpcBackpressure``; beyond twice of it the session ends, unless one answer alone leads there. Client's.
         message_bytes_max: Largest message, all frames together: the smaller of both sides' numbers. Bigger ones are refused
             before any work.
         buffers_max: Most arrays in one message, likewise.
@@ -144,6 +144,26 @@ def check_key(key: object) -> bytes:
     if len(key) < KEY_BYTES_MIN:
         raise RpcConfigError(f"key must hold at least {KEY_BYTES_MIN} bytes, got {len(key)}")
     return key
+
+
+def check_config(config: object) -> RpcConfig:
+    """The configuration itself, or the environment's where none was given."""
+    if config is None:
+        return RpcConfig.from_env()
+    if not isinstance(config, RpcConfig):
+        raise RpcConfigError(f"config must be an RpcConfig or None, got {type(config).__name__}")
+    return config
+
+
+def check_name(name: object) -> str:
+    """What one side shows of itself to the other."""
+    if not isinstance(name, str):
+        raise RpcConfigError(f"name must be text, got {name!r}")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise RpcConfigError(f"name must be text that can be written down, got {name!r}") from None
+    return name
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -44,8 +45,9 @@ class RpcStream(Generic[_T]):
         """Have each item handed over where it arrives, instead of iterating; no thread or task waits for them.
 
         Both are called one after the other, in order, first here for what has come already, then on the thread that brings
-        the item: the client's I/O thread, or on the local path the worker's own that pushes. They must not block. What
-        ``on_item`` raises cancels the stream and is logged. ``item_timeout_s`` bounds nothing here, because nobody waits.
+        the item: the client's I/O thread, or on the local path the worker's own that pushes (the end by ``timeout_s`` comes on
+        a timer's). They must not block. What ``on_item`` raises cancels the stream and is logged. ``item_timeout_s`` bounds
+        nothing here, because nobody waits.
 
         Args:
             on_item: Gets each item.
@@ -82,17 +84,32 @@ def _pass_on(
 ) -> None:
     """Hand over what has come, and come again with the next item or the end."""
     inbox = stream._inbox
-    while True:
-        item = inbox.take_nowait()
-        if item is not _EMPTY:
-            if not call_hook("on_item", on_item, stream._took(item)):
-                stream.cancel()
-        elif inbox.watch(functools.partial(_pass_on, stream, on_item, on_end)):
-            return
-        elif not len(inbox):
-            ended = stream._ended(StopIteration)
-            call_hook("on_end", on_end, ended if isinstance(ended, RpcError) else None)
-            return
+    come_again = functools.partial(_pass_on, stream, on_item, on_end)
+    try:
+        while True:
+            item = inbox.take_nowait()
+            if item is not _EMPTY:
+                if not call_hook("on_item", on_item, stream._took(item)):
+                    stream.cancel()
+            elif inbox.watch(come_again):
+                return
+            elif not len(inbox):
+                break
+    except Exception:
+        # Another consumer has it, and goes on.
+        raise
+    except BaseException:
+        # An interrupt, or ``on_item`` exits on the main thread: nobody would come again.
+        inbox.unwatch(come_again)
+        stream.cancel()
+        _tell_end(stream, on_end)
+        raise
+    _tell_end(stream, on_end)
+
+
+def _tell_end(stream: RemoteStream | PushStream, on_end: Callable[[RpcError | None], object]) -> None:
+    ended = stream._ended(StopIteration)
+    call_hook("on_end", on_end, ended if isinstance(ended, RpcError) else None)
 
 
 class RemoteStream(RpcStream[Any]):
@@ -299,7 +316,24 @@ class PushStream(LocalStream):
         return item
 
     def deliver_to(self, on_item: Callable[[Any], object], on_end: Callable[[RpcError | None], object]) -> None:
-        _pass_on(self, on_item, on_end)
+        if self._deadline_s is None:
+            _pass_on(self, on_item, on_end)
+            return
+        # There is no thread of ours here that could watch the time.
+        left_s = max(0.0, self._deadline_s - time.monotonic())
+        timer = threading.Timer(left_s, self.end_with, (RpcTimeout(f"{self.text}: timed out"),))
+        timer.daemon = True
+
+        def ended(error: RpcError | None) -> None:
+            timer.cancel()
+            on_end(error)
+
+        timer.start()
+        try:
+            _pass_on(self, on_item, ended)
+        except BaseException:
+            timer.cancel()
+            raise
 
     def cancel(self) -> None:
         self._over = True
@@ -349,14 +383,15 @@ class GeneratorStream(LocalStream):
         if not hasattr(self._generator, "__anext__"):
             return self._advance(StopAsyncIteration)
         self._check(StopAsyncIteration)
+        limit = aio.timeout(self._wait_s())
         try:
-            async with aio.timeout(self._wait_s()):
+            async with limit:
                 item = await anext(self._generator)
         except StopAsyncIteration:
             self._over = True
             raise
         except TimeoutError as error:
-            if self._wait_s() == 0.0 or self._item_timeout_s is not None:
+            if limit.expired():
                 self.cancel()
                 raise RpcTimeout(f"{self.text}: timed out") from None
             self._over = True

@@ -31,7 +31,7 @@ from rpc_local_registry._errors import (
     describe,
     rebuild,
 )
-from rpc_local_registry._hooks import call_hook
+from rpc_local_registry._hooks import call_hook, for_each
 from rpc_local_registry._methods import MethodSpec
 
 #: Why a call that could have gone local did not; each is a counter.
@@ -163,10 +163,11 @@ class Core:
         return attached
 
     def _end(self, engine: Engine | None, attached: list[_registry.Attached], *, wait: bool) -> None:
-        for each in attached:
-            each.end_with(RpcClosed(f"client of {self.address} was closed"))
-        if engine is not None:
-            engine.close(wait=wait)
+        try:
+            for_each(lambda each: each.end_with(RpcClosed(f"client of {self.address} was closed")), attached)
+        finally:
+            if engine is not None:
+                engine.close(wait=wait)
 
     def after_fork_in_child(self) -> None:
         """The parent's socket, thread and worker stay the parent's; this process opens its own when it needs one."""

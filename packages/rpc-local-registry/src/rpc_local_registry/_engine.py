@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -45,7 +45,7 @@ from rpc_local_registry._errors import (
     again,
     rebuild,
 )
-from rpc_local_registry._hooks import call_hook, told
+from rpc_local_registry._hooks import call_hook, for_each, told
 from rpc_local_registry._lanes import start_thread
 from rpc_local_registry._mac import offer
 from rpc_local_registry._session import ClientHandshake, ClientTerms, ServerTerms, Session
@@ -77,7 +77,7 @@ _LEASE_S: Final = 0.004
 
 
 class Pending:
-    """A call that waits for its answer. ``finish`` is called exactly once, on whatever thread removed it."""
+    """A call that waits for its answer. Who removed it calls ``finish``, and again if an interrupt came out of that."""
 
     __slots__ = ("call_id", "decoder", "size_bytes", "text")
 
@@ -107,7 +107,9 @@ class BlockingPending(Pending):
     def finish(self, engine: Engine, value: Any, error: BaseException | None) -> None:
         self.value = value
         self.error = error
-        self.gate.release()
+        if self.gate.locked():
+            # Else an interrupt came behind it, and this is the second time.
+            self.gate.release()
 
 
 class AsyncPending(Pending):
@@ -160,13 +162,18 @@ class FuturePending(Pending):
         self.future: RpcFuture[Any] = RpcFuture()
 
     def finish(self, engine: Engine, value: Any, error: BaseException | None) -> None:
-        if error is not None:
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(value)
-        # Not before: who cancels meanwhile must find the call gone. Without it the two would keep each other, and whatever the
-        # future's callbacks hold, until a collection.
-        self.future.abandon = None
+        try:
+            if error is not None:
+                self.future.set_exception(error)
+            else:
+                self.future.set_result(value)
+        except InvalidStateError:
+            # Its holder gave it an outcome, or an interrupt came behind ours: no reason to end the session of all.
+            _logger.warning("%s: an answer came to a future that had an outcome already", self.text)
+        finally:
+            # Not before: who cancels meanwhile must find the call gone. Without it the two would keep each other, and
+            # whatever the future's callbacks hold, until a collection.
+            self.future.abandon = None
 
 
 class StreamPending(Pending):
@@ -511,9 +518,12 @@ class Engine:
             self._closing = True
         if self.pid != os.getpid():
             return
-        if not already:
-            self._take_all_pending(RpcClosed(f"client of {self.address} was closed"))
-        self._link.wake()
+        try:
+            if not already:
+                self._take_all_pending(RpcClosed(f"client of {self.address} was closed"))
+        finally:
+            # A callback may exit on the main thread: the session ends all the same.
+            self._link.wake()
         if self._thread.ident is None:
             self._link.close()
         elif wait and self._thread is not threading.current_thread():
@@ -525,8 +535,7 @@ class Engine:
             self.pending.clear()
             self._pending_bytes = sum(self._oneway_bytes)
             self._opened_streams = 0
-        for pending in taken:
-            pending.finish(self, None, again(error))
+        for_each(lambda pending: pending.finish(self, None, again(error)), taken)
         if threading.current_thread() is self._thread:
             self._flush_resolutions()
 

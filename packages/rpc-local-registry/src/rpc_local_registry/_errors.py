@@ -223,6 +223,16 @@ def describe_own(error: RpcError) -> ErrorBody:
     return ErrorBody(_CODES[type(error)], type_name_of(type(error)), _text_of(error))
 
 
+def shorten(body: ErrorBody, bytes_max: int) -> ErrorBody:
+    """The same error, cut so that a message of ``bytes_max`` (at least 1,024) holds it: its traceback goes first."""
+    # A character takes up to four bytes; the header and the type's name take the rest.
+    chars = (bytes_max - 512) // 4
+    message = _cut(body.message, chars)
+    left = chars - len(message)
+    trace = _cut(body.remote_traceback, left) if left >= 64 else ""
+    return ErrorBody(body.code, body.type_name[:48], message, trace)
+
+
 def again(error: RpcError) -> RpcError:
     """A fresh exception of the same kind, so that tracebacks of several callers do not pile up on one object."""
     fresh = type(error)(*error.args)

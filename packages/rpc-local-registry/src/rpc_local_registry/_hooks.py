@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 _logger = logging.getLogger("rpc_local_registry")
+_T = TypeVar("_T")
 
 
 def call_hook(name: str, function: Callable[..., object], *args: Any) -> bool:
@@ -26,6 +27,26 @@ def call_hook(name: str, function: Callable[..., object], *args: Any) -> bool:
         if threading.current_thread() is threading.main_thread():
             raise
     return False
+
+
+def for_each(function: Callable[[_T], object], items: Iterable[_T]) -> None:
+    """Tell all of them, whatever one raises (an interrupt, a hook of the main thread that exits): that comes out at the end.
+
+    Who was being told is told again, because an interrupt may have come before it was.
+    """
+    raised: BaseException | None = None
+    for item in items:
+        for _ in range(2):
+            try:
+                function(item)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below
+                raised = error
+    if raised is not None:
+        try:
+            raise raised
+        finally:
+            del raised
 
 
 def told(error: BaseException) -> str:

@@ -44,7 +44,11 @@ class Lanes:
         return len(self._threads)
 
     def submit(self, lane: Lane, job: Job) -> None:
-        """Queue a job; returns at once."""
+        """Queue a job; returns at once.
+
+        Raises:
+            RuntimeError: It needs another thread, and the system gives none. Nothing was queued.
+        """
         with self._condition:
             if self._stopped:
                 return
@@ -58,7 +62,21 @@ class Lanes:
                 return
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if self._take_back(lane, job, thread):
+                raise
+
+    def _take_back(self, lane: Lane, job: Job, thread: threading.Thread) -> bool:
+        """As if the job had never come; False if another thread took it meanwhile."""
+        with self._condition:
+            self._threads.remove(thread)
+            if (lane, job) not in self._ready:
+                return False
+            self._ready.remove((lane, job))
+            lane.active -= 1
+            return True
 
     def _run(self) -> None:
         this = threading.current_thread()

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from rpc_local_registry._errors import RpcAddressInUse, RpcConfigError, RpcError, RpcServerStopped
+from rpc_local_registry._hooks import for_each
 from rpc_local_registry._methods import SYNC, MethodSpec, methods_of
 
 
@@ -67,13 +68,7 @@ class Entry:
 
 
 def _end(entry: Entry, attached: list[Attached]) -> None:
-    for position, each in enumerate(attached):
-        try:
-            each.end_with(RpcServerStopped(f"{entry.address} stopped"))
-        except BaseException:
-            # An interrupt: the others hear of it all the same.
-            _end(entry, attached[position + 1 :])
-            raise
+    for_each(lambda each: each.end_with(RpcServerStopped(f"{entry.address} stopped")), attached)
 
 
 _lock = threading.RLock()

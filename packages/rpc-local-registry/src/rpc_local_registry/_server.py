@@ -31,10 +31,12 @@ from rpc_local_registry import _asyncio as aio
 from rpc_local_registry import _registry
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._codec import encode
-from rpc_local_registry._config import RpcConfig, check_key
+from rpc_local_registry._config import RpcConfig, check_config, check_key, check_name
 from rpc_local_registry._errors import (
+    ErrorBody,
     RpcArgumentError,
     RpcBackpressure,
+    RpcCancelled,
     RpcEncodeError,
     RpcError,
     RpcMethodNotFound,
@@ -44,6 +46,7 @@ from rpc_local_registry._errors import (
     RpcTimeout,
     describe,
     describe_own,
+    shorten,
 )
 from rpc_local_registry._hooks import call_hook, told
 from rpc_local_registry._lanes import Lane, Lanes, start_thread
@@ -209,10 +212,10 @@ class RpcServer:
         self._worker = worker
         self._address = check_address(address, bind=True)
         self._key = check_key(key)
-        self._config = RpcConfig.from_env() if config is None else config
+        self._config = check_config(config)
         self._specs = {name.encode("ascii"): spec for name, spec in methods_of(type(worker)).items()}
         self._on_peer_lost = on_peer_lost
-        self._name = name
+        self._name = check_name(name)
         self._link: Link | None = None
         self._thread: threading.Thread | None = None
         self._state_lock = threading.Lock()
@@ -264,12 +267,14 @@ class RpcServer:
         Raises:
             RpcAddressInUse: Somebody alive has the address; nothing was changed.
             RpcAddressError: It cannot be bound.
-            RpcServerStopped: This server was shut down; make a new one.
+            RpcServerStopped: This server was shut down, or was started before a fork; make a new one.
         """
         with self._state_lock:
             if self._stopping:
                 raise RpcServerStopped("this server was shut down; make a new one")
             if self._link is not None:
+                if self._pid != os.getpid():
+                    raise RpcServerStopped("this server serves in the parent process; make a new one")
                 return self
             link = Link.bind(self._address, self._config, self._tickets.admits)
             thread = threading.Thread(
@@ -452,13 +457,19 @@ class RpcServer:
         link = self._link
         if link is None or self._peers.get(peer.routing_id) is not peer:
             return
+        if kind == wire.ERROR and payload.size_bytes > peer.message_bytes_max:
+            body = msgspec.msgpack.decode(payload.tail, type=ErrorBody)
+            payload = wire.prepare(b"", _encode_error(shorten(body, peer.message_bytes_max)))
         frames = peer.session.sealer.seal(kind, call_id, argument, payload)
         size = payload.size_bytes
         self._bytes_sent += size
         peer.unread_bytes += size
         if not link.send(frames, peer.routing_id):
             self._end_peer(peer, "connection lost")
-        elif peer.unread_bytes > 2 * peer.terms.unread_bytes_max:
+        elif (
+            peer.unread_bytes > 2 * peer.terms.unread_bytes_max
+            and peer.unread_bytes - size > peer.terms.unread_bytes_max
+        ):
             self._dismiss(peer, f"{peer.unread_bytes} bytes of answers are unread")
 
     def _dismiss(self, peer: _Peer, why: str) -> None:
@@ -672,12 +683,30 @@ class RpcServer:
     def _start(self, call: _Call) -> None:
         spec = call.spec
         if spec.kind == ASYNC:
-            if not self._loop.call(functools.partial(self._start_task, call)):
-                self._settle(call, wire.ERROR, _own_error(RpcServerStopped(f"{self._address} stopped")))
+            self._on_loop(call, functools.partial(self._start_task, call))
         elif spec.non_blocking:
             self._settle(call, *self._outcome(call.peer, call.message, spec))
         else:
-            self._lanes.submit(self._lane(spec), functools.partial(self._run_on_lane, call))
+            self._on_lane(call, functools.partial(self._run_on_lane, call))
+
+    def _on_loop(self, call: _Call, begin: Callable[[aio.AbstractEventLoop], None]) -> None:
+        try:
+            if not self._loop.call(begin):
+                self._settle(call, wire.ERROR, _own_error(RpcServerStopped(f"{self._address} stopped")))
+        except RuntimeError as error:
+            self._without_thread(call, error)
+
+    def _on_lane(self, call: _Call, job: Callable[[], None]) -> None:
+        try:
+            self._lanes.submit(self._lane(call.spec), job)
+        except RuntimeError as error:
+            self._without_thread(call, error)
+
+    def _without_thread(self, call: _Call, error: RuntimeError) -> None:
+        """The system gives no thread: this call fails, and the server goes on."""
+        text = f"{call.spec.name}: no thread to run it: {error}"
+        begun = call.generator is not None
+        self._settle(call, wire.ERROR, _own_error(RpcCancelled(text) if begun else RpcBackpressure(text)))
 
     def _lane(self, spec: MethodSpec) -> Lane:
         lane = self._lane_of.get(spec.name)
@@ -828,11 +857,11 @@ class RpcServer:
         spec = call.spec
         call.lock = threading.Lock()
         if spec.kind == ASYNC_GENERATOR:
-            self._loop.call(functools.partial(self._start_stream_task, call))
+            self._on_loop(call, functools.partial(self._start_stream_task, call))
         elif spec.non_blocking:
             self._open_stream(call)
         else:
-            self._lanes.submit(self._lane(spec), functools.partial(self._open_stream, call))
+            self._on_lane(call, functools.partial(self._open_stream, call))
 
     def _open_stream(self, call: _Call) -> None:
         """Call the method; on the I/O thread or a lane."""
@@ -922,7 +951,7 @@ class RpcServer:
         if call.spec.non_blocking:
             self._pump_generator(call)
         else:
-            self._lanes.submit(self._lane(call.spec), functools.partial(self._pump_generator, call))
+            self._on_lane(call, functools.partial(self._pump_generator, call))
 
     def _pump_generator(self, call: _Call) -> None:
         """Advance a generator as far as credit goes; no thread is held while the consumer is slow."""

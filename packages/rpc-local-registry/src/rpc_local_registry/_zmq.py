@@ -113,6 +113,11 @@ def check_address(address: object, *, bind: bool) -> str:
     return address
 
 
+def _option_milliseconds(time_s: float) -> int:
+    """As a socket's options take it: at least one, and no more than a C int holds (24 days)."""
+    return min(2**31 - 1, max(1, int(time_s * 1000)))
+
+
 def _milliseconds(timeout_s: float) -> int:
     """As the poller takes it."""
     return min(_POLL_MS_MAX, max(0, math.ceil(timeout_s * 1000)))
@@ -249,10 +254,10 @@ class Link:
         socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
         if context is None or admit is not None:
             # Not beside the server: what would freeze one of the two freezes both.
-            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_s * 1000)))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.peer_timeout_s * 1000)))
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _option_milliseconds(config.heartbeat_s))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _option_milliseconds(config.peer_timeout_s))
         # A connection that does not get through the transport's own handshake is closed.
-        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(min(config.handshake_timeout_s, _HANDSHAKE_S_MAX) * 1000)))
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _option_milliseconds(min(config.handshake_timeout_s, _HANDSHAKE_S_MAX)))
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.copy_threshold = _COPY_BYTES_MAX
