@@ -221,7 +221,6 @@ class Driver(abc.ABC, Generic[_T]):
             self._mend(ticket)
             entry = self._core.find(ticket)
             buffered = entry is not None and self._core.remove(entry)
-            self._changed()
         if (
             entry is not None
             and entry.state is EntryState.SETTLED
