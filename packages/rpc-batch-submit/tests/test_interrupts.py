@@ -55,7 +55,9 @@ def unreachable(code: CodeType) -> frozenset[int]:
         if {(step.opname, step.argval) for step in loads} == {("LOAD_CONST", None)}:
             calls = [step for step in rest if step.opname == "CALL" and step.arg == 2]
             if calls:
-                out |= {step.offset for step in steps[index : steps.index(calls[0]) + 1]}
+                # A value to be returned is put below what the exit needs first.
+                begin = index - 1 if index and steps[index - 1].opname == "SWAP" else index
+                out |= {step.offset for step in steps[begin : steps.index(calls[0]) + 1]}
     return frozenset(out)
 
 
