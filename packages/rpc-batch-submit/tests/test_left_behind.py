@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -180,3 +181,39 @@ def test_the_id_of_a_cancelled_request_is_free(driver: Any) -> None:
         assert sender.batches == [[("id", 2)]]
 
     asyncio.run(run())
+
+
+def test_whoever_closes_is_woken_by_the_last_sender() -> None:
+    """Its requests are settled already, and it is on its way out of the send: nothing else comes that would wake a closer."""
+    leaving, go_on = threading.Event(), threading.Event()
+    submitter = ThreadBatchSubmitter(lambda batch: None, SINGLE)
+
+    def hold(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "_leave":
+            leaving.set()
+            go_on.wait(PATIENCE_S)
+
+    def send() -> None:
+        sys.settrace(hold)
+        try:
+            submitter.submit(0)
+        finally:
+            sys.settrace(None)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    assert leaving.wait(PATIENCE_S)
+    assert submitter.statistics().outstanding == 0
+    assert not submitter.close(0)
+    closer = threading.Thread(target=submitter.close, daemon=True)
+    closer.start()
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(closer.ident or 0)
+        return frame is not None and frame.f_code is threading.Condition.wait.__code__
+
+    eventually(waits)
+    go_on.set()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    sender.join(PATIENCE_S)
