@@ -714,6 +714,9 @@ class TestShutdown:
             futures.append(one.hold_async().remote_future())
             stream = two.responses().remote_streaming()
             eventually(lambda: server.statistics().pending == 12)
+            # One of the lane and the coroutine have begun: what has not begun when it is cancelled never sees it.
+            for _ in range(2):
+                assert service.inside.acquire(timeout=10)
             begun_s = time.monotonic()
             server.shutdown()
             for future in futures:
