@@ -557,7 +557,7 @@ def _named(error: msgspec.ValidationError, data: Mapping[Any, Any]) -> ConfigErr
 
 def _check(config: ServiceConfig) -> None:
     """Rules that span several fields."""
-    seen: dict[str, str] = {}
+    seen: set[str] = set()
     for role, section in (
         ("context_servers", config.context_servers),
         ("generation_servers", config.generation_servers),
@@ -581,7 +581,7 @@ def _check(config: ServiceConfig) -> None:
     _check_transceivers(config.context_servers, config.generation_servers)
 
 
-def _check_urls(role: str, section: InstanceConfig, key_file: str | None, seen: dict[str, str]) -> None:
+def _check_urls(role: str, section: InstanceConfig, key_file: str | None, seen: set[str]) -> None:
     """Addresses of instances that others started; ``seen``: those of the roles before, this one's are added."""
     for url in section.urls:
         address = url.rstrip("/")
@@ -589,7 +589,7 @@ def _check_urls(role: str, section: InstanceConfig, key_file: str | None, seen: 
             raise ConfigError(f"{role}.urls", f"want http://HOST:PORT, got {url!r}")
         if address in seen:
             raise ConfigError(f"{role}.urls", f"{url!r} is there twice")
-        seen[address] = role
+        seen.add(address)
     if section.urls and section.num_instances not in (1, len(section.urls)):
         raise ConfigError(
             f"{role}.num_instances", f"got {section.num_instances}, but there are {len(section.urls)} urls"

@@ -58,7 +58,7 @@ class AnswerText:
                 self._ended_by_token = True
                 break
             more = self._detokenizer.push((token,))
-            # A stop string counts once it is completed behind the least length.
+            # A stop string counts where it begins behind the least length: what comes before has been shown.
             text.append(more if len(self.token_ids) <= self._tokens_min else self._stops.push(more))
             if self._stops.hit is not None:
                 self.finish_reason = "stop"

@@ -315,7 +315,7 @@ class FrontService:
 
     def token_limits(self) -> TokenLimits:
         """What a request may have: the model's limit, the instances' and their KV pools'."""
-        return limits_of(self.directory, self.servers, self.model.context_tokens_max)
+        return limits_of(self.directory, self.model.context_tokens_max)
 
     async def tokens(self, job: Job) -> AsyncGenerator[Tokens, None]:
         """A job's tokens; every failure as an :class:`ApiError`."""

@@ -292,7 +292,6 @@ class Dispatch:
         self, role: str, job: Job, *, revalidate: bool = False, exclude: tuple[str, ...] = ()
     ) -> AsyncIterator[_Leg]:
         """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
-        left_s = max(job.deadline - self._clock(), 0.001)
         weight = job.request.prompt_count + (job.request.sampling.max_tokens if role == "generation" else 0)
         hint = self._routers.hint(role, job.request)
         async with self._directory.reserve(
@@ -300,7 +299,7 @@ class Dispatch:
             job.request_id,
             weight=weight,
             revalidate=revalidate,
-            timeout_s=min(left_s, 3.0),
+            timeout_s=min(self._left_s(job), 3.0),
             exclude=exclude,
             affinity=hint,
         ) as reservation:

@@ -85,7 +85,7 @@ class FrontMetrics:
         self.without_generation = counter(
             "first_token_requests", "Answers that ended at their first token: no generation leg"
         )
-        self.running = Gauge("running_requests", "Requests being answered now", registry=registry)
+        self.running = Gauge("running_requests", "Answers being made now", registry=registry)
         self._labels = {"model_name": model_name, "engine_type": "meta_executor"}
 
         def labelled(name: str, words: str, *more: str) -> Counter:

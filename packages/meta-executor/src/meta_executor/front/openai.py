@@ -410,7 +410,10 @@ _PROMPT_WANTED = "prompt: want a string, a list of token ids, or a list of eithe
 def _prompt_of(data: bytes, tokens_max: int) -> Prompt:
     """One prompt."""
     if data.startswith(b"["):
-        return _token_ids(data, tokens_max)
+        tokens = _token_ids(data, "prompt", tokens_max)
+        if not len(tokens):
+            raise _empty()
+        return tokens
     if not data.startswith(b'"'):
         raise ApiError(400, _PROMPT_WANTED, param="prompt", code="invalid_type")
     text = _TEXT.decode(data)
@@ -419,16 +422,13 @@ def _prompt_of(data: bytes, tokens_max: int) -> Prompt:
     return text
 
 
-def _token_ids(data: bytes, tokens_max: int) -> npt.NDArray[np.int32]:
+def _token_ids(data: bytes, field: str, tokens_max: int) -> npt.NDArray[np.int32]:
     count = data.count(b",") + 1
     if count > tokens_max:
         raise ApiError(
-            400, f"prompt: {count} tokens, at most {tokens_max} fit", param="prompt", code="context_length_exceeded"
+            400, f"{field}: {count} tokens, at most {tokens_max} fit", param=field, code="context_length_exceeded"
         )
-    tokens = _TOKENS.decode(data)
-    if not tokens:
-        raise _empty()
-    return np.asarray(tokens, np.int32)
+    return np.asarray(_TOKENS.decode(data), np.int32)
 
 
 def token_ids_of(raw: msgspec.Raw, field: str, *, tokens_max: int) -> npt.NDArray[np.int32]:
@@ -437,14 +437,8 @@ def token_ids_of(raw: msgspec.Raw, field: str, *, tokens_max: int) -> npt.NDArra
     Raises:
         ApiError: It is something else, or has more (looked at before they are read).
     """
-    data = bytes(raw).strip()
-    count = data.count(b",") + 1
-    if count > tokens_max:
-        raise ApiError(
-            400, f"{field}: {count} tokens, at most {tokens_max}", param=field, code="context_length_exceeded"
-        )
     try:
-        return np.asarray(_TOKENS.decode(data), np.int32)
+        return _token_ids(bytes(raw), field, tokens_max)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"{field}: want a list of token ids", param=field, code="invalid_type") from error
 

@@ -127,22 +127,21 @@ class Servers:
         return self._owners.get(url, url)
 
 
-def limits_of(directory: AsyncEndpointDirectory, servers: Servers, context_tokens_max: int) -> TokenLimits:
+def limits_of(directory: AsyncEndpointDirectory, context_tokens_max: int) -> TokenLimits:
     """The tightest limits.
 
     Args:
-        directory: Knows the records.
-        servers: Instances of both roles.
+        directory: Knows the instances' records.
         context_tokens_max: The model's own limit.
     """
     total = prompt = context_tokens_max
-    for server in servers:
-        record = directory.record(server.url)
+    for url in directory.servers():
+        record = directory.record(url)
         if record is None:
             continue
         limits = record.profile.limits
         total = min(total, limits.get("max_seq_len", total))
-        if server.role == "context":
+        if record.role == "context":
             prompt = min(prompt, limits.get("kv_tokens", prompt))
         else:
             total = min(total, limits.get("kv_tokens", total))

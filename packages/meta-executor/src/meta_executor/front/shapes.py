@@ -16,7 +16,7 @@ _LOGPROB_MIN = -9999.0
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts of one answer."""
+    """Token counts of a reply."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -116,8 +116,11 @@ class StreamLegs:
                 tokens, notices = await tracked.next()
             except ProxyError as error:
                 raise self._failed("generation", error) from error
-            end = next((notice for notice in notices if notice.finish_reason), None) if notices else None
-            logprobs = tuple(told for one in notices for told in one.logprobs) if notices else ()
+            if not notices:
+                yield Chunk(tokens, None)
+                continue
+            end = next((notice for notice in notices if notice.finish_reason), None)
+            logprobs = tuple(told for one in notices for told in one.logprobs)
             cached = sum(one.cached_tokens for one in notices)
             if end is None:
                 yield Chunk(tokens, None, logprobs, cached)
