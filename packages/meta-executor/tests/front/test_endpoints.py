@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from typing import Any
 
 import httpx
@@ -112,6 +113,32 @@ async def test_tokens_of_texts_and_texts_of_tokens(make_cluster: Any) -> None:
             refused = await post(path, **body)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), body
         assert (await post("/tokenize", model="other", prompt="a")).status_code == 404
+
+
+@pytest.mark.parametrize("here", [True, False])
+async def test_texts_of_many_tokens_are_made_beside_the_loop(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch, here: bool
+) -> None:
+    """An echo, however many prompts its tokens are of, and /tokenize: streams of others go on meanwhile."""
+    monkeypatch.setattr("meta_executor.front.checking._DECODE_INLINE_TOKENS", 6 if here else 5)
+    async with make_cluster() as cluster:
+        threads = []
+
+        def noting(function: Any) -> Any:
+            def call(tokens: Any) -> Any:
+                threads.append(threading.current_thread())
+                return function(tokens)
+
+            return call
+
+        for name in ("decode", "token_text"):
+            monkeypatch.setattr(cluster.service.tokenizer, name, noting(getattr(cluster.service.tokenizer, name)))
+        made = await cluster.complete(prompt=["abc", "def"], echo=True, max_tokens=0)
+        assert [choice["text"] for choice in made.json()["choices"]] == ["abc", "def"]
+        body = {"prompt": "abcdef", "return_token_strs": True}
+        told = await cluster.client.post(f"{cluster.url}/tokenize", json=body)
+        assert told.json()["token_strs"] == list("abcdef")
+        assert len(threads) == 8 and {one is threading.current_thread() for one in threads} == {here}
 
 
 async def test_the_described_service_is_the_served_one(make_cluster: Any) -> None:

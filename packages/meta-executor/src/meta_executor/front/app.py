@@ -297,14 +297,13 @@ class FrontService:
         made = await self._read(request, self._checker.tokenized)
         if isinstance(made, Response):
             return made
-        tokens, with_texts = made
-        ids = tokens.tolist()
+        ids, texts = made
         return _json(
             {
                 "count": len(ids),
                 "max_model_len": self.token_limits().total,
                 "tokens": ids,
-                "token_strs": [self.tokenizer.token_text(token)[0] for token in ids] if with_texts else None,
+                "token_strs": texts,
             }
         )
 

@@ -36,6 +36,8 @@ from meta_executor.listener.reading import BodyDecoder, StructureError
 _ENCODE_INLINE_CHARACTERS = 8192
 #: Conversations of more messages are written out in a thread as well.
 _ENCODE_INLINE_MESSAGES = 64
+#: More tokens become text in a thread, too.
+_DECODE_INLINE_TOKENS = 2048
 #: Members of a body (count): so many for each token that may be asked for, and so many besides.
 _ELEMENTS_PER_TOKEN, _ELEMENTS_BESIDES = 4, 1024
 #: Fewest tokens that a message of a conversation can have: two that frame it and one between.
@@ -230,10 +232,15 @@ class Checker:
             room = self._room("prompt", len(tokens), wanted.tokens == 0)
             self._check_tokens("max_tokens", wanted.tokens, room, len(tokens))
             encoded.append(tokens)
-        return self._call(request, encoded, wanted, asked, unknown, chat=False)
+        echoes: tuple[str, ...] = ()
+        if wanted.echo:
+            echoes = await _made(
+                lambda: tuple(self._tokenizer.decode(tokens.tolist()) for tokens in encoded), sum(map(len, encoded))
+            )
+        return self._call(request, encoded, wanted, asked, unknown, chat=False, echoes=echoes)
 
-    async def tokenized(self, body: bytes) -> tuple[npt.NDArray[np.int32], bool]:
-        """A body of ``POST /tokenize``: the tokens that a completion or a chat would have, and whether their texts are wanted.
+    async def tokenized(self, body: bytes) -> tuple[list[int], list[str] | None]:
+        """A body of ``POST /tokenize``: the tokens that a completion or a chat would have, and their texts if they are wanted.
 
         Raises:
             ApiError: Names the field.
@@ -243,14 +250,19 @@ class Checker:
         if (request.prompt is None) == (request.messages is None):
             raise _invalid("prompt", "want either prompt or messages")
         if request.prompt is not None:
-            return await self._prompt(request.prompt), bool(request.return_token_strs)
-        conversation = openai.ChatRequest(
-            model=self._names[0],
-            messages=request.messages or [],
-            add_generation_prompt=request.add_generation_prompt,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
-        return await self._conversation(conversation), bool(request.return_token_strs)
+            tokens = await self._prompt(request.prompt)
+        else:
+            conversation = openai.ChatRequest(
+                model=self._names[0],
+                messages=request.messages or [],
+                add_generation_prompt=request.add_generation_prompt,
+                chat_template_kwargs=request.chat_template_kwargs,
+            )
+            tokens = await self._conversation(conversation)
+        ids = tokens.tolist()
+        if not request.return_token_strs:
+            return ids, None
+        return ids, await _made(lambda: [self._tokenizer.token_text(token)[0] for token in ids], len(ids))
 
     async def detokenized(self, body: bytes) -> str:
         """A body of ``POST /detokenize``: the text of its tokens.
@@ -378,6 +390,7 @@ class Checker:
         unknown: tuple[str, ...],
         *,
         chat: bool,
+        echoes: tuple[str, ...] = (),
     ) -> Call:
         sampling = self._sampling(request, wanted)
         jobs = []
@@ -410,7 +423,7 @@ class Checker:
             with_counts=with_usage and bool(options is not None and options.continuous_usage_stats),
             with_ids=bool(request.return_token_ids),
             with_logprobs=wanted.logprobs is not None,
-            echoes=tuple(self._tokenizer.decode(prompt.tolist()) for prompt in prompts) if wanted.echo else (),
+            echoes=echoes,
             no_tokens=wanted.tokens == 0,
             stops=openai.stop_strings(request),
             end_token_ids=frozenset(sampling.stop_token_ids),
@@ -450,6 +463,11 @@ class Checker:
             ignore_eos=True,
             stop_token_ids=tuple(ends),
         )
+
+
+async def _made(make: Callable[[], _Read], tokens: int) -> _Read:
+    """What is made of so many tokens (count): here, or where that takes long in a thread."""
+    return make() if tokens <= _DECODE_INLINE_TOKENS else await asyncio.to_thread(make)
 
 
 def _invalid(field: str, words: str) -> ApiError:
