@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from endpoint_lifecycle import (
 from meta_executor import wire
 from meta_executor.config import ConfigError, RunSpec
 
+_LOG = logging.getLogger("meta_executor.discovery")
 #: Begin of all keys.
 _PREFIX = "/meta-executor/"
 #: A store that has not answered by then, at the start of an instance or a front, cannot be used (s).
@@ -191,8 +193,10 @@ class Registration:
     def _keep(self) -> None:
         try:
             asyncio.run(self._published())
-        except Exception as error:  # noqa: BLE001 - a store's, of any kind: told to who waits for the registration
-            if not self._registered.done():
+        except Exception as error:  # noqa: BLE001 - a store's, of any kind: told to who waits for the registration, or logged
+            if self._registered.done():
+                _LOG.warning("the registration has ended with an error", exc_info=error)
+            else:
                 self._registered.set_exception(error)
 
     async def _published(self) -> None:

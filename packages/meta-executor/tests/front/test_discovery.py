@@ -135,6 +135,23 @@ def test_a_drain_is_registered_when_it_begins(tmp_path: Path) -> None:
     registration.update()
 
 
+def test_a_store_that_fails_after_the_registration_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody waits for the registration any more: the log has the error, and the instance still leaves."""
+
+    async def broken(self: SealedStore) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(SealedStore, "aclose", broken)
+    registration = Registration(
+        run_spec(tmp_path / "run", str(tmp_path / "registry")), published(), "http://127.0.0.1:8101"
+    )
+    assert "the disk is gone" not in caplog.text
+    registration.close()
+    assert "the registration has ended with an error" in caplog.text and "the disk is gone" in caplog.text
+
+
 def test_a_store_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The instance does not come up unfound: the setting, the place and the reason."""
     everybody = tmp_path / "everybody"
