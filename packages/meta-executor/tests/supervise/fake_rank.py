@@ -44,9 +44,18 @@ if rank == 0:
     server = HTTPServer(("127.0.0.1", spec.port if spec else 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     reporter.send("ready", url=f"http://127.0.0.1:{server.server_port}", instance_id=options.instance_id)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+stays = os.environ.get("FAKE_STAYS") if options.owner == "front" else None
+
+
+def told(*_: object) -> None:
+    print("told to cut", flush=True)
+    if stays != "deaf":
+        sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, told)
 if os.environ.get("FAKE_EXIT") == f"{options.owner}/{rank}":
     sys.exit(3)
-while not flag.exists():
+while stays or not flag.exists():
     over.wait(0.02)
 print(f"rank {rank} leaves", flush=True)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from meta_executor.config import service_config
+from meta_executor.supervise import launch
 from meta_executor.supervise.launch import Death, Launcher, RunFailed, _first_cause
 from meta_executor.supervise.procfs import ProcessIdentity
 from meta_executor.supervise.report import Reporter
@@ -105,6 +106,25 @@ def test_a_killed_process_is_named_and_ends_the_run(service, victim):
     if name.startswith("rank"):
         assert f"rank {name[4:]}" in str(failure.value)
         assert "SIGKILL" in str(failure.value)
+    assert all_gone(pids) == []
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("stays", ["until it is told", "deaf"])
+def test_a_front_whose_answers_do_not_end_is_told_to_cut_them_before_it_is_killed(service, monkeypatch, stays):
+    """After a death: a drain first, then the signal at which a front tells its clients, and only then SIGKILL."""
+    monkeypatch.setenv("FAKE_STAYS", stays)
+    monkeypatch.setattr(launch, "_FRONT_GRACE_S", 0.3)
+    monkeypatch.setattr(launch, "_FRONT_CUT_S", 0.3 if stays == "deaf" else 60.0)
+    launcher, _ = make(service)
+    with pytest.raises(RunFailed, match="ctx-0 rank 1"), launcher.started():
+        pids = identities(launcher)
+        front = launcher._components["front"].process
+        log = launcher._directory.path / "logs" / "front.log"
+        assert pids["ctx-0/rank1"].kill()
+        launcher.wait()
+    assert log.read_text() == "told to cut\n"
+    assert front.returncode == (-signal.SIGKILL if stays == "deaf" else 0)
     assert all_gone(pids) == []
 
 

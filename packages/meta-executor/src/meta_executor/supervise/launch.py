@@ -44,8 +44,10 @@ RestartPolicy = Literal["never", "instance"]
 _CAUSE_WINDOW_S = 0.25
 #: Survivors of a death may write their evidence for this long before they are ended (s).
 _SURVIVOR_GRACE_S = 1.5
-#: After a death the front may tell its clients for this long (s).
+#: After a death the front may let what still runs end for this long (s).
 _FRONT_GRACE_S = 5.0
+#: Then it has this long to tell the clients of what did not (s).
+_FRONT_CUT_S = 2.0
 #: A killed process is gone within this time, or is reported (s): it hangs in the kernel then.
 _KILL_WAIT_S = 10.0
 _KEY_HEADER = "x-meta-executor-key"
@@ -563,15 +565,22 @@ class Launcher:
         return clean
 
     def _let_front_answer(self) -> None:
-        """After a death: the front still tells its clients what happened, then leaves."""
+        """After a death: the front lets running answers end, tells the clients of those that do not, and leaves."""
         front = self._components.get("front")
-        if front is None or not front.running or not front.ready or self._interrupts > 1:
+        if front is None or front.process is None or not front.running or not front.ready or self._interrupts > 1:
             return
         self._draining = True
         if self._post(front.url or "", "/internal/drain") is None:
-            end = time.monotonic() + _FRONT_GRACE_S
-            while front.running and (left := end - time.monotonic()) > 0:
-                self._collect(min(left, 0.1))
+            self._await_end(front, _FRONT_GRACE_S)
+            if front.running:
+                # While it drains, a signal makes it end every stream with an error; SIGKILL would break them off.
+                front.process.send_signal(signal.SIGTERM)
+                self._await_end(front, _FRONT_CUT_S)
+
+    def _await_end(self, component: _Component, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while component.running and (left := end - time.monotonic()) > 0:
+            self._collect(min(left, 0.1))
 
     def _kill(self, component: _Component) -> None:
         known = [
