@@ -105,6 +105,18 @@ def test_prefixes_are_named_by_all_before_them_and_by_who_may_share_them() -> No
     assert policy.cached_blocks("a", chosen.hint("context", request([1, 2, 3, 4, 5, 6]))) == 4  # type: ignore[attr-defined]
 
 
+def test_instances_that_have_left_are_forgotten() -> None:
+    """Each start at another address would leave its blocks behind; what is used and some that may come back are kept."""
+    chosen = routers(type="kv_cache_aware", tokens_per_block=1)
+    policy, hint = chosen._policies["context"], chosen.hint("context", request([1, 2, 3]))
+    for start in range(20):
+        assert policy.cached_blocks("stays", hint) == (3 if start else 0)  # type: ignore[attr-defined]
+        pick(chosen, [Server("stays")], hint)
+        pick(chosen, [Server(f"start {start}")], hint)
+    known = [name for name in ("stays", *(f"start {start}" for start in range(20))) if policy.cached_blocks(name, hint)]  # type: ignore[attr-defined]
+    assert known == ["stays", *(f"start {start}" for start in range(12, 20))]
+
+
 def test_prefix_hits_against_the_least_loaded() -> None:
     """Forty conversations of eight turns at four instances, the same load for both policies: of the
     blocks that could be found nearly all are, by load alone far fewer."""

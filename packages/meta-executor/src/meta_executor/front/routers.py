@@ -23,6 +23,9 @@ from endpoint_lifecycle import Candidate, PickRequest
 from meta_executor.config import FrontRouterConfig
 from meta_executor.executor.request import Request
 
+#: Instances whose blocks are remembered beyond as many as can be picked (count): those that have left are forgotten.
+_SERVERS_BESIDES = 8
+
 
 @dataclass(frozen=True)
 class Hint:
@@ -132,7 +135,7 @@ class KvCacheAware:
         self._otherwise = otherwise
         self._block_tokens = block_tokens
         self._blocks_max = blocks_max
-        self._cached: dict[str, OrderedDict[bytes, None]] = {}
+        self._cached: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
 
     def pick(self, candidates: Sequence[Candidate], hint: Hint) -> Candidate:
         """See :class:`Policy`."""
@@ -145,6 +148,8 @@ class KvCacheAware:
 
         found = min(candidates, key=cost)
         self._remember(found.server, hint)
+        while len(self._cached) > len(candidates) + _SERVERS_BESIDES:
+            self._cached.popitem(last=False)
         return found
 
     def cached_blocks(self, server: str, hint: Hint) -> int:
@@ -156,6 +161,7 @@ class KvCacheAware:
 
     def _remember(self, server: str, hint: Hint) -> None:
         cached = self._cached.setdefault(server, OrderedDict())
+        self._cached.move_to_end(server)
         # The end of a prompt is forgotten before its beginning, which others may share.
         for name in reversed(hint.blocks):
             cached[name] = None
