@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 import msgspec
@@ -91,25 +93,31 @@ def test_a_link_comes_back_when_its_listener_does(tmp_path):
 
 def test_fifty_peers_that_came_and_went_leave_no_descriptor():
     """``disconnect`` closes socket and monitor on the dialling side and forgets the peer on the listening one."""
-    import os
 
-    listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
-    dialler = ZmqControlChannel(LEFT, KEY)
-    counts = []
-    for life in range(50):
-        peer = PeerId("right", f"life{life}", 1)
-        other = ZmqControlChannel(peer, KEY, "tcp://127.0.0.1:*")
-        dialler.connect(peer, other.address)
-        dialler.send(peer, b"x")
-        assert receive(other) == [b"x"]
-        dialler.disconnect(peer)
-        other.close()
-        if life >= 10:
-            counts.append(len(os.listdir("/proc/self/fd")))
-    assert max(counts[-5:]) <= counts[0] + 3, counts
-    assert not dialler._links and not dialler._dialled and not dialler._numbers
-    dialler.close()
-    listener.close()
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    with contextlib.ExitStack() as stack:
+        listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
+        stack.callback(listener.close)
+        dialler = ZmqControlChannel(LEFT, KEY)
+        stack.callback(dialler.close)
+        counts = []
+        for life in range(50):
+            peer = PeerId("right", f"life{life}", 1)
+            with contextlib.closing(ZmqControlChannel(peer, KEY, "tcp://127.0.0.1:*")) as other:
+                dialler.connect(peer, other.address)
+                dialler.send(peer, b"x")
+                assert receive(other) == [b"x"]
+                dialler.disconnect(peer)
+            if life >= 10:
+                counts.append(descriptors())
+        # libzmq's own thread closes what is left, in its own time.
+        deadline_s = time.monotonic() + 5
+        while descriptors() > min(counts) + 3 and time.monotonic() < deadline_s:
+            pause()
+        assert descriptors() <= min(counts) + 3, counts
+        assert not dialler._links and not dialler._dialled and not dialler._numbers
 
 
 class Swapping:
