@@ -257,6 +257,43 @@ def test_a_send_that_ends_before_every_bytecode_of_a_call(outer: str) -> None:
         at += 1
 
 
+@pytest.mark.parametrize("inner", CALLS)
+def test_a_call_before_every_bytecode_of_a_loops_timer(inner: str) -> None:
+    """It belongs to the bookkeeping as any caller does."""
+
+    async def run(at: int) -> tuple[bool, int]:
+        tracker, sender = Tracker(), FakeSender(immediate=True)
+        submitter = AsyncioBatchSubmitter(
+            sender,
+            BatchSubmitConfig(batch_max=8, delay_ms=0),
+            register=tracker.register,
+            rollback=tracker.rollback,
+            id_of=lambda request: request,
+        )
+        tickets = [submitter.submit("first")]
+
+        def call() -> None:
+            result = submitter.close() if inner == "close" else CALLS[inner](submitter)
+            if inner == "submit":
+                tickets.append(result)
+
+        breaking = Break(at, call)
+        breaking.run(submitter._on_timer)
+        assert await submitter.aclose(PATIENCE_S), at
+        assert all(ticket.done() for ticket in tickets), at
+        assert sorted(sender.requests) == sorted(set(sender.requests)) == sorted(tracker.tracked), at
+        assert len(sender.requests) == sum(ticket.exception() is None for ticket in tickets), at
+        submitter._core.validate()
+        return bool(breaking.left), len(breaking.refused)
+
+    at, refused, last = 1, 0, False
+    while not last:
+        last, count = asyncio.run(run(at))
+        refused += count
+        at += 1
+    assert refused > 0
+
+
 class TestOtherThreads:
     """An asyncio submitter belongs to its loop's thread."""
 

@@ -7,7 +7,6 @@ import concurrent.futures
 import gc
 import os
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -29,14 +28,6 @@ from rpc_batch_submit.testing import FakeSender, Tracker
 
 NEVER = BatchSubmitConfig(batch_max=100, delay_ms=60_000)
 PATIENCE_S = 20.0
-
-
-def eventually(condition: Any) -> None:
-    """Wait for something that must happen."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen"
-        time.sleep(0.001)
 
 
 class TestThreads:
@@ -349,7 +340,7 @@ class TestThreads:
         assert sender.requests == [1, 2, 3]
         submitter.close(PATIENCE_S)
 
-    def test_a_forgotten_submitter_lets_its_timer_go(self) -> None:
+    def test_a_forgotten_submitter_lets_its_timer_go(self, eventually: Any) -> None:
         """The timer thread holds no strong reference."""
         submitter = ThreadBatchSubmitter(FakeSender(immediate=True), BatchSubmitConfig(batch_max=10, delay_ms=1))
         submitter.submit(1).result(PATIENCE_S)

@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +18,6 @@ from rpc_batch_submit.testing import FakeSender
 PATIENCE_S = 5.0
 SINGLE = BatchSubmitConfig(batch_max=1)
 NEVER = BatchSubmitConfig(batch_max=8, delay_ms=60_000)
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    """Wait until it holds."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -70,7 +60,7 @@ def test_a_forked_child_waits_for_no_thread_of_its_parent(what: str) -> None:
     assert submitter.close(PATIENCE_S)
 
 
-def test_a_close_hears_of_a_registration_that_raises() -> None:
+def test_a_close_hears_of_a_registration_that_raises(eventually: Any) -> None:
     """It waits for the request that is being registered, and for nothing once that is refused."""
 
     def register(_: int) -> None:
@@ -183,7 +173,29 @@ def test_the_id_of_a_cancelled_request_is_free(driver: Any) -> None:
     asyncio.run(run())
 
 
-def test_whoever_closes_is_woken_by_the_last_sender() -> None:
+def test_an_id_that_was_given_up_may_be_another_threads_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads find the same cancelled request: the second one does not take away what the first one submitted."""
+    sender = FakeSender(immediate=True)
+    submitter = ThreadBatchSubmitter(sender, NEVER, id_of=lambda request: request[0])
+    submitter.submit(("id", 1)).cancel()
+    buffered = submitter._core.buffered
+    quicker: list[Any] = []
+
+    def found(request_id: Any) -> Any:
+        entry = buffered(request_id)
+        monkeypatch.undo()
+        quicker.append(submitter.submit(("id", 2)))
+        return entry
+
+    monkeypatch.setattr(submitter._core, "buffered", found)
+    with pytest.raises(BatchUsageError, match="already"):
+        submitter.submit(("id", 3))
+    assert submitter.close(PATIENCE_S)
+    assert [ticket.exception() for ticket in quicker] == [None]
+    assert sender.batches == [[("id", 2)]]
+
+
+def test_whoever_closes_is_woken_by_the_last_sender(eventually: Any) -> None:
     """Its requests are settled already, and it is on its way out of the send: nothing else comes that would wake a closer."""
     leaving, go_on = threading.Event(), threading.Event()
     submitter = ThreadBatchSubmitter(lambda batch: None, SINGLE)

@@ -133,18 +133,19 @@ class AsyncioBatchSubmitter(Driver[_T]):
             self._timer = self._loop.call_at(due_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer = None
-        loop = self._loop
-        due_s = self._core.due_s()
-        if loop is None or due_s is None:
-            return
-        # The loop may call a little early (its clock's resolution); the buffer may also be a younger one.
-        if due_s - loop.time() > 1e-4:
-            self._arm()
-            return
         me = object()
         try:
-            self._to_send.extend(self._core.tick(due_s))
+            # Nobody contends for the lock, but whoever breaks into this is refused.
+            with self._lock:
+                self._timer = None
+                due_s = self._core.due_s()
+                if due_s is None or self._loop is None:
+                    return
+                # The loop may call a little early (its clock's resolution); the buffer may also be a younger one.
+                if due_s - self._loop.time() > 1e-4:
+                    self._arm()
+                    return
+                self._to_send.extend(self._core.tick(due_s))
             self._drain(me)
         except BaseException:
             self._recover(me)

@@ -113,12 +113,16 @@ class Driver(abc.ABC, Generic[_T]):
         False: it was sent, abort it there.
         """
         self._enter()
+        return self._abort(request_id)
+
+    def _abort(self, request_id: Hashable, *, given_up: bool = False) -> bool:
+        """``abort``; with ``given_up`` only if its ticket was cancelled."""
         entry: Entry[_T] | None = None
         error = BatchAborted(f"request {request_id!r} was aborted before it was sent")
         try:
             with self._lock:
                 entry = self._core.buffered(request_id)
-                if entry is None:
+                if entry is None or (given_up and not entry.ticket.cancelled()):
                     return False
                 self._core.take_back(entry)
             # As if it left now: a ticket that was cancelled tells those who wait for it only then.
@@ -183,8 +187,9 @@ class Driver(abc.ABC, Generic[_T]):
         registered: list[object] = []
         known = None if request_id is None else core.buffered(request_id)
         if known is not None and known.ticket.cancelled():
-            # Its caller gave it up: it need not keep its id until its batch leaves.
-            self.abort(request_id)
+            # Its caller gave it up: it need not keep its id until its batch leaves. Asked again with the lock: by then the id
+            # may be another thread's, whose request is not given up.
+            self._abort(request_id, given_up=True)
         try:
             with self._lock:
                 entry = core.admit(request, request_id=request_id, size_bytes=size_bytes, ticket=ticket)

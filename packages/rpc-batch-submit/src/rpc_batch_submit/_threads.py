@@ -177,6 +177,7 @@ def _start(thread: threading.Thread) -> None:
     """Start it, and give an interrupt as it came.
 
     ``start`` waits for the thread in a condition, which an interrupt can break: that one's error then stands in its place.
+    (rpc-local-registry has the same few lines: neither package needs the other, and there is no third that both need.)
     """
     try:
         thread.start()

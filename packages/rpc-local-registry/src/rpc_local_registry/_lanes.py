@@ -120,6 +120,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start it, and give an interrupt as it came.
 
     ``start`` waits for the thread in a condition, which an interrupt can break: that one's error then stands in its place.
+    (rpc-batch-submit has the same few lines: neither package needs the other, and there is no third that both need.)
     """
     try:
         thread.start()
