@@ -18,7 +18,9 @@ from rpc_local_registry import (
     RpcError,
     RpcRemoteError,
     RpcServer,
+    RpcStreamingError,
     RpcTimeout,
+    RpcUsageError,
     StreamSource,
     rpc_method,
 )
@@ -132,6 +134,60 @@ class TestEverybodyIsTold:
             assert other.result(timeout=30) is True
             assert client.echo(1).remote(timeout_s=30) == 1
             assert client.statistics().sessions == 1
+
+
+class TestOnTheClientsOwnThread:
+    """A callback there waits for nothing that the same thread would have to bring."""
+
+    @pytest.fixture
+    def remote(self, server: RpcServer, key: bytes) -> Iterator[RpcClient]:
+        with RpcClient(server.address, key, fast_path=False, interface=Worker) as opened:
+            yield opened
+
+    def test_a_blocking_call_is_refused(self, worker: Worker, remote: RpcClient) -> None:
+        """At once, with a time-out or without; verbs that do not wait are served."""
+        refused: list[BaseException] = []
+        other: list[Any] = []
+
+        def call(_: object) -> None:
+            for timeout_s in (None, 60):
+                try:
+                    remote.echo(1).remote(timeout_s)
+                except RpcError as error:
+                    refused.append(error)
+            other.append(remote.echo(2).remote_future(timeout_s=60))
+
+        remote.wait().remote_future().add_done_callback(call)
+        worker.gate.set()
+        eventually(lambda: bool(other))
+        assert [(type(error), error.nothing_ran) for error in refused] == [(RpcUsageError, True)] * 2
+        assert other[0].result(timeout=30) == 2
+        assert remote.echo(3).remote(timeout_s=30) == 3
+        assert remote.statistics().pending == 0
+
+    def test_a_streams_next_item_is_refused(self, worker: Worker, remote: RpcClient) -> None:
+        """Only while there is none; the stream goes on."""
+        told: list[Any] = []
+        stream = remote.steps().remote_streaming(timeout_s=60)
+
+        def read(_: object) -> None:
+            try:
+                told.append(next(stream))
+            except RpcError as error:
+                told.append(type(error))
+
+        def read_on_io_thread(count: int) -> None:
+            worker.gate.clear()
+            remote.wait().remote_future().add_done_callback(read)
+            worker.gate.set()
+            eventually(lambda: len(told) == count)
+
+        read_on_io_thread(1)
+        worker.source.push(5)
+        eventually(lambda: len(stream._inbox) == 1)
+        read_on_io_thread(2)
+        worker.source.push(6)
+        assert [*told, next(stream)] == [RpcStreamingError, 5, 6]
 
 
 class TestBothPathsAgree:

@@ -33,6 +33,7 @@ from rpc_local_registry._errors import (
     RpcStreamingError,
     RpcTimeout,
     RpcUnreachable,
+    RpcUsageError,
 )
 from rpc_local_registry._methods import rpc_method
 from rpc_local_registry._numpy import Loan
@@ -76,6 +77,7 @@ __all__ = [
     "RpcArgumentError",
     "RpcEncodeError",
     "RpcStreamingError",
+    "RpcUsageError",
     "RpcRemoteError",
     "RpcTimeout",
     "RpcCancelled",

@@ -90,6 +90,7 @@ class Call(Generic[_R]):
         Raises:
             RpcRemoteError: The handler raised.
             RpcTimeout: The deadline passed.
+            RpcUsageError: In a callback on the client's I/O thread. Nothing was sent.
             RpcError: Any of the table in the README.
         """
         method = self._method

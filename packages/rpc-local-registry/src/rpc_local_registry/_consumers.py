@@ -143,9 +143,18 @@ class RemoteStream(RpcStream[Any]):
             self._granted_bytes = size_bytes
 
     def _before_waiting(self) -> None:
-        """With nothing unread everything that came is taken, what was lost in an interrupt too."""
+        """With nothing unread everything that came is taken, what was lost in an interrupt too.
+
+        Raises:
+            RpcStreamingError: This is the client's I/O thread, which would have to bring the next item.
+        """
         if not len(self._inbox):
             self._make_room(self._pending.next_index, self._pending.received_bytes)
+            if self._engine.on_own_thread and not self._inbox.closed:
+                raise RpcStreamingError(
+                    f"{self.text}: a callback on the client's I/O thread cannot wait for an item: "
+                    "use deliver_to, or another thread"
+                )
 
     def _ended(self, stop: type[Exception]) -> Exception:
         error = self._inbox.error

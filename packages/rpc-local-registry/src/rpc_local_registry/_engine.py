@@ -42,6 +42,7 @@ from rpc_local_registry._errors import (
     RpcServerStopped,
     RpcTimeout,
     RpcUnreachable,
+    RpcUsageError,
     again,
     rebuild,
 )
@@ -308,6 +309,11 @@ class Engine:
         start_thread(self._thread)
 
     @property
+    def on_own_thread(self) -> bool:
+        """Whether this is the I/O thread: what is waited for here never comes."""
+        return self._thread is threading.current_thread()
+
+    @property
     def busy(self) -> bool:
         """Whether something sent could still be overtaken: a call unanswered, a stream not opened, a one-way call not done."""
         return len(self.pending) > self._opened_streams or self._oneway_sent != self._oneway_done
@@ -322,6 +328,7 @@ class Engine:
 
         Raises:
             RpcTimeout: It is not there in time; the server hears of it.
+            RpcUsageError: This is the I/O thread. Nothing was queued.
             RpcArgumentError, RpcBackpressure, RpcError: As ``submit``.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -329,6 +336,12 @@ class Engine:
             if self._turn.lent and not payload.external and self._exchange(pending, payload, flags, deadline_s):
                 return
             if not pending.call_id:
+                # Not before: while the socket is lent no callback runs on that thread.
+                if self.on_own_thread:
+                    raise RpcUsageError(
+                        f"{pending.text}: a callback on the client's I/O thread cannot wait for an answer: "
+                        "use remote_future, or another thread"
+                    )
                 self.submit(wire.CALL, pending, payload, flags, timeout_s, timed=False)
             left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             if not pending.gate.acquire(timeout=left_s):

@@ -68,6 +68,12 @@ class RpcStreamingError(RpcError):
     """A stream was asked of a plain method, a single result of a streaming one, or a stream was misused."""
 
 
+class RpcUsageError(RpcError, RuntimeError):
+    """A blocking call in a callback on the client's I/O thread, which would have to bring the answer. Nothing was sent."""
+
+    nothing_ran = True
+
+
 class RpcRemoteError(RpcError):
     """The handler raised.
 
