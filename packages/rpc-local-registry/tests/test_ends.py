@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -252,6 +253,21 @@ class TestSettingsOfOneSide:
         """Not later, by a thread."""
         with pytest.raises(RpcConfigError):
             make("tcp://127.0.0.1:9", key)
+
+
+def test_a_worker_that_serves_nothing_is_told(key: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """Say, one whose marks were forgotten; a worker with methods is no news."""
+
+    class Unmarked:
+        def echo(self, value: int) -> int:
+            return value
+
+    with caplog.at_level(logging.WARNING):
+        RpcServer(Worker(), "ipc://", key)
+        assert caplog.messages == []
+        RpcServer(Unmarked(), "ipc://", key)
+    assert len(caplog.messages) == 1
+    assert "Unmarked has no method that is marked with rpc_method" in caplog.text
 
 
 class TestWithoutThreads:

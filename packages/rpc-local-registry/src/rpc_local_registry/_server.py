@@ -214,6 +214,11 @@ class RpcServer:
         self._key = check_key(key)
         self._config = check_config(config)
         self._specs = {name.encode("ascii"): spec for name, spec in methods_of(type(worker)).items()}
+        if not self._specs:
+            # Served all the same: a subclass may close its last method.
+            _logger.warning(
+                "%s has no method that is marked with rpc_method: every call is refused", type(worker).__qualname__
+            )
         self._on_peer_lost = on_peer_lost
         self._name = check_name(name)
         self._link: Link | None = None
