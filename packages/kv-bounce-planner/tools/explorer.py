@@ -9,10 +9,11 @@ it after every step. ``push_model.py`` has moves that senders make (writes), ``p
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from kv_bounce_planner.sessions import OperationIdentity, PeerId, RequestKey, TransferIdentity
 from kv_bounce_planner.sessions import core as shared
@@ -57,23 +58,33 @@ class Scope:
     retire_sources: bool = False
 
 
-class Move(Protocol):
-    """One operation's bytes, physically."""
+@dataclass
+class Move(ABC):
+    """One operation's bytes, physically; numbers, switches and sets of parts."""
 
-    posted: int
-    stopped: bool
-    error: bool
-    reported: tuple[Any, ...] | None
+    posted: int = 0
+    stopped: bool = False
+    error: bool = False
+    landed: set[int] = field(default_factory=set)
+    reported: tuple[Any, ...] | None = None
 
     @property
-    def completed_count(self) -> int: ...
+    @abstractmethod
+    def completed_count(self) -> int:
+        """Parts that the transport says are complete."""
 
-    def clone(self) -> Any: ...
+    def clone(self) -> Self:
+        new = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, set):
+                setattr(new, name, set(value))
+        return new
 
-    def key(self) -> tuple[Any, ...]: ...
+    def key(self) -> tuple[Any, ...]:
+        return tuple(frozenset(value) if isinstance(value, set) else value for value in vars(self).values())
 
 
-class Model:
+class Model(ABC):
     """One state: what both models have."""
 
     #: Names of lists that a copy of a state copies.
@@ -159,31 +170,57 @@ class Model:
 
     # -- what a model adds
 
+    @abstractmethod
     def own_key(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """What tells two states of this model apart, beside what every model has."""
 
+    @abstractmethod
     def own_actions(self) -> list[tuple[Any, ...]]:
-        raise NotImplementedError
+        """What may happen in this model that is of no sender."""
 
+    @abstractmethod
     def own_actions_of(self, rank: int) -> list[tuple[Any, ...]]:
-        raise NotImplementedError
+        """What may happen in this model at that sender, and to its move."""
 
+    @abstractmethod
+    def is_of_sender(self, todo: tuple[Any, ...], rank: int) -> bool:
+        """Whether an answer that is owed is owed by that sender's shell: it dies with it."""
+
+    @abstractmethod
     def receiver_does(self, effect: Any) -> None:
         """Perform an effect of the receiver's core that only this model knows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sender_does(self, rank: int, effect: Any) -> None:
-        raise NotImplementedError
+        """Perform an effect of that sender's core that only this model knows."""
 
+    @abstractmethod
     def check_success(self) -> None:
-        raise NotImplementedError
+        """The transfer has just succeeded: may it?"""
 
+    @abstractmethod
     def check_snapshot(self, rank: int, snapshot: Any) -> None:
-        raise NotImplementedError
+        """That sender's terminal snapshot has just come: is it true?"""
 
+    @abstractmethod
     def at_the_end(self) -> None:
         """Nothing can happen any more: is anything left owned that should not be?"""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _answer(self, index: int) -> None:
+        """The shell gives the answer that it owes at that place of ``todo``."""
+
+    @abstractmethod
+    def _deliver_to_sender(self, rank: int) -> None:
+        """The next frame reaches that sender."""
+
+    @abstractmethod
+    def _deliver_to_receiver(self, rank: int) -> None:
+        """That sender's next frame reaches the receiver."""
+
+    @abstractmethod
+    def _retire(self) -> None:
+        """The receiver ends its agent."""
 
     # -- what may happen next
 
@@ -290,10 +327,6 @@ class Model:
         self.todo = [each for each in self.todo if not self.is_of_sender(each, rank)]
         if self.receiver_alive:
             self.tell_receiver(shared.PeerInDoubt(self.senders[rank], "connection lost"))
-
-    def is_of_sender(self, todo: tuple[Any, ...], rank: int) -> bool:
-        """Whether an answer that is owed is owed by that sender's shell: it dies with it."""
-        raise NotImplementedError
 
     def _reaped(self, rank: int) -> None:
         self.reaped[rank] = True

@@ -14,11 +14,10 @@ pushed model:
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from explorer import AGENT_GONE, Model, Scope, Violation, frame_key
+from explorer import AGENT_GONE, Model, Move, Scope, Violation, frame_key
 
 from kv_bounce_planner.sessions import OperationIdentity
 from kv_bounce_planner.sessions import core as shared
@@ -30,30 +29,16 @@ from kv_bounce_planner.sessions.states import ReceiveState, SendState
 
 
 @dataclass
-class Read:
+class Read(Move):
     """One operation's read, physically."""
 
-    posted: int = 0
-    stopped: bool = False
-    error: bool = False
     begun: set[int] = field(default_factory=set)
     served: set[int] = field(default_factory=set)
-    landed: set[int] = field(default_factory=set)
     stale: bool = False  # a part was served from a source that was released
-    reported: tuple[Any, ...] | None = None
 
     @property
     def completed_count(self) -> int:
         return len(self.landed)
-
-    def clone(self) -> Read:
-        new = copy.copy(self)
-        new.begun, new.served, new.landed = set(self.begun), set(self.served), set(self.landed)
-        return new
-
-    def key(self) -> tuple[Any, ...]:
-        sets = (frozenset(self.begun), frozenset(self.served), frozenset(self.landed))
-        return (self.posted, self.stopped, self.error, *sets, self.stale, self.reported)
 
 
 class PullWorld(Model):
@@ -257,27 +242,20 @@ class PullWorld(Model):
 
     def at_the_end(self) -> None:
         """Nothing can happen any more: is anything left owned that a proof exists for?"""
-        if self.receiver_alive and self.memory == "owned":
-            stuck = [op for op in self.operations if not self._is_honest(op)]
-            if stuck or not self.operations:
-                raise Violation(
-                    f"stuck: memory owned for ever; {[self.rx.state_of(op).value for op in self.operations]}"
-                )
+        if self.receiver_alive and self.memory == "owned" and not all(map(self._is_honest, self.operations)):
+            raise Violation(f"stuck: memory owned for ever; {[self.rx.state_of(op).value for op in self.operations]}")
         for rank, core in enumerate(self.tx):
             if not self.alive[rank] or not core.sealed or core.settled:
                 continue
             state = core.state_of(self.operations[rank])
             proof = self.receiver_reaped or (not self.agents[rank] and Evidence.PEER_REAPED not in self.needed)
-            reader_in_doubt = self.rx.state_of(self.operations[rank]) in (
-                ReceiveState.READ_IN_DOUBT,
-                ReceiveState.QUARANTINED,
+            reader = self.rx.state_of(self.operations[rank])
+            honest = (
+                reader in (ReceiveState.READ_IN_DOUBT, ReceiveState.QUARANTINED)
+                or not self.agents[rank]
+                or not self.receiver_alive
             )
-            retired = not self.agents[rank]
-            if (
-                state is not SendState.LENT_IN_DOUBT
-                or proof
-                or not (reader_in_doubt or retired or not self.receiver_alive)
-            ):
+            if state is not SendState.LENT_IN_DOUBT or proof or not honest:
                 raise Violation(f"stuck: source {rank} owned for ever in {state}")
 
     def _is_honest(self, operation: OperationIdentity) -> bool:
@@ -287,6 +265,5 @@ class PullWorld(Model):
             return True
         if state is ReceiveState.READ_IN_DOUBT:
             return self.agent
-        return not self.agents[
-            operation.writer_rank
-        ]  # it waits for who does not talk to it any more: until its time-out
+        # It waits for who does not talk to it any more: until its time-out.
+        return not self.agents[operation.writer_rank]

@@ -11,11 +11,10 @@ Besides what every model checks:
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from explorer import AGENT_GONE, Model, Scope, Violation
+from explorer import AGENT_GONE, Model, Move, Scope, Violation
 
 from kv_bounce_planner.sessions import core as shared
 from kv_bounce_planner.sessions import receive_core as rc
@@ -26,32 +25,16 @@ from kv_bounce_planner.sessions.states import SendState
 
 
 @dataclass
-class Write:
+class Write(Move):
     """One operation's write, physically."""
 
-    bounce: bool
-    posted: int = 0
-    stopped: bool = False
-    error: bool = False
+    bounce: bool = False
     flying: set[int] = field(default_factory=set)
-    landed: set[int] = field(default_factory=set)
     completed: set[int] = field(default_factory=set)
-    reported: tuple[Any, ...] | None = None
 
     @property
     def completed_count(self) -> int:
         return len(self.completed)
-
-    def clone(self) -> Write:
-        new = copy.copy(self)
-        new.flying, new.landed, new.completed = set(self.flying), set(self.landed), set(self.completed)
-        return new
-
-    def key(self) -> tuple[Any, ...]:
-        return (
-            self.bounce, self.posted, self.stopped, self.error, frozenset(self.flying),
-            frozenset(self.landed), frozenset(self.completed), self.reported,
-        )  # fmt: skip
 
 
 class PushWorld(Model):
@@ -168,9 +151,7 @@ class PushWorld(Model):
         assert write is not None
         if self.memory in ("released", "freed region"):
             raise Violation("a part landed in memory that was released")
-        if self.source[rank] == "released" and self.scope.executor is WriteExecutor.SENDER:
-            raise Violation("a part was read from a source that was released")
-        if self.source[rank] == "released" and not write.error:
+        if self.source[rank] == "released" and (self.scope.executor is WriteExecutor.SENDER or not write.error):
             raise Violation("a part was read from a source that was released")
         write.flying.discard(part)
         write.landed.add(part)
@@ -266,7 +247,7 @@ class PushWorld(Model):
             case sc.Post(operation, bounce):
                 if ("gathered", rank) in self.todo:
                     raise Violation("a write was posted while its gather runs")
-                self.moves[rank] = Write(bounce)
+                self.moves[rank] = Write(bounce=bounce)
                 if bounce:
                     self.say(self.to_receiver, rank, WriterResult(operation, 64, b"report"))
             case sc.SendReportAgain(operation):
@@ -303,13 +284,9 @@ class PushWorld(Model):
 
     def _doubt_is_honest(self) -> bool:
         """Owned at the end is right where a proof of the class cannot come, or the sender was never asked to end."""
-        if any(self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED") for op in self.operations):
-            needed = self.needed
-            have = [
-                (bool(needed & {Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED}) and not self.agent)
-                or (Evidence.PEER_REAPED in needed and self.reaped[op.writer_rank])
-                for op in self.operations
-                if self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED")
-            ]
-            return not all(have)
-        return False
+        agent_gone = not self.agent and bool(self.needed & {Evidence.AGENT_DESTROYED, Evidence.DEREGISTERED})
+        return any(
+            not agent_gone and not (Evidence.PEER_REAPED in self.needed and self.reaped[op.writer_rank])
+            for op in self.operations
+            if self.rx.state_of(op).value in ("IN_DOUBT", "CONFLICTED")
+        )
