@@ -86,15 +86,8 @@ def main() -> int:
     unslow = "" if options.slow else " and not slow"
     total = Tally()
     with tempfile.TemporaryDirectory() as scratch:
-        among = [
-            "-q",
-            "-n",
-            f"{workers_of(usable_cores())}",
-            "--dist",
-            "worksteal",
-            "-m",
-            f"not mpi and not service and not gpu{unslow}",
-        ]
+        workers = str(workers_of(usable_cores()))
+        among = ["-q", "-n", workers, "--dist", "worksteal", "-m", f"not mpi and not service and not gpu{unslow}"]
         alone = ["-q", "-m", f"(mpi or service) and not gpu{unslow}"]
         groups = [
             ("in parallel", [*among, *options.paths]),

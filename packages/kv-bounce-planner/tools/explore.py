@@ -133,7 +133,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scope", action="append", help="explore only this scope (repeatable)")
     parser.add_argument("--smoke", action="store_true", help="the smaller scopes only")
     parser.add_argument("--states-max", type=int, default=2_000_000)
-    parser.add_argument("--nightly", action="store_true", help="every scope, which is the default too")
     options = parser.parse_args(arguments)
     wanted = options.scope or (SMOKE if options.smoke else [scope.name for scope in SCOPES])
     unknown = set(wanted) - {scope.name for scope in SCOPES}

@@ -43,7 +43,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--nightly", action="store_true", help="the same as without")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     domain = Domain(1, (0, 1, 2))

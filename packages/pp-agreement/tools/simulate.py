@@ -42,7 +42,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay one")
     parser.add_argument("--groups", action="store_true", help="members are groups of ranks")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--nightly", action="store_true", help="100,000 seeds")
     options = parser.parse_args()
     if options.seed is not None:
         print((simulate_groups if options.groups else simulate)(options.seed))

@@ -459,7 +459,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--transport", choices=("ipc", "tcp"), default="ipc")
-    parser.add_argument("--nightly", action="store_true", help="the same as without: one minute")
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     logging.getLogger("rpc_local_registry").setLevel(logging.CRITICAL)
