@@ -140,7 +140,7 @@ def test_statistics_count_requests_without_their_children():
 @pytest.mark.parametrize("refused", [False, True], ids=["all", "all but one"])
 def test_batches_of_few_lengths_go_longest_first_in_order_of_arrival(shortest, refused):
     """As a sort and a look at every rank would have it; one length comes late, one request is no request."""
-    count, size = 1100, 8
+    count, size = 2100, 8
     sizes = [shortest + (i * 7919) % 7 for i in range(count - 3)] + [shortest + 50, shortest + 3, shortest + 50]
     offered = [RouteRequest((i * 31) % count, n) for i, n in enumerate(sizes)]
     if refused:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import sys
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from operator import add
@@ -18,7 +18,7 @@ from adp_router._route import Placement, gather, smallest
 
 #: Shortest stretch without a look at the limits that pays for finding it (requests).
 _STRETCH_MIN = 16
-#: Lengths that are looked at to see whether few occur; from four times as many requests on (count).
+#: Lengths that are looked at to see whether few occur; from eight times as many requests on (count).
 _LOOKED_AT = 256
 #: Keys that are kept at a time (requests): they stay in the processor's cache.
 _PIECE = 512
@@ -59,9 +59,10 @@ def _longest_first(column: Sequence[int], indices: Sequence[int]) -> tuple[list[
     Where lengths occur again and again the requests are grouped by length, which takes two thirds of comparing them. Some of
     them tell; where these are not like the others that costs time, and nothing else.
     """
-    if len(indices) >= 4 * _LOOKED_AT and 2 * len({*gather(column, indices[:_LOOKED_AT])}) <= _LOOKED_AT:
+    if len(indices) >= 8 * _LOOKED_AT and 2 * len({*gather(column, indices[:_LOOKED_AT])}) <= _LOOKED_AT:
         groups: defaultdict[int, list[int]] = defaultdict(list)
-        deque(map(list.append, map(groups.__getitem__, gather(column, indices)), indices), 0)
+        for index, length in zip(indices, gather(column, indices), strict=True):
+            groups[length].append(index)
         longest_first = sorted(groups, reverse=True)
         grouped = [groups[length] for length in longest_first]
         exact: list[float] = [*map(float, longest_first)] if longest_first[0] < _DOUBLE_INTEGERS else [*longest_first]

@@ -166,9 +166,8 @@ class Placement:
         """Requests placed by position (count)."""
         if self.children is None:
             return [count - before for count, before in zip(self.counts, self.start, strict=True)]
-        positions = self.log_position
-        found = Counter(positions) if isinstance(positions, list) else None
-        return [positions.count(p) if found is None else found[p] for p in range(self.size)]
+        found = Counter(self.log_position)
+        return [found[p] for p in range(self.size)]
 
     def take_back(self) -> list[int]:
         """Requests that only the count limit kept out, in order of arrival; they are to be tried again."""
