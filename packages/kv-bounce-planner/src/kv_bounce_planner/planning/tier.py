@@ -8,7 +8,7 @@ cheapest prediction among the tiers that are possible, with a stable reason code
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Protocol
@@ -293,7 +293,6 @@ class CalibrationTransport(Protocol):
 CALIBRATION_BYTES = (1 << 20, 4 << 20, 32 << 20)
 CALIBRATION_COUNTS = (1, 64, 1024, 8192)
 CALIBRATION_ROUNDS = 3
-_PHASES = ("wire_s", "gather_s", "scatter_s", "overhead_s")
 
 
 def calibrate(
@@ -333,12 +332,10 @@ def calibrate(
         [(transport.measure(Tier.DIRECT, *point), transport.measure(Tier.BOUNCE, *point)) for point in grid]
         for _ in range(rounds)
     ]
-    direct = [min(round_[at][0].wire_s for round_ in measured) for at in range(len(grid))]
+    by_point = [*zip(*measured, strict=True)]
+    direct = [min(phases.wire_s for phases, _ in trials) for trials in by_point]
     # Each phase by itself: what disturbed the gather of one trial says nothing against its wire.
-    bounce = [
-        Phases(*(min(getattr(round_[at][1], name) for round_ in measured) for name in _PHASES))
-        for at in range(len(grid))
-    ]
+    bounce = [Phases(*map(min, zip(*(astuple(phases) for _, phases in trials), strict=True))) for trials in by_point]
     pieces = [count for _, count in grid]
     ones = [1] * len(grid)
     totals = [total for total, _ in grid]

@@ -436,16 +436,15 @@ class Sender(Shell[_Send]):
         """The receiver's word about a loan, or that of its successor who has its agent."""
         operation = word.operation
         record = self._requests.get(operation.request)
-        known = record is not None and record.core.knows(operation)
-        if not _is_of(operation, life) and not (
-            record is not None and known and not word.doubt and self._reads_on(record, operation, life)
-        ):
+        if record is not None and not record.core.knows(operation):
+            record = None
+        is_successors = record is not None and not word.doubt and self._reads_on(record, operation, life)
+        if not (_is_of(operation, life) or is_successors):
             self._counters["foreign"] += 1
-            return
-        if record is not None and record.core.knows(operation):
-            self._step(record, word)
-        else:
+        elif record is None:
             self._counters["late"] += 1
+        else:
+            self._step(record, word)
 
     def _plan(self, record: _Send, operation: OperationIdentity) -> bool:
         request = record.core.request_of(operation)
