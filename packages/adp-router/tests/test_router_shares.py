@@ -132,8 +132,9 @@ def test_decisions_tell_the_loads_that_decided_not_the_requests_own_tokens():
 def test_statistics_count_requests_without_their_children():
     """Children take slots, but they are no requests."""
     router = Router()
-    router.route([RouteRequest(1, 5, child_count=3), RouteRequest(2, 4)], [RankState(0), RankState(1)])
-    assert router.statistics().placed_by_rank == {0: 1, 1: 1}
+    requests = [RouteRequest(1, 5, child_count=3), RouteRequest(2, 3), RouteRequest(3, 1)]
+    router.route(requests, [RankState(0), RankState(1)])
+    assert router.statistics().placed_by_rank == {0: 1, 1: 2}
 
 
 @pytest.mark.parametrize("shortest", [8192, 1 << 58], ids=["of doubles", "beyond doubles"])
