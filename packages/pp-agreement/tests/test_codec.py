@@ -30,6 +30,27 @@ def test_round_trip(frame):
     assert frame_length(data + b"\0" * 17) == len(data)
 
 
+def test_an_interrupt_while_encoding_leaves_no_records_beside_the_bytes_of_others():
+    """What was made before it is still sent, in its own words."""
+
+    class Interrupted(Codec):
+        armed = False
+
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if self.armed:
+                raise KeyboardInterrupt
+
+    first, second = (Frame(1, 0, ((1, 0, 0, 0, 0, number, 1),)) for number in (5, 6))
+    codec = Interrupted(DOMAIN, 4, 1024)
+    codec.encode(1, first)
+    Interrupted.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        codec.encode(1, second)
+    Interrupted.armed = False
+    assert READER.decode(0, codec.encode(2, first)).records == first.records
+
+
 def test_every_single_byte_matters():
     data = SENDER.encode(2, Frame(1, 0, ((1, 0, 0, 0, 0, 5, 1),)))
     for position in range(len(data)):

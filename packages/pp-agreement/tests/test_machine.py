@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from hashlib import blake2b
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +55,32 @@ def test_a_commit_is_one_step():
     (sent,) = coordinator.step(ev.SlotFreed(0, 0), 0.0)
     assert sent == SendFrame(0, Frame(1, 0, ((int(Kind.COMMIT), 1, 0, 0, 0, 5, 1),)))
     assert not coordinator.rounds.open and coordinator.step(ev.SlotFreed(0, 0), 0.0) == ()
+
+
+def test_the_digest_is_of_all_final_decisions():
+    """However many are digested together, and whoever looks meanwhile: a signal handler, for instance, between two lines."""
+    one = core(0, AgreementConfig(credits=4), Domain(1, (0,)))
+    member, finals, looks = one.member, [], []
+    honest = member._finals
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(honest, name)
+
+        def update(self, data):
+            honest.update(data)
+            looks.append(None)
+            if len(looks) == 1:
+                looks.append(member.digest)
+
+    member._finals = Watched()
+    for number in range(1, 101):
+        one.step(ev.RequestAdmitted(number, number, False), 0.0)
+        vote = ev.TerminalVoted(Key(number, number), Outcome(number % 3), Disposition.RELEASE, Reason.NONE)
+        one.step(vote, 0.0)
+        finals.append(struct.pack("<QQIBB", number, number, 0, number % 3, 0))
+    assert member.digest == member.digest == blake2b(b"".join(finals), digest_size=16).digest()
+    assert looks
 
 
 def test_unsent_vote_is_replaced_by_the_withdrawal():

@@ -59,20 +59,21 @@ class Codec:
         identity, epoch = domain.domain_id, domain.epoch
         self._sent = [_IDENTITY.pack(identity, epoch, rank, other) for other in domain.ranks]
         self._received = [_IDENTITY.pack(identity, epoch, other, rank) for other in domain.ranks]
-        # What was encoded last: a decision goes to every follower in the same words.
-        self._packed: tuple[Record, ...] = ()
-        self._payload = b""
+        # What was encoded last: a decision goes to every follower in the same words. One value, so that an interrupt leaves
+        # no records beside the bytes of others: frames that were made before it are still sent.
+        self._packed: tuple[tuple[Record, ...], bytes] = (), b""
 
     def encode(self, target: int, frame: Frame) -> bytes:
         """The bytes of ``frame`` for member ``target`` (an index); at most ``frame_bytes_max`` long."""
         sequence, busy_ms, records, session, _content = frame
-        if records != self._packed:
+        packed, payload = self._packed
+        if records != packed:
             if len(records) == 1:
-                self._payload = _pack_record(*records[0])
+                payload = _pack_record(*records[0])
             else:
-                self._payload = b"".join([_pack_record(*record) for record in records])
-            self._packed = records
-        body = _pack_head(_FIRST, len(records), self._sent[target], sequence, busy_ms, session) + self._payload
+                payload = b"".join([_pack_record(*record) for record in records])
+            self._packed = records, payload
+        body = _pack_head(_FIRST, len(records), self._sent[target], sequence, busy_ms, session) + payload
         return body + crc32(body).to_bytes(_CHECKSUM, "little")
 
     def decode(self, source: int, data: bytes | bytearray | memoryview) -> Frame:

@@ -119,13 +119,15 @@ class Member:
 
     @property
     def digest(self) -> bytes:
-        """Of all final decisions, in their order; zeros before the first."""
-        self._digest_finals()
-        return self._finals.digest() if self.committed or self.closed_rounds else NO_DIGEST
+        """Of all final decisions, in their order; zeros before the first.
 
-    def _digest_finals(self) -> None:
-        self._finals.update(self._undigested)
-        self._undigested.clear()
+        Looking changes nothing: a signal handler may look in the middle of ``hear``, and a look may be interrupted.
+        """
+        if not (self.committed or self.closed_rounds):
+            return NO_DIGEST
+        finals = self._finals.copy()
+        finals.update(self._undigested)
+        return finals.digest()
 
     @property
     def activation_digest(self) -> bytes:
@@ -594,7 +596,8 @@ class Member:
             if disposition:
                 self._quarantine(round_)
         if len(self._undigested) > DIGESTED_AT_ONCE:
-            self._digest_finals()
+            self._finals.update(self._undigested)
+            self._undigested.clear()
 
     def _hear_reasons(self, round_: Round, first: int, packed: int) -> None:
         """The reasons of eight voices from the ``first`` on, ahead of their COMMIT."""

@@ -268,9 +268,7 @@ READY_OPEN = frozenset({_S.VOTED, _S.PREPARED, *UNSCHEDULED, *UNWINDING})
 _PR, _WR, _RR = PublishResult, WithdrawResult, RevokeResult
 PUBLISH_ANSWERS: Mapping[ReadyState, PublishResult] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (_S.IDLE, _S.VOTED, _S.PREPARED, _S.LEASED, _S.RELEASED, _S.ACTIVATED, _S.COMPLETE), _PR.PUBLISHED
-        ),
+        **dict.fromkeys((*UNLEASED, *UNSCHEDULED, _S.ACTIVATED, _S.COMPLETE), _PR.PUBLISHED),
         **dict.fromkeys(UNWINDING, _PR.ABORTING),
         _S.FINALIZED: _PR.FINAL,
     }
@@ -278,7 +276,7 @@ PUBLISH_ANSWERS: Mapping[ReadyState, PublishResult] = MappingProxyType(
 WITHDRAW_ANSWERS: Mapping[ReadyState, WithdrawResult] = MappingProxyType(
     {
         **dict.fromkeys((*UNLEASED, *UNWINDING), _WR.WILL_ABORT),
-        **dict.fromkeys((_S.LEASED, _S.RELEASED), _WR.LEASED),
+        **dict.fromkeys(UNSCHEDULED, _WR.LEASED),
         **dict.fromkeys((_S.ACTIVATED, _S.COMPLETE), _WR.ACTIVATED),
         _S.FINALIZED: _WR.FINAL,
         _S.NOT_USED: _WR.NOT_USED,
