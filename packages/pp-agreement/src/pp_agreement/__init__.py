@@ -103,11 +103,8 @@ def __getattr__(name: str) -> Any:
         module, needs = _LAZY[name]
         try:
             return getattr(import_module(module), name)
-        except (
-            ImportError,
-            RuntimeError,
-            OSError,
-        ) as error:  # mpi4py without an MPI library raises one of the latter two
+        except (ImportError, RuntimeError, OSError) as error:
+            # mpi4py without an MPI library raises one of the latter two.
             raise MissingLibraryError(f"{name} needs {needs}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -7,7 +7,8 @@ this rank's own included; nothing is ever decided twice, whatever a destination 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import NoReturn, Self
 
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason, Record
@@ -50,6 +51,7 @@ _KIND_OF = [
 """By decision: the kind that tells it, and its name."""
 
 
+@dataclass(eq=False, repr=False)
 class Coordinator:
     """See the module.
 
@@ -58,23 +60,14 @@ class Coordinator:
         on_the_domain: Hears what a member says about no round.
     """
 
+    context: Context
+    streams: Streams
+    rounds: Rounds
+    end_attempt: Callable[[Round], None]
+    on_the_domain: Callable[[int, Record], None]
+    ignored: int = 0
     unsettled: dict[int, None] | None = None
     """In a group: rounds about which its ranks have said something that its voice may have to say; see ``Bridge.settle``."""
-
-    def __init__(
-        self,
-        context: Context,
-        streams: Streams,
-        rounds: Rounds,
-        end_attempt: Callable[[Round], None],
-        on_the_domain: Callable[[int, Record], None],
-    ) -> None:
-        self.context = context
-        self.streams = streams
-        self.rounds = rounds
-        self.end_attempt = end_attempt
-        self.on_the_domain = on_the_domain
-        self.ignored = 0
 
     # -- what members say -------------------------------------------------------------------------------------------
 
@@ -336,11 +329,16 @@ class Coordinator:
         rounds: Rounds,
         end_attempt: Callable[[Round], None],
         on_the_domain: Callable[[int, Record], None],
-    ) -> Coordinator:
+    ) -> Self:
         """An independent copy, for explorers."""
-        twin = type(self)(context, streams, rounds, end_attempt, on_the_domain)
-        twin.ignored = self.ignored
-        return twin
+        return replace(
+            self,
+            context=context,
+            streams=streams,
+            rounds=rounds,
+            end_attempt=end_attempt,
+            on_the_domain=on_the_domain,
+        )
 
 
 _COUNT = {

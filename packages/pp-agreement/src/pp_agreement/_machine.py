@@ -64,8 +64,8 @@ NOTHING: Any = object()
 """In place of an answer: the call was no call, or it stopped the domain."""
 
 # Names the hot path uses; attribute lookups on an Enum class are slow.
-_TERMINAL, _DOUBT, _PREPARE, _ADVICE = int(Kind.TERMINAL), int(Kind.DOUBT), int(Kind.PREPARE), int(Kind.ADVICE)
-_VERDICT, _FAIL_STOP, _TEXT = int(Kind.VERDICT), int(Kind.FAIL_STOP), int(Kind.TEXT)
+_PREPARE, _ADVICE, _VERDICT = int(Kind.PREPARE), int(Kind.ADVICE), int(Kind.VERDICT)
+_FAIL_STOP, _TEXT = int(Kind.FAIL_STOP), int(Kind.TEXT)
 
 
 class AgreementCore:

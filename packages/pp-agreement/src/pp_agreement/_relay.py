@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig
-from pp_agreement._context import Context, Violation
+from pp_agreement._context import Violation
 from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
-from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason, Record
+from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason
 from pp_agreement._groups import Groups
 from pp_agreement._machine import PEER, AgreementCore
 from pp_agreement._round import PLAIN_VOTE, Round, Tally
-from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     DISPOSITIONS,
     FENCE,
@@ -43,25 +42,18 @@ from pp_agreement._state import (
     TerminalInput,
     TerminalState,
 )
-from pp_agreement._streams import Streams
 
 
+@dataclass(eq=False, repr=False)
 class Relay(Coordinator):
     """The coordinator inside a group: counts, and leaves deciding to the domain of the leaders."""
 
-    unsettled: dict[int, None]
+    unsettled: dict[int, None] = field(default_factory=dict)
+    asked: dict[tuple[int, AdviceKind], int] = field(default_factory=dict)
+    """Advice that the voice has still to give, and its reason."""
 
-    def __init__(
-        self,
-        context: Context,
-        streams: Streams,
-        rounds: Rounds,
-        end_attempt: Callable[[Round], None],
-        on_the_domain: Callable[[int, Record], None],
-    ) -> None:
-        super().__init__(context, streams, rounds, end_attempt, on_the_domain)
-        self.unsettled = {}
-        self.asked: dict[tuple[int, AdviceKind], int] = {}  # advice that the voice has still to give, and its reason
+    def __post_init__(self) -> None:
+        self.unsettled, self.asked = dict(self.unsettled), dict(self.asked)  # a copy's are its own
 
     # -- what members say: counted as ever --------------------------------------------------------------------------
 
@@ -116,20 +108,6 @@ class Relay(Coordinator):
         super()._decide(round_, tally, decision, outcome=outcome, disposition=disposition, reason=reason)
         if decision is Decision.FINALIZE_REOPEN:
             tally.next_attempt()
-
-    def copy(
-        self,
-        context: Context,
-        streams: Streams,
-        rounds: Rounds,
-        end_attempt: Callable[[Round], None],
-        on_the_domain: Callable[[int, Record], None],
-    ) -> Relay:
-        """An independent copy, for explorers."""
-        twin = Relay(context, streams, rounds, end_attempt, on_the_domain)
-        twin.ignored = self.ignored
-        twin.unsettled, twin.asked = dict(self.unsettled), dict(self.asked)
-        return twin
 
 
 class GroupEnding(Ending):
@@ -226,7 +204,7 @@ class GroupCore(AgreementCore):
         """At a leader: what it has heard outside and its own host is told as it is."""
         if self.fault is not None:
             return
-        if isinstance(event, (ev.SilenceVerdict, ev.SilenceEnded, ev.DeathVerdict)):
+        if isinstance(event, ev.Verdict):
             self.context.judge(event)
         else:
             self.context.emit(event)

@@ -57,7 +57,11 @@ class DrainReport:
 
 @dataclass(frozen=True, slots=True)
 class AgreementStatistics:
-    """Counters of the core and the times spent in polls."""
+    """Counters of the core, the times spent in polls, and what travelled.
+
+    ``bytes_sent``, ``bytes_received``: of the frames that the core made, and of those that it took, without repetitions; in
+    an exchange, of this rank's contributions and of everybody's.
+    """
 
     core: CoreStatistics
     polls: int

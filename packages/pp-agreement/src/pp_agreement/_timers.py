@@ -1,7 +1,7 @@
 """Deadlines of rounds, and the three kinds of them: a doubt's, a lease's, and the one of a round that nobody moves.
 
-Each kind knows the earliest time at which anything of it can be due, so a poll in which nothing is due makes one comparison
-per kind.
+Each kind knows the earliest time at which anything of it can be due, and ``Timers`` the earliest of all, so a poll in which
+nothing is due makes one comparison.
 """
 
 from __future__ import annotations
