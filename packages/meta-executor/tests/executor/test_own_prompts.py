@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from meta_executor.executor.ownership import State
 from meta_executor.executor.testing import Pair, PairConfig
 
 PROMPT = [3 + (11 * i) % 900 for i in range(23)]
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[Pair]]:
-    """Pairs that a test makes; their engines end with it."""
-    made: list[Pair] = []
-    yield made
-    for pair in made:
-        pair.close()
 
 
 def make(pairs: list[Pair], **config: object) -> Pair:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -17,15 +15,6 @@ from meta_executor.executor.ownership import Outcome, State
 from meta_executor.executor.testing import Pair, PairConfig
 
 PROMPT = [3 + (7 * i) % 900 for i in range(21)]
-
-
-@pytest.fixture
-def pairs() -> Iterator[list[Pair]]:
-    """Pairs that a test makes; their engines end with it, and their books are proved."""
-    made: list[Pair] = []
-    yield made
-    for pair in made:
-        pair.close()
 
 
 def make(pairs: list[Pair], config: PairConfig | None = None, **kwargs: object) -> Pair:

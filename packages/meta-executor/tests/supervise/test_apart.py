@@ -75,9 +75,40 @@ class Command:
         return self.process.returncode
 
 
+class Commands:
+    """Those that a test runs, and their configurations in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.running: list[Command] = []
+
+    def start(self, *words: str) -> Command:
+        self.running.append(Command(*words))
+        return self.running[-1]
+
+    def configured(self, name: str, config: object) -> str:
+        (self._folder / name).write_text(yaml.safe_dump(config))
+        return str(self._folder / name)
+
+    def end(self) -> None:
+        """The newest first; each leaves by itself."""
+        assert [c.end() for c in reversed(self.running)] == [0] * len(self.running), [c.said for c in self.running]
+        self.running.clear()
+
+
+@pytest.fixture
+def commands(folder: Path) -> Iterator[Commands]:
+    """What a failed test leaves running is killed."""
+    made = Commands(folder)
+    yield made
+    for command in made.running:
+        command.process.kill()
+        command.process.wait()
+
+
 @pytest.mark.service
 @pytest.mark.timeout(120)
-def test_two_instances_and_a_front_started_apart_serve_together(folder: Path) -> None:
+def test_two_instances_and_a_front_started_apart_serve_together(folder: Path, commands: Commands) -> None:
     """The front finds both by their addresses, KV moves between them, each drains for itself; another key is a stranger's."""
     for name in ("key", "other"):
         (folder / name).write_text(secrets.token_hex(32))
@@ -92,59 +123,38 @@ def test_two_instances_and_a_front_started_apart_serve_together(folder: Path) ->
         "generation_servers": {"tensor_parallel_size": 1},
     }
 
-    def written(name: str, config: object) -> str:
-        (folder / name).write_text(yaml.safe_dump(config))
-        return str(folder / name)
-
-    commands: list[Command] = []
-
-    def start(*words: str) -> Command:
-        commands.append(Command(*words))
-        return commands[-1]
-
-    try:
-        start("serve", "context", written("both.yaml", base))
-        start("serve", "generation", str(folder / "both.yaml"))
-        urls = [command.address(owner) for command, owner in zip(commands, ("ctx-0", "gen-0"))]
-        apart = {
-            **base,
-            "context_servers": {"urls": urls[:1]},
-            "generation_servers": {"urls": urls[1:]},
-        }
-        url = start("front", written("front.yaml", apart)).address("front")
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        texts = set()
-        for prompt in ("abcdefgh", "abc"):  # with a context leg, and without
-            whole = client.completions.create(model="synthetic", prompt=prompt, max_tokens=8, temperature=0)
-            stream = client.completions.create(
-                model="synthetic", prompt=prompt, max_tokens=8, temperature=0, stream=True
-            )
-            assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
-            texts.add(whole.choices[0].text)
-        assert len(texts) == 2
-        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
-        assert "conditional_disagg_requests_total 2.0" in metrics and "ctx_completed_requests_total 2.0" in metrics
-        stranger = {**apart, "key_file": str(folder / "other"), "start_timeout_s": 3.0}
-        refused = Command("front", written("stranger.yaml", stranger))
-        _, said = refused.process.communicate(timeout=60)
-        assert refused.process.returncode == 1 and "not ready within 3 s" in said
-        client.close()
-        assert [command.end() for command in reversed(commands)] == [0, 0, 0], [c.said for c in commands]
-        commands.clear()
-    finally:
-        for command in commands:
-            command.process.kill()
-            command.process.wait()
-
-
-def run_folders(parent: Path) -> list[Path]:
-    return sorted(parent.glob("run-*"))
+    commands.start("serve", "context", commands.configured("both.yaml", base))
+    commands.start("serve", "generation", str(folder / "both.yaml"))
+    urls = [command.address(owner) for command, owner in zip(commands.running, ("ctx-0", "gen-0"))]
+    apart = {
+        **base,
+        "context_servers": {"urls": urls[:1]},
+        "generation_servers": {"urls": urls[1:]},
+    }
+    url = commands.start("front", commands.configured("front.yaml", apart)).address("front")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    texts = set()
+    for prompt in ("abcdefgh", "abc"):  # with a context leg, and without
+        whole = client.completions.create(model="synthetic", prompt=prompt, max_tokens=8, temperature=0)
+        stream = client.completions.create(model="synthetic", prompt=prompt, max_tokens=8, temperature=0, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+        texts.add(whole.choices[0].text)
+    assert len(texts) == 2
+    metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    assert "conditional_disagg_requests_total 2.0" in metrics and "ctx_completed_requests_total 2.0" in metrics
+    stranger = {**apart, "key_file": str(folder / "other"), "start_timeout_s": 3.0}
+    refused = commands.start("front", commands.configured("stranger.yaml", stranger))
+    _, said = refused.process.communicate(timeout=60)
+    assert refused.process.returncode == 1 and "not ready within 3 s" in said
+    commands.running.remove(refused)
+    client.close()
+    commands.end()
 
 
 @pytest.mark.service
 @pytest.mark.timeout(180)
 def test_instances_at_two_addresses_with_a_folder_each_answer_as_one_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, commands: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One configuration for all parts: they meet in the store, and nothing of one stands in the run folder of another."""
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # an instance at every address would leave it open
@@ -164,16 +174,6 @@ def test_instances_at_two_addresses_with_a_folder_each_answer_as_one_run(
         "generation_servers": {"tensor_parallel_size": 1},
     }
 
-    def written(name: str, config: object) -> str:
-        (folder / name).write_text(yaml.safe_dump(config))
-        return str(folder / name)
-
-    commands: list[Command] = []
-
-    def start(*words: str) -> Command:
-        commands.append(Command(*words))
-        return commands[-1]
-
     def answers(url: str) -> list[str]:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             made = [
@@ -182,31 +182,24 @@ def test_instances_at_two_addresses_with_a_folder_each_answer_as_one_run(
             ]
         return [completion.choices[0].text for completion in made]
 
-    def ended() -> None:
-        assert [command.end() for command in reversed(commands)] == [0] * len(commands), [c.said for c in commands]
-        commands.clear()
-
-    try:
-        expected = answers(start("up", written("one.yaml", one)).address("front"))
-        ended()
-        start("serve", "context", written("ctx.yaml", base | {"run_dir": str(folder / "c")}))
-        start("serve", "generation", written("gen.yaml", base | {"run_dir": str(folder / "g")}))
-        urls = [command.address(owner) for command, owner in zip(commands, ("ctx-0", "gen-0"))]
-        assert [url.rpartition(":")[0] for url in urls] == ["http://127.0.0.2", "http://127.0.0.3"]
-        front = start("front", written("front.yaml", base | {"run_dir": str(folder / "f")})).address("front")
-        assert answers(front) == expected and all(expected)
-        metrics = httpx.get(f"{front}/metrics", trust_env=False).text
-        assert "ctx_completed_requests_total 2.0" in metrics
-        key = {"x-meta-executor-key": (folder / "key").read_text()}
-        info = httpx.get(f"{urls[0]}/server_info", headers=key, trust_env=False).json()
-        called = [*info["control_addresses"], info["service_address"]]
-        cluster = httpx.get(f"{front}/cluster_info", trust_env=False).text
-        assert all(url in cluster for url in urls) and "127.0.0.1" not in cluster, cluster
-        assert len(called) == 3 and all(address.startswith("tcp://127.0.0.2:") for address in called), called
-        (context,) = run_folders(folder / "c")
-        assert not [path for path in (context / "ipc").iterdir() if path.suffix in (".c", ".s")]
-        ended()
-    finally:
-        for command in commands:
-            command.process.kill()
-            command.process.wait()
+    expected = answers(commands.start("up", commands.configured("one.yaml", one)).address("front"))
+    commands.end()
+    commands.start("serve", "context", commands.configured("ctx.yaml", base | {"run_dir": str(folder / "c")}))
+    commands.start("serve", "generation", commands.configured("gen.yaml", base | {"run_dir": str(folder / "g")}))
+    urls = [command.address(owner) for command, owner in zip(commands.running, ("ctx-0", "gen-0"))]
+    assert [url.rpartition(":")[0] for url in urls] == ["http://127.0.0.2", "http://127.0.0.3"]
+    front = commands.start("front", commands.configured("front.yaml", base | {"run_dir": str(folder / "f")})).address(
+        "front"
+    )
+    assert answers(front) == expected and all(expected)
+    metrics = httpx.get(f"{front}/metrics", trust_env=False).text
+    assert "ctx_completed_requests_total 2.0" in metrics
+    key = {"x-meta-executor-key": (folder / "key").read_text()}
+    info = httpx.get(f"{urls[0]}/server_info", headers=key, trust_env=False).json()
+    called = [*info["control_addresses"], info["service_address"]]
+    cluster = httpx.get(f"{front}/cluster_info", trust_env=False).text
+    assert all(url in cluster for url in urls) and "127.0.0.1" not in cluster, cluster
+    assert len(called) == 3 and all(address.startswith("tcp://127.0.0.2:") for address in called), called
+    (context,) = (folder / "c").glob("run-*")
+    assert not [path for path in (context / "ipc").iterdir() if path.suffix in (".c", ".s")]
+    commands.end()

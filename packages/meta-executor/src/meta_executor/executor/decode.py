@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor import wire
-from meta_executor.engine.base import Engine, SamplingParams, SequenceStep, StepHandle, StepInput, Told
+from meta_executor.engine.base import Engine, SamplingParams, StepHandle, StepInput, Told
 from meta_executor.engine.sampling import finish_reason
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.memory import PlannedBlocks
@@ -30,7 +30,7 @@ from meta_executor.executor.messages import Result, Schedule
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence
 from meta_executor.executor.request import AnswerBook, Notice
 from meta_executor.executor.scheduler import Chunk, StepLimits, plan_step
-from meta_executor.executor.steps import output_of
+from meta_executor.executor.steps import output_of, prompt_part
 from meta_executor.executor.transceiver import Transceiver
 from meta_executor.wire import TokenLogprobs
 
@@ -132,20 +132,7 @@ def _widened(table: npt.NDArray[_Integer], rows: int, width: int) -> npt.NDArray
 
 def _with_chunks(step: StepInput, chunks: tuple[tuple[Sequence, Chunk], ...]) -> StepInput:
     """A step of rows, with chunks of prompts behind them."""
-    prompts = StepInput.of(
-        step.step_id,
-        (
-            SequenceStep(
-                request_id=chunk.request_id,
-                token_ids=sequence.request.token_ids[chunk.start : chunk.start + chunk.count],
-                start_position=chunk.start,
-                block_ids=sequence.block_array(),
-                sampling=sequence.request.sampling if chunk.wants_token else None,
-                told=Told(sequence.request.token_ids, []) if chunk.wants_token else None,
-            )
-            for sequence, chunk in chunks
-        ),
-    )
+    prompts = StepInput.of(step.step_id, (prompt_part(sequence, chunk) for sequence, chunk in chunks))
     if not step.sequence_count:
         return prompts
     width = max(step.block_tables.shape[1], prompts.block_tables.shape[1])
@@ -282,7 +269,7 @@ class DecodeCompute:
 
     @property
     def busy(self) -> bool:
-        """A step is in flight, or rows wait for one."""
+        """A step is in flight, rows or prompts wait for one, or blocks are to be given back."""
         return self._flight is not None or self._rows.count > 0 or bool(self._prompts) or bool(self._ended)
 
     @property

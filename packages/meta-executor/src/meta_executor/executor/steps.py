@@ -10,7 +10,7 @@ import numpy as np
 from meta_executor.engine.base import SequenceStep, StepHandle, StepInput, StepOutput, Told
 from meta_executor.executor.links import Float32Array
 from meta_executor.executor.messages import Part, Schedule, pack_blocks
-from meta_executor.executor.ownership import Registry
+from meta_executor.executor.ownership import Registry, Sequence
 from meta_executor.executor.scheduler import Chunk
 
 #: Steps given to the engine at once on one rank (count): the next one waits ready in its queue while one runs.
@@ -74,21 +74,21 @@ def make_schedule(step_id: int, chunks: Iterable[Chunk], registry: Registry) -> 
 
 def step_input(step: Step, registry: Registry) -> StepInput:
     """What the engine gets. Only first stages look at the token values; the others carry them along."""
-    sequences = []
-    for part in step.schedule.parts:
-        sequence = registry.require(part.request_id)
-        sequences.append(
-            SequenceStep(
-                request_id=part.request_id,
-                token_ids=sequence.request.token_ids[part.start : part.start + part.count],
-                start_position=part.start,
-                block_ids=sequence.block_array(),
-                sampling=sequence.request.sampling if part.wants_token else None,
-                # A prompt's last chunk: nothing of the answer is known.
-                told=Told(sequence.request.token_ids, []) if part.wants_token else None,
-            )
-        )
+    sequences = (prompt_part(registry.require(part.request_id), part) for part in step.schedule.parts)
     return StepInput.of(step.schedule.step_id, sequences, step.activations)
+
+
+def prompt_part(sequence: Sequence, part: Part | Chunk) -> SequenceStep:
+    """What a step computes of one prompt."""
+    return SequenceStep(
+        request_id=part.request_id,
+        token_ids=sequence.request.token_ids[part.start : part.start + part.count],
+        start_position=part.start,
+        block_ids=sequence.block_array(),
+        sampling=sequence.request.sampling if part.wants_token else None,
+        # A prompt's last chunk: nothing of the answer is known.
+        told=Told(sequence.request.token_ids, []) if part.wants_token else None,
+    )
 
 
 def first_of(step: Step, output: StepOutput | None, index: int) -> int | None:

@@ -26,6 +26,7 @@ from typing import Literal
 
 import httpx
 
+from meta_executor import wire
 from meta_executor.addresses import advertised_url
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.listener.tls import pinned_context
@@ -50,7 +51,6 @@ _FRONT_GRACE_S = 5.0
 _FRONT_CUT_S = 2.0
 #: A killed process is gone within this time, or is reported (s): it hangs in the kernel then.
 _KILL_WAIT_S = 10.0
-_KEY_HEADER = "x-meta-executor-key"
 
 
 def world_command(ranks: int, program: list[str]) -> list[str]:
@@ -238,7 +238,7 @@ class Launcher:
     @property
     def key_header(self) -> dict[str, str]:
         """The header that an instance's internal requests carry."""
-        return {_KEY_HEADER: self._key_hex}
+        return {wire.KEY_HEADER: self._key_hex}
 
     def processes(self) -> dict[str, int]:
         """Name → pid of every process of the run that is known; for tests and for the reader."""
@@ -525,7 +525,7 @@ class Launcher:
         try:
             answer = httpx.post(
                 url + path,
-                headers={_KEY_HEADER: self._key_hex},
+                headers=self.key_header,
                 timeout=5.0,
                 trust_env=False,
                 verify=pinned_context(certificate) if certificate and url.startswith("https:") else False,
