@@ -284,6 +284,11 @@ def test_stop_string_and_end_token(llama_runner: SequenceRunner, tokenizer: Toke
     assert ended.finish_reason == "stop"
     assert ended.token_ids[-1] == 2
     assert "<|im_end|>" not in ended.text
+    # For so many tokens it is barred like every stop token, not only overheard.
+    count = len(ended.token_ids)
+    later = generate(llama_runner, tokenizer, "The capital of France is", SamplingParams(64, min_tokens=count))
+    assert later.token_ids[: count - 1] == ended.token_ids[:-1]
+    assert 2 not in later.token_ids[:count] and len(later.token_ids) > count
 
 
 def test_log_probabilities_and_penalties_of_the_real_model(llama_runner: SequenceRunner, tokenizer: Tokenizer) -> None:

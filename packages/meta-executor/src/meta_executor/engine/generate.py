@@ -7,7 +7,7 @@ stages of a pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +161,10 @@ def generate(
             f"prompt of {len(token_ids)} tokens and max_tokens {sampling.max_tokens} exceed the model's context of "
             f"{model.context_tokens_max}"
         )
+    if not sampling.ignore_eos:
+        # As an instance does it: end tokens are stop tokens, which min_tokens bars from the choice.
+        ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *model.eos_token_ids)))
+        sampling = replace(sampling, ignore_eos=True, stop_token_ids=ends)
     detokenizer = tokenizer.detokenizer()
     stops = StopStrings(stop)
     text: list[str] = []
@@ -178,7 +182,7 @@ def generate(
         answer, logprobs = [token], [chosen.logprobs]
         told = Told(np.asarray(token_ids, np.int32), answer)
         while True:
-            reason = finish_reason(token, len(answer), sampling, model.eos_token_ids)
+            reason = finish_reason(token, len(answer), sampling, ())
             tell(stops.push(detokenizer.push([token])))
             if stops.hit is not None:
                 reason = "stop"
