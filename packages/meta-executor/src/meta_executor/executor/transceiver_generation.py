@@ -301,8 +301,7 @@ class GenerationTransceiver:
     def _acquire(self, sequence: Sequence) -> bool:
         """Blocks for prompt and answer; the last token's own KV is never needed."""
         request = sequence.request
-        tokens = max(request.prompt_count, request.prompt_count + request.sampling.max_tokens - 1)
-        return self._blocks.acquire(sequence, tokens)
+        return self._blocks.acquire(sequence, request.prompt_count + request.sampling.max_tokens - 1)
 
     def _own(self, sequence: Sequence) -> bool:
         """Own blocks for a prompt that is computed here: no peer ever hears of them. False: no room now."""
