@@ -40,7 +40,7 @@ LANES = 2
 #: What each long check of a package takes at night: every script of packages/*/tools that is a program.
 CHECKS: dict[str, tuple[str, ...]] = {
     "comm-broadcast/explore": ("--stride", "10", "--count", "600"),
-    "endpoint-lifecycle/explore": ("--count", "1000"),
+    "endpoint-lifecycle/explore": ("--nightly",),
     "kv-bounce-planner/explore": (),
     "kv-bounce-planner/fuzz": ("--count", "5000"),
     "meta-executor/explore_composition": ("--states", "10000", "--seconds", "12", "--walks", "15"),
