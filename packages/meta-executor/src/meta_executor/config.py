@@ -79,6 +79,9 @@ class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
     """How KV moves between the instances, and how the ranks of one agree on it."""
 
     backend: Literal["NIXL"] = "NIXL"
+    #: What NIXL's UCX may use: ``auto`` all that both hosts have, ``tcp`` that alone: then whatever a peer may still write ends
+    #: with this side's own agent, so nothing is quarantined because a peer cannot be asked.
+    transport: Literal["auto", "tcp"] = "auto"
     #: Terminal outcomes by asynchronous agreement (context side, pipeline > 1). Off: a blocking exchange.
     enable_async_terminal_agreement: bool = False
     #: Generation-first readiness by asynchronous agreement. Off: a blocking exchange.

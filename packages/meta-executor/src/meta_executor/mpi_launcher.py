@@ -55,13 +55,32 @@ class MpiLauncher:
             raise ValueError(f"ranks: want at least 1, got {ranks}")
         options: tuple[str, ...] = ()
         if self.flavour == "Open MPI":
-            options = ("--oversubscribe", "--bind-to", "none", *(("--allow-run-as-root",) if os.geteuid() == 0 else ()))
+            options = ("--oversubscribe", "--bind-to", "none", *_rights(self.flavour))
         elif self.flavour == "Slurm":
             options = ("--overcommit", "--overlap", "--kill-on-bad-exit=1")
         return [*self.words, *options, "-n", str(ranks), *program]
 
+    def command_on(self, host: str, program: Sequence[str]) -> list[str]:
+        """The command line that runs one process of ``program`` on a host, wherever it is typed."""
+        options: tuple[str, ...]
+        if self.flavour == "Slurm":
+            options = (f"--nodelist={host}", "--nodes=1", "--ntasks=1", "--overlap")
+        else:
+            options = ("--host" if self.flavour == "Open MPI" else "-host", host, "-n", "1")
+        return [*self.words, *_rights(self.flavour), *options, *program]
+
     def __str__(self) -> str:
         return f"{shlex.join(self.words)} ({self.flavour})"
+
+
+#: Launchers by their usual names, for who writes a command line for another host: what is installed there is not known here.
+USUAL_LAUNCHERS = (
+    MpiLauncher(("mpiexec",), "MPICH"), MpiLauncher(("mpirun",), "Open MPI"), MpiLauncher(("srun",), "Slurm"),
+)  # fmt: skip
+
+
+def _rights(flavour: str) -> tuple[str, ...]:
+    return ("--allow-run-as-root",) if flavour == "Open MPI" and os.geteuid() == 0 else ()
 
 
 def find_launcher(environ: Mapping[str, str] = os.environ, interpreter: str | None = None) -> MpiLauncher:
@@ -132,5 +151,6 @@ def outside_of_a_world(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 __all__ = [
-    "SETTING", "LauncherError", "MpiLauncher", "find_launcher", "flavour_of", "outside_of_a_world", "rank_of", "world_size",
+    "SETTING", "USUAL_LAUNCHERS", "LauncherError", "MpiLauncher", "find_launcher", "flavour_of", "outside_of_a_world",
+    "rank_of", "world_size",
 ]  # fmt: skip

@@ -274,7 +274,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_addresses: list[str] = []
     #: Where rank 0 takes requests and streams answers (RPC); a front uses it instead of ``/internal/*``.
     service_address: str = ""
-    #: Per rank "boot/pid/start": which process it is, on which host since when; peers on that host can see its end.
+    #: Per rank "host/pid/start": which process it is, on which host since when; peers on that host can see its end.
     processes: tuple[str, ...] = ()
     model: str = ""
     vocab_size: int = 0

@@ -42,6 +42,17 @@ def test_help_teaches():
     assert "Ctrl-C" in run("up", "--help").stdout
 
 
+def test_up_prints_what_starts_the_parts_elsewhere(tmp_path):
+    """Nothing is started; without a configuration that every host reads there is nothing to print."""
+    text = "key_file: /k\ndiscovery: {store: 'http://etcd:2379'}\ncontext_servers: {hostname: node1}\n"
+    path = config(tmp_path, text)
+    done = run("up", path, "--print-launch")
+    assert done.returncode == 0 and done.stderr == ""
+    assert f"mpiexec -host node1 -n 1 meta-executor serve context {path}" in done.stdout
+    assert f"--nodelist=localhost --nodes=1 --ntasks=1 --overlap meta-executor front {path}" in done.stdout
+    failed(run("up", "--print-launch"), 2, "--print-launch", "CONFIG")
+
+
 def test_unknown_commands_and_options_are_usage_errors():
     """Exit 2, and the nearest help."""
     assert run("upp").returncode == 2

@@ -59,6 +59,23 @@ def test_each_launcher_is_called_in_its_own_way(program, monkeypatch, text, flav
     assert found.command(3, ["a", "b"]) == [*found.words, *options, *root, "-n", "3", "a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        (MpiLauncher(("mpiexec",), "MPICH"), ["-host", "node1", "-n", "1"]),
+        (MpiLauncher(("mpirun",), "Open MPI"), ["--host", "node1", "-n", "1"]),
+        (MpiLauncher(("srun", "--mpi=none"), "Slurm"), ["--nodelist=node1", "--nodes=1", "--ntasks=1", "--overlap"]),
+    ],
+)
+def test_one_process_on_another_host_is_asked_for_in_each_launchers_way(launcher, options, monkeypatch):
+    """Open MPI is told that root is meant, as for ranks."""
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert launcher.command_on("node1", ["a"]) == [*launcher.words, *options, "a"]
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    root = ["--allow-run-as-root"] if launcher.flavour == "Open MPI" else []
+    assert launcher.command_on("node1", ["a"]) == [*launcher.words, *root, *options, "a"]
+
+
 def test_where_it_is_looked_for(program, tmp_path):
     """The setting, then beside the interpreter, then the path; a file that cannot be executed is none."""
     beside, on_path, other = (

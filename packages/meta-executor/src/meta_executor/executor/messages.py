@@ -72,7 +72,7 @@ class Peer(_Frame, frozen=True, array_like=True, tag=3):
     """A peer instance whose ranks will write to us: how they lay their KV out and where they listen.
 
     ``name`` is "instance_id/generation". ``layout`` is an encoded ``kv_bounce_planner.InstanceLayout``. ``processes``: per
-    rank "boot/pid/start", by which a host knows whether that very process still runs. ``replaces``: the name of the earlier
+    rank "host/pid/start", by which a host knows whether that very process still runs. ``replaces``: the name of the earlier
     lifetime behind the same address, which is gone for good; "" for none.
     """
 

@@ -480,7 +480,9 @@ def _transfers(
     """Transport with its memory registered, control channel and session of this rank's role."""
     config = identity.instance.config.cache_transceiver_config
     memory = storage.memory
-    transport = NixlTransport(peer, config=NixlConfig(spare_agents=1))
+    transport = NixlTransport(
+        peer, config=NixlConfig(tls=None if config.transport == "auto" else config.transport, spare_agents=1)
+    )
     registration = transport.register(storage.regions())
     # Making an agent takes tens of milliseconds: the first peer finds one ready.
     transport.prepare_agents()

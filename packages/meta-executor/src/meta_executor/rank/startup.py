@@ -43,21 +43,27 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_process() -> str:
-    """This process as "boot/pid/start": unique on every host at any time."""
+    """This process as "host/pid/start": unique on every host at any time."""
     identity = ProcessIdentity.of(os.getpid())
     ticks = identity.start_ticks if identity is not None else 0
-    return f"{_boot_id()}/{os.getpid()}/{ticks}"
+    return f"{_host()}/{os.getpid()}/{ticks}"
 
 
 def process_is_gone(process: str) -> bool:
     """Whether the process has ended, as far as this host can know: False for processes of another host."""
-    boot, pid, ticks = process.split("/")
-    return boot == _boot_id() and not ProcessIdentity(int(pid), int(ticks)).alive()
+    host, pid, ticks = process.split("/")
+    return host == _host() and not ProcessIdentity(int(pid), int(ticks)).alive()
 
 
 @functools.cache
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+def _host() -> str:
+    """Where numbers of processes mean the same: a kernel by its boot identifier, and in it a namespace of processes.
+
+    Containers of one kernel have one boot identifier and cannot see each other's processes: that one is not seen there does
+    not say that it has ended.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot}:{os.readlink('/proc/self/ns/pid')}"
 
 
 def wait_request(request: Any) -> None:

@@ -30,7 +30,7 @@ from meta_executor import wire
 from meta_executor.addresses import advertised_url
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.listener.tls import pinned_context
-from meta_executor.mpi_launcher import LauncherError, find_launcher
+from meta_executor.mpi_launcher import LauncherError, find_launcher, outside_of_a_world, world_size
 from meta_executor.private_files import NotPrivateError, copy_files, open_folder, write_file
 from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
 from meta_executor.supervise.find_run import FRONT_URL
@@ -306,7 +306,7 @@ class Launcher:
         return {
             # UCX listens on every interface unless it is told.
             **({"UCX_NET_DEVICES": "lo"} if alone else {}),
-            **os.environ,
+            **(os.environ if world_size() is None else outside_of_a_world(os.environ)),
             "TMPDIR": str(self._directory.path / "tmp"),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
