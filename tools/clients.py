@@ -14,11 +14,14 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,8 @@ CACHE = ROOT / ".cache" / "clients"
 PROGRAMS = ROOT / "tools" / "client_programs"
 #: For an installation, and for a client's run (s).
 INSTALL_S, RUN_S = 600, 300
+#: For the service's drain (s), and what is kept of what it said (lines).
+END_S, SAID_LINES = 60, 200
 
 SERVICE = """
 port: 0
@@ -115,21 +120,34 @@ def service(folder: Path) -> Iterator[str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "meta_executor", "up", str(config)], stderr=subprocess.PIPE, text=True
     )
-    try:
-        said = []
+    said: deque[str] = deque(maxlen=SAID_LINES)
+    address: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        # To its end: a service whose words nobody takes stops when the pipe is full.
         for line in process.stderr or ():
             said.append(line)
             if line.startswith("serving "):
-                yield line.split()[1].removesuffix("/v1")
-                return
-        raise SystemExit("the service did not start:\n" + "".join(said))
+                address.put(line.split()[1].removesuffix("/v1"))
+        address.put(None)
+
+    reader = threading.Thread(target=read, name="what the service says")
+    reader.start()
+    try:
+        url = address.get()
+        if url is None:
+            raise SystemExit("the service did not start:\n" + "".join(said))
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=60)
+            code = process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            code = process.wait()
+        reader.join()
+        if code != 0:
+            print(f"the service ended with {code}; it said last:", *said, sep="\n")
 
 
 def tokenizer_folder(folder: Path) -> None:

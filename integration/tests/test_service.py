@@ -134,6 +134,27 @@ def test_log_probabilities_equal_the_reference(client, model, reference):
     print(f"\nlargest difference of a log probability: {largest:.1e}")
 
 
+def test_what_is_told_of_a_prompt_equals_the_reference(client, model):
+    """An echoed prompt's tokens, read by four stages in chunks, two prompts at once: within 1e-4 of one process's."""
+    config = EngineConfig(model="smollm2", threads=1)
+    engine = create_engine(config, StageSpec.split(model_info(config).layer_count, 1)[0])
+    runner = SequenceRunner(engine, block_count=64)
+    tokenizer = Tokenizer.for_model(config.model)
+    prompts = [PROMPTS[2], LONG * 20]
+    answer = client.completions.create(
+        model=model, prompt=prompts, max_tokens=0, echo=True, logprobs=LIKELIEST, temperature=0.0
+    )
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        wanted = generate(runner, tokenizer, prompt, SamplingParams(1, prompt_logprobs=LIKELIEST)).prompt_logprobs
+        told = choice.logprobs
+        assert choice.text == prompt == "".join(told.tokens) and told.token_logprobs[0] is None
+        assert told.token_logprobs[1:] == pytest.approx([one.logprob for one in wanted], abs=1e-4)
+        for top, one in zip(told.top_logprobs[1:], wanted, strict=True):
+            assert sorted(top.values()) == pytest.approx(sorted(value for _, value in one.top)[-len(top) :], abs=1e-4)
+    assert answer.usage.completion_tokens == 0
+    runner.close()
+
+
 def check_all_at_once(client, model, reference, tokens):
     """Every prompt in flight together, each with the tokens that it has alone."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:

@@ -220,15 +220,30 @@ def _observed(command: Callable[_P, None]) -> Callable[_P, None]:
     """Options of the commands that look at a running service."""
     run_dir = click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False, exists=True),
                            help="Folder of the run, whose key is asked for; that of a front of yours is found.")  # fmt: skip
-    url = click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A front, or one instance.")
+    url = click.option(
+        "--url", envvar="META_EXECUTOR_URL", show_envvar=True,
+        help="A front, or one instance. Default: the front of yours that runs on this machine, else port 8000 here.",
+    )  # fmt: skip
     return url(run_dir(command))
 
 
-def _client(url: str, run_dir: Path | None) -> ServiceClient:
+def _one_front() -> str:
+    """Where the one front of this user answers; where one would by default if none runs."""
+    from meta_executor.supervise.find_run import fronts
+
+    found = sorted(fronts())
+    if len(found) > 1:
+        _fail(2, f"--url: {len(found)} fronts of yours run here, name one: {', '.join(found)}")
+    return found[0] if found else "http://127.0.0.1:8000"
+
+
+def _client(url: str | None, run_dir: Path | None) -> ServiceClient:
     from meta_executor.config import RunSpec
     from meta_executor.observe import ServiceClient
     from meta_executor.supervise.find_run import run_folder_of
 
+    if url is None:
+        url = _one_front()
     api_key = os.environ.get("META_EXECUTOR_API_KEY", "")
     folder = run_dir or run_folder_of(url)
     if folder is None:
@@ -248,7 +263,7 @@ def _client(url: str, run_dir: Path | None) -> ServiceClient:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON line: requests, and instances that cannot be asked.")
 @_observed
-def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str, run_dir: Path | None) -> None:
+def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str | None, run_dir: Path | None) -> None:
     """Why each of the last requests went where it did.
 
     REQUEST is the id of an answer (cmpl-… or chatcmpl-…); without one: the last requests, newest at the end. A running
@@ -282,7 +297,7 @@ def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str, ru
 @click.option("--once", is_flag=True, help="Print one frame after one interval and leave.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: the frame as one JSON line.")
 @_observed
-def top(interval_s: float, once: bool, as_json: bool, url: str, run_dir: Path | None) -> None:
+def top(interval_s: float, once: bool, as_json: bool, url: str | None, run_dir: Path | None) -> None:
     """Instances, ranks, queues, KV and rates of a running service, live, until Ctrl-C.
 
     Levels are those of the moment, rates those between two frames. "tokens/s" of an instance counts tokens of answers handed

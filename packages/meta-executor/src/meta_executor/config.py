@@ -246,6 +246,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
 
     #: Longest time that one request may take (s).
     request_timeout_s: PositiveFloat = 600.0
+    #: Of it, how long each leg may wait for an instance that can take it; 503 (s).
+    instance_wait_s: PositiveFloat = 3.0
     #: Requests in the front at once (count); more get 429.
     max_requests: PositiveInt = 4096
     #: Of one API key, or where there are no keys of one client address (count); more get 429. None: half of ``max_requests``.

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 #: Version of these messages; ``/server_info`` carries it, a front that speaks another one refuses the instance.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 #: Header with the run's key (hex) on every ``/internal/*`` request.
 KEY_HEADER = "x-meta-executor-key"
 
@@ -89,10 +89,10 @@ LOGPROBS_MAX = 20
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities of one place of an answer, by the model's own logits (natural logarithm).
+    """Log probabilities of one place of an answer or a prompt, by the model's own logits (natural logarithm).
 
     Attributes:
-        logprob: Of the token that was chosen.
+        logprob: Of the token that is there.
         top: The likeliest (token, log probability), largest first.
     """
 
@@ -119,6 +119,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
     logit_bias: list[tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(ge=-1000, le=1000)]]] = []
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
 class PeerContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +164,8 @@ class ContextResponse(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_generation: str
     #: Of the first token, where the request asks for them.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Of the prompt's tokens behind the first, where the request asks for them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +208,8 @@ class GenerationChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logprobs: tuple[TokenLogprobs, ...] = ()
     #: Of the prompt, found in the prefix cache here; with the first token, where the prompt is computed here.
     cached_tokens: int = 0
+    #: Of the prompt's tokens behind the first, where the request asks for them; likewise.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):

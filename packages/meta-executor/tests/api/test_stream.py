@@ -164,18 +164,21 @@ async def test_sampling_and_log_probabilities_travel_whole(instance: Instance) -
     sampling = {
         "temperature": 0.5, "top_k": 4, "min_p": 0.1, "min_tokens": 2, "presence_penalty": 1.0, "frequency_penalty": -1.0,
         "repetition_penalty": 1.5, "logit_bias": ((7, -2.0),), "logprobs": 2, "stop_token_ids": (499,),
+        "prompt_logprobs": 1,
     }  # fmt: skip
     tracked = await proxy.submit(Submit(ask(1, **sampling), "g1"))
     assert instance.desk.requests[0].sampling == SamplingParams(max_tokens=9, **sampling)  # type: ignore[arg-type]
     told = [wire.TokenLogprobs(-0.5 * token, ((token, -0.5 * token), (9, -8.0))) for token in (1, 2)]
     for token, one in zip((1, 2), told):
-        instance.service.deliver(make_answers([(1, token)], [Notice(1, logprobs=(one,))]))
+        of_prompt = tuple(told) if token == 1 else ()
+        instance.service.deliver(make_answers([(1, token)], [Notice(1, logprobs=(one,), prompt_logprobs=of_prompt)]))
     instance.service.deliver(make_answers([], [Notice(1, "stop")]))
     tokens, notices = await tracked.next()
     while not notices[-1:] or not notices[-1].finish_reason:
         more_tokens, more = await tracked.next()
         tokens, notices = tokens + more_tokens, notices + more
     assert tokens == [1, 2] and [one for notice in notices for one in notice.logprobs] == told
+    assert [one for notice in notices for one in notice.prompt_logprobs] == told
     await proxy.close()
 
 
@@ -184,6 +187,7 @@ async def test_a_request_travels_whole_over_http_too(instance: Instance) -> None
     sampling = SamplingParams(
         max_tokens=9, temperature=0.5, top_p=0.75, seed=11, ignore_eos=True, stop_token_ids=(499,), top_k=4, min_p=0.125,
         min_tokens=2, presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias=((7, -2.0),), logprobs=2,
+        prompt_logprobs=3,
     )  # fmt: skip
     request = Request(
         request_id=1, token_ids=np.arange(4, dtype=np.int32), sampling=sampling, prefills_here=True, conversation_id="talk",
@@ -201,15 +205,20 @@ async def test_a_request_travels_whole_over_http_too(instance: Instance) -> None
     await asyncio.to_thread(server.start)
     legs = HttpLegs(KEY.hex())
 
+    told = [wire.TokenLogprobs(-0.5, ((3, -0.5),)), wire.TokenLogprobs(-1.0)]
+
     async def read() -> list[int]:
         async with legs.generation(server.url, request, "g1", None) as chunks:
-            return [token async for chunk in chunks for token in chunk.tokens]
+            got = [chunk async for chunk in chunks]
+        assert [one for chunk in got for one in chunk.prompt_logprobs] == told
+        return [token for chunk in got for token in chunk.tokens]
 
     reading = asyncio.create_task(read())
     try:
         await until(lambda: instance.desk.requests or reading.done())
-        instance.service.deliver(make_answers([(1, 5)], [Notice(1, "stop")]))
-        assert await asyncio.wait_for(reading, 20) == [5]
+        instance.service.deliver(make_answers([(1, 5)], [Notice(1, prompt_logprobs=tuple(told))]))
+        instance.service.deliver(make_answers([(1, 6)], [Notice(1, "stop")]))
+        assert await asyncio.wait_for(reading, 20) == [5, 6]
     finally:
         reading.cancel()
         await legs.close()

@@ -291,6 +291,24 @@ def test_stop_string_and_end_token(llama_runner: SequenceRunner, tokenizer: Toke
     assert 2 not in later.token_ids[:count] and len(later.token_ids) > count
 
 
+def test_what_is_told_of_a_prompt_is_what_was_told_when_it_was_an_answer(
+    llama_runner: SequenceRunner, tokenizer: Tokenizer
+) -> None:
+    """A greedy answer put behind its prompt has the log probabilities that it had, and the same likeliest tokens."""
+    prompt = tokenizer.encode_user_text("The capital of France is")
+    answer = generate(llama_runner, tokenizer, prompt, SamplingParams(80, ignore_eos=True, logprobs=3))
+    both = [*prompt, *answer.token_ids]
+    whole = generate(llama_runner, tokenizer, both, SamplingParams(1, prompt_logprobs=3)).prompt_logprobs
+    assert len(whole) == len(both) - 1 > 64  # of more rows than are there at once
+    for scored, told in zip(whole[len(prompt) - 1 :], answer.logprobs, strict=True):
+        assert scored.logprob == pytest.approx(told.logprob, abs=1e-4)
+        assert [value for _, value in scored.top] == pytest.approx([value for _, value in told.top], abs=1e-4)
+        assert scored.logprob == pytest.approx(scored.top[0][1], abs=1e-4)
+    alone = generate(llama_runner, tokenizer, both, SamplingParams(1, prompt_logprobs=0)).prompt_logprobs
+    assert [one.logprob for one in alone] == pytest.approx([one.logprob for one in whole], abs=1e-6)
+    assert not any(one.top for one in alone)
+
+
 def test_log_probabilities_and_penalties_of_the_real_model(llama_runner: SequenceRunner, tokenizer: Tokenizer) -> None:
     """Log probabilities are the log-softmax of the logits; bans, biases and penalties change a greedy answer."""
     prompt = "The capital of France is"

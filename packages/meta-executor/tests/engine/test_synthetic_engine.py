@@ -69,6 +69,24 @@ def test_any_split_gives_the_same_tokens(stage_count: int) -> None:
     whole.close()
 
 
+@pytest.mark.parametrize("stage_count", [1, 3])
+def test_what_is_told_of_a_prompt_is_the_same_for_any_split_and_chunk(stage_count: int) -> None:
+    """Of each token behind the first, once, in order; in chunks of any size."""
+    prompt = [int(token) for token in np.random.default_rng(2).integers(3, 1000, 30)]
+    told = set()
+    for chunk_tokens in (1, 2, 7, 29, 30, 64):
+        split = runner_of(StageSpec.split(6, stage_count), chunk_tokens=chunk_tokens)
+        sampling = SamplingParams(2, prompt_logprobs=1)
+        result = generate(split, Tokenizer.synthetic(1000), prompt, sampling)
+        assert [one.top[0][0] for one in result.prompt_logprobs] == prompt[1:]
+        told.add(result.prompt_logprobs)
+        assert not generate(split, Tokenizer.synthetic(1000), prompt, SamplingParams(2)).prompt_logprobs
+        split.close()
+    assert len(told) == 1
+    ((_, *values),) = told
+    assert len({one.logprob for one in values}) == len(values) and all(-1 < one.logprob <= 0 for one in values)
+
+
 def test_batch_equals_single() -> None:
     """Sequences of one step do not see each other."""
     prompts = [[7] * 3, [8, 9], [10] * 9]

@@ -49,6 +49,30 @@ def test_output_equals_the_reference(pairs: list[Pair], style: str, bounce: bool
     assert bounced == 0 if not bounce else bounced >= 0
 
 
+@pytest.mark.parametrize("style", ["context_first", "generation_first", "alone"])
+def test_what_is_told_of_a_prompt_comes_with_its_first_token(pairs: list[Pair], style: str) -> None:
+    """Of all its tokens behind the first, from several chunks (on several stages), and although its prefix is in the cache."""
+    pair = make(pairs, PairConfig(reuse=True, max_num_tokens=8, generation_ranks=1))
+    instance = pair.generation if style == "alone" else pair.context
+    for request_id, wanted in ((1, None), (2, 1), (3, 0), (4, None)):
+        if style == "alone":
+            pair.submit_alone(request_id, PROMPT, prompt_logprobs=wanted)
+        elif style == "generation_first":
+            pair.submit_generation(request_id, PROMPT, style=style)
+            pair.submit_context(request_id, PROMPT, style=style, prompt_logprobs=wanted)
+        else:
+            pair.submit_context(request_id, PROMPT, max_tokens=1, prompt_logprobs=wanted)
+        pair.run(lambda r=request_id: bool(instance.tokens(r)))
+        first = instance.answers[request_id][0]
+        told = first.prompt_logprobs
+        assert len(told) == (0 if wanted is None else len(PROMPT) - 1)
+        assert [one.top[0][0] for one in told if one.top] == (PROMPT[1:] if wanted else [])
+        assert (first.cached_tokens > 0) == (request_id == 4)
+        pair.run(pair.idle)
+        assert not any(one.prompt_logprobs for one in instance.answers[request_id][1:])
+    pair.validate()
+
+
 def test_a_cached_prefix_is_not_transferred_again(pairs: list[Pair]) -> None:
     """The second request with the same 16 first tokens moves only what is missing."""
     pair = make(pairs, PairConfig(reuse=True, generation_ranks=1))

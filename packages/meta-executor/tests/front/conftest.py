@@ -128,6 +128,7 @@ class FakeInstance:
         #: Log probabilities: taken from each for every seed, and whether none are told although they are asked for.
         self.malus = 0.0
         self.tells_nothing = False
+        self.tells_nothing_of_prompts = False
         self.started = asyncio.Event()
         #: Generation-first: the other role's fake; its context leg ends only after this one was asked.
         self.peer: FakeInstance | None = None
@@ -160,6 +161,18 @@ class FakeInstance:
                 tuple((token + i, -(token + i) / 100) for i in range(sampling.logprobs)),
             )
             for token in tokens
+        )
+
+    def prompt_logprobs(self, sampling: wire.Sampling, prompt: list[int]) -> tuple[TokenLogprobs, ...]:
+        """Of each token behind the first a hundredth of its id and position, and as many others as are wanted."""
+        if sampling.prompt_logprobs is None or self.tells_nothing_of_prompts:
+            return ()
+        return tuple(
+            TokenLogprobs(
+                -(token + place) / 100,
+                tuple((token + i, -(token + place + i) / 100) for i in range(sampling.prompt_logprobs)),
+            )
+            for place, token in enumerate(prompt[1:], 1)
         )
 
     async def _info(self, request: Request) -> Response:
@@ -222,6 +235,7 @@ class FakeInstance:
                 cached_tokens=1,
                 endpoint_generation=self.generation,
                 logprobs=self.logprobs(body.sampling, tokens[:1]),
+                prompt_logprobs=self.prompt_logprobs(body.sampling, body.token_ids),
             )
         )
 
@@ -276,6 +290,7 @@ class FakeInstance:
                 finish_reason=reason if last else None,
                 logprobs=self.logprobs(body.sampling, told),
                 cached_tokens=2 if alone and place == 0 else 0,
+                prompt_logprobs=self.prompt_logprobs(body.sampling, body.token_ids) if alone and place == 0 else (),
             )
             yield wire.encode_json(chunk) + b"\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.asyncio
 STYLES = pytest.mark.parametrize("style", ["context_first", "generation_first"])
+TOPOLOGIES = ("context_first", "generation_first", "generation alone")
 HELLO = "Hello, world!"
 
 
@@ -78,27 +80,58 @@ ENDS: dict[str, tuple[dict[str, Any], str, str, int]] = {
     "no tokens": ({"max_tokens": 0}, "", "length", 0),
     "length at a stop string": ({"stop": "world!!", "max_tokens": 13}, HELLO, "length", 13),
     "stop string too early": ({"stop": "l", "min_tokens": 4}, "Hello, wor", "stop", 11),
+    "stop string over the least length": ({"stop": "lo, w", "min_tokens": 6}, "Hel", "stop", 8),
+    "stop string at once": ({"stop": "H"}, "", "stop", 1),
+    "stop string at once, and the length": ({"stop": "H", "max_tokens": 1}, "", "stop", 1),
+    "stop string with the last token": ({"stop": "lo", "max_tokens": 5}, "Hel", "stop", 5),
+    "stop token at once": ({}, "", "stop", 1),
+    "stop token with the last token": ({"max_tokens": 6}, "Hello", "stop", 6),
+    "end token at once": ({}, "", "stop", 1),
+    "length at the beginning of a stop string": ({"stop": "o, w", "max_tokens": 5}, "Hello", "length", 5),
 }
 
 
-@STYLES
+@pytest.mark.parametrize("style", TOPOLOGIES)
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_counts_and_ends_in_every_combination(make_cluster: Any, style: str, chat: bool, stream: bool) -> None:
-    """Stream or not, one answer or three, each way to end: text, reason and counts are the same ones."""
-    async with make_cluster(style) as cluster:
-        comma = cluster.service.tokenizer.encode_user_text(",")
+    """Stream or not, one answer or three, each way to end: text, reason and counts are the same, in the metrics too."""
+    alone = style == "generation alone"
+    reasons: Counter[str] = Counter()
+    tokens_in_all = 0
+    async with make_cluster("context_first" if alone else style, local_prefill_max=400 if alone else 0) as cluster:
         for (name, (fields, text, reason, tokens)), n in itertools.product(ENDS.items(), (1, 3)):
-            fields = {**fields, "stop_token_ids": comma} if name == "stop token" else fields
+            if name.startswith("stop token"):
+                stop_at = "H" if "at once" in name else ","
+                fields = {**fields, "stop_token_ids": cluster.service.tokenizer.encode_user_text(stop_at)}
+            for instance in cluster.instances:
+                instance.answer = "" if name == "end token at once" else HELLO
             got = await ask(cluster, chat=chat, stream=stream, n=n, **fields)
             where = (name, n)
             assert got.texts == dict.fromkeys(range(n), text), where
             assert got.reasons == dict.fromkeys(range(n), reason), where
             prompt = got.usage["prompt_tokens"]
-            assert prompt == (9 if not chat else len(cluster.context.received[0].token_ids)), where
+            received = (cluster.generation if alone else cluster.context).received
+            assert prompt == (9 if not chat else len(received[0].token_ids)), where
             assert got.usage["completion_tokens"] == n * tokens, where
             assert got.usage["total_tokens"] == prompt + n * tokens, where
+            reasons[reason] += n
+            tokens_in_all += n * tokens
         await cluster.settled()
+        assert bool(cluster.context.received) != alone
+        values = dict(
+            line.rsplit(" ", 1)
+            for line in (await cluster.client.get(f"{cluster.url}/metrics")).text.splitlines()
+            if line.startswith("trtllm_")
+        )
+        ended = {
+            name.split('finished_reason="')[1].split('"')[0]: float(value)
+            for name, value in values.items()
+            if name.startswith("trtllm_request_success_total{")
+        }
+        assert ended == reasons
+        (told,) = (float(value) for name, value in values.items() if name.startswith("trtllm_generation_tokens_total{"))
+        assert told == tokens_in_all
 
 
 @STYLES
@@ -182,11 +215,66 @@ async def test_log_probabilities_of_every_token(make_cluster: Any, style: str, s
         await cluster.settled()
 
 
-async def test_an_instance_that_tells_no_log_probabilities_is_a_502(make_cluster: Any) -> None:
+@pytest.mark.parametrize("style", TOPOLOGIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompt_is_told_of_like_the_answer(make_cluster: Any, style: str, stream: bool) -> None:
+    """Log probabilities of its tokens behind the first, then of the answer's, with offsets in the whole text; however many
+    prompts and answers, also where the answer has no token: then none is counted and the text is the prompt."""
+    alone = style == "generation alone"
+    async with make_cluster("context_first" if alone else style, local_prefill_max=400 if alone else 0) as cluster:
+        for tokens, n in itertools.product((0, 1, 5, 40), (1, 2)):
+            prompts = ["héy", "abcdef"]
+            got = await ask(cluster, stream=stream, prompt=prompts, max_tokens=tokens, n=n, echo=True, logprobs=2)
+            answer = HELLO[:tokens]
+            for index in range(2 * n):
+                ids = cluster.service.tokenizer.encode_user_text(prompts[index // n])
+                told = got.logprobs[index]
+                where = (tokens, n, index)
+                assert got.texts[index] == prompts[index // n] + answer, where
+                assert [one[1] for one in told[: len(ids)]] == [None] + [
+                    pytest.approx(-(token + place) / 100) for place, token in enumerate(ids) if place
+                ], where
+                assert told[0][3] is None and all(len(one[3]) == 2 for one in told[1:]), where
+                assert len(told) == len(ids) + len(answer), where
+                assert [one[0] for one in told[len(ids) :]] == list(answer), where
+                assert [one[2] for one in told[len(ids) :]] == [
+                    len(prompts[index // n]) + i for i in range(len(answer))
+                ]
+                assert got.reasons[index] == ("stop" if tokens == 40 else "length"), where
+            assert got.usage["completion_tokens"] == 2 * n * (14 if tokens == 40 else tokens), (tokens, n)
+            assert got.usage["prompt_tokens"] == 4 + 6
+        await cluster.settled()
+        received = (cluster.generation if alone else cluster.context).received
+        assert {one.sampling.prompt_logprobs for one in received} == {2}
+        client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+        whole = await client.completions.create(model="synthetic", prompt="ab", echo=True, logprobs=0, max_tokens=0)
+        assert whole.choices[0].logprobs is not None and len(whole.choices[0].logprobs.tokens or ()) == 2
+        await client.close()
+
+
+async def test_so_much_of_a_prompt_is_told(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More is refused before anything is sent; a prompt without room for the one token that is made is, too."""
+    monkeypatch.setattr("meta_executor.front.checking._PROMPT_NUMBERS_MAX", 30)
+    async with make_cluster() as cluster:
+        fields = {"echo": True, "max_tokens": 0}
+        assert (await cluster.complete(prompt="a" * 10, logprobs=2, **fields)).status_code == 200
+        refused = await cluster.complete(prompt="a" * 11, logprobs=2, **fields)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        assert "33 log probabilities" in refused.json()["error"]["message"]
+        monkeypatch.undo()
+        assert (await cluster.complete(prompt="a" * 399, logprobs=0, **fields)).status_code == 200
+        full = await cluster.complete(prompt="a" * 400, logprobs=0, **fields)
+        assert (full.status_code, full.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert len(cluster.context.received) == 2
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 1}, {"logprobs": 1, "echo": True}])
+async def test_an_instance_that_tells_no_log_probabilities_is_a_502(make_cluster: Any, fields: dict[str, Any]) -> None:
     """Asked for and not given: the client hears of it rather than get fewer than tokens."""
     async with make_cluster() as cluster:
-        cluster.context.tells_nothing = True
-        response = await cluster.complete(logprobs=1)
+        cluster.context.tells_nothing = "echo" not in fields
+        cluster.context.tells_nothing_of_prompts = True
+        response = await cluster.complete(**fields)
         assert (response.status_code, response.json()["error"]["code"]) == (502, "incomplete")
         await cluster.settled()
 

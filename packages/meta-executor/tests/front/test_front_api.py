@@ -260,7 +260,6 @@ WRONG = (
     ("completions", {**GOOD, "best_of": 200}, "best_of"),
     ("completions", {**GOOD, "logprobs": 21}, "logprobs"),
     ("completions", {**GOOD, "logprobs": True}, "logprobs"),
-    ("completions", {**GOOD, "echo": True, "logprobs": 1}, "echo"),
     ("completions", {**GOOD, "suffix": "x"}, "suffix"),
     ("completions", {**GOOD, "logit_bias": {"512": 2}}, "logit_bias"),
     ("completions", {**GOOD, "logit_bias": {"x": 2}}, "logit_bias"),

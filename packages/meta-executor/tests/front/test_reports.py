@@ -99,11 +99,15 @@ async def huge_seed(cluster: Any) -> None:
 @report(
     "vllm-project/vllm#6521",
     "`echo` with `logprobs` and `max_tokens` 0",
-    "400 on `echo` that says why; without `logprobs` the prompt",
+    "the prompt, its tokens' log probabilities, and no token more",
 )
 async def echo_with_logprobs_and_no_tokens(cluster: Any) -> None:
-    error = await plain(cluster, 400, echo=True, logprobs=1, max_tokens=0)
-    assert error["error"]["param"] == "echo"
+    answer = await plain(cluster, prompt="Yes", echo=True, logprobs=1, max_tokens=0)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("Yes", "length", 0)
+    told = choice["logprobs"]
+    assert told["tokens"] == ["Y", "e", "s"] and told["text_offset"] == [0, 1, 2]
+    assert told["token_logprobs"][0] is None and all(one < 0 for one in told["token_logprobs"][1:])
     assert (await plain(cluster, prompt="Yes", echo=True, max_tokens=0))["choices"][0]["text"] == "Yes"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from endpoint_lifecycle import PickRequest
 from meta_executor.config import FrontRouterConfig
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.request import Request
-from meta_executor.front.routers import Hint, Routers, block_names
+from meta_executor.front import routers as routing
+from meta_executor.front.routers import BlockNames, Hint, Routers, block_names
 
 
 @dataclass
@@ -42,6 +44,10 @@ def request(tokens: list[int], *, salt: str = "", conversation: str | None = Non
         request_id=1, token_ids=np.array(tokens, np.int32), sampling=SamplingParams(1), cache_salt=salt,
         conversation_id=conversation,
     )  # fmt: skip
+
+
+def hint_of(chosen: Routers, asked: Request) -> Hint:
+    return asyncio.run(chosen.hint("context", asked, BlockNames()))
 
 
 def test_in_turn_whatever_the_load() -> None:
@@ -78,7 +84,7 @@ def test_most_of_the_prompt_cached_less_what_is_ahead() -> None:
     servers = [Server("a"), Server("b")]
 
     def asked(tokens: list[int]) -> str:
-        return pick(chosen, servers, chosen.hint("context", request(tokens)))
+        return pick(chosen, servers, hint_of(chosen, request(tokens)))
 
     prefix = list(range(100, 140))
     assert asked([*prefix, 1, 2, 3]) == "a"
@@ -101,14 +107,47 @@ def test_prefixes_are_named_by_all_before_them_and_by_who_may_share_them() -> No
     assert not set(one) & set(block_names(request([1, 2, 3, 4], salt="s"), 2))
     chosen = routers(type="kv_cache_aware", tokens_per_block=1, remembered_max=4)
     policy = chosen._policies["context"]
-    pick(chosen, [Server("a")], chosen.hint("context", request([1, 2, 3, 4, 5, 6])))
-    assert policy.cached_blocks("a", chosen.hint("context", request([1, 2, 3, 4, 5, 6]))) == 4  # type: ignore[attr-defined]
+    pick(chosen, [Server("a")], hint_of(chosen, request([1, 2, 3, 4, 5, 6])))
+    assert policy.cached_blocks("a", hint_of(chosen, request([1, 2, 3, 4, 5, 6]))) == 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("tokens", [8, 9])
+async def test_a_prompts_blocks_are_named_once_and_long_ones_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """For all its answers and legs, also where one of those that wait for it leaves."""
+    monkeypatch.setattr(routing, "_NAMED_INLINE_TOKENS", 8)
+    threads = []
+    may_go_on = threading.Event()
+
+    def noted(asked: Request, block_tokens: int) -> tuple[bytes, ...]:
+        threads.append(threading.current_thread())
+        if tokens > 8:
+            may_go_on.wait(10)
+        return block_names(asked, block_tokens)
+
+    monkeypatch.setattr(routing, "block_names", noted)
+    chosen = routers(type="kv_cache_aware", tokens_per_block=4)
+    names, asked = BlockNames(), request(list(range(tokens)))
+    first, *others = (asyncio.create_task(chosen.hint("context", asked, names)) for _ in range(3))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait((first,))
+    may_go_on.set()
+    hints = [*await asyncio.gather(*others), await chosen.hint("generation", asked, names)]
+    assert {hint.blocks for hint in hints} == {block_names(asked, 4)}
+    (thread,) = threads
+    assert (thread is threading.current_thread()) == (tokens == 8)
+    # Another size of blocks has other names; who wants none has none made.
+    assert len((await routers(type="kv_cache_aware", tokens_per_block=2).hint("context", asked, names)).blocks) == 4
+    assert (await routers().hint("context", asked, names)).blocks == () and len(threads) == 2
 
 
 def test_instances_that_have_left_are_forgotten() -> None:
     """Each start at another address would leave its blocks behind; what is used and some that may come back are kept."""
     chosen = routers(type="kv_cache_aware", tokens_per_block=1)
-    policy, hint = chosen._policies["context"], chosen.hint("context", request([1, 2, 3]))
+    policy, hint = chosen._policies["context"], hint_of(chosen, request([1, 2, 3]))
     for start in range(20):
         assert policy.cached_blocks("stays", hint) == (3 if start else 0)  # type: ignore[attr-defined]
         pick(chosen, [Server("stays")], hint)
@@ -134,7 +173,7 @@ def test_prefix_hits_against_the_least_loaded() -> None:
                 history += [chance.randrange(1000) for _ in range(32)]
                 wanted = request(history)
                 names = block_names(wanted, 16)
-                name = pick(chosen, servers, chosen.hint("context", wanted))
+                name = pick(chosen, servers, hint_of(chosen, wanted))
                 server = next(one for one in servers if one.server == name)
                 if turn:
                     asked += len(names)
@@ -209,3 +248,46 @@ async def test_prompts_go_where_their_beginning_is(make_cluster: Any) -> None:
             assert len({body.token_ids[0] for body in instance.received}) == 1
             assert len(instance.received) == 5
         await cluster.settled()
+
+
+@pytest.mark.asyncio
+async def test_a_prompts_blocks_are_named_once_for_all_its_answers(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both legs; of each prompt on its own, and each client's own."""
+    made = []
+
+    def noted(asked: Request, block_tokens: int) -> tuple[bytes, ...]:
+        made.append(asked.prompt_count)
+        return block_names(asked, block_tokens)
+
+    monkeypatch.setattr(routing, "block_names", noted)
+    aware = FrontRouterConfig(type="kv_cache_aware", tokens_per_block=8)
+    async with make_cluster(context_router=aware, generation_router=aware) as cluster:
+        assert (await cluster.complete(["a" * 20, "b" * 30], n=3)).status_code == 200
+        assert sorted(made) == [20, 30]
+        await cluster.settled()
+
+
+@pytest.mark.asyncio
+async def test_how_long_a_leg_waits_for_an_instance_is_configured(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each leg, and never longer than its request has."""
+    waits: list[float] = []
+
+    async def waited(**config: float) -> list[float]:
+        async with make_cluster(**config) as cluster:
+            reserve = cluster.service.directory.reserve
+
+            def noted(*arguments: Any, timeout_s: float, **more: Any) -> Any:
+                waits.append(timeout_s)
+                return reserve(*arguments, timeout_s=timeout_s, **more)
+
+            monkeypatch.setattr(cluster.service.directory, "reserve", noted)
+            assert (await cluster.complete()).status_code == 200
+        told, waits[:] = waits[:], []
+        return told
+
+    assert await waited(instance_wait_s=7.5, request_timeout_s=30.0) == [7.5, 7.5]
+    assert all(wait_s <= 30.0 for wait_s in await waited(instance_wait_s=90.0, request_timeout_s=30.0))

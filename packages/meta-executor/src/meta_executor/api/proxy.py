@@ -30,6 +30,9 @@ from rpc_local_registry import (
     RpcUnreachable,
 )
 
+#: What is buffered at the end may take so long to be sent (s).
+_CLOSE_S = 1.0
+
 
 class ProxyError(Exception):
     """A request was refused or lost.
@@ -145,7 +148,7 @@ class Proxy:
     async def close(self) -> None:
         """Send what is buffered, end the stream, fail what is still tracked."""
         with contextlib.suppress(BatchSubmitError):
-            await self._submitter.aclose(timeout_s=1.0)
+            await self._submitter.aclose(timeout_s=_CLOSE_S)
         if self._reader is not None:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):

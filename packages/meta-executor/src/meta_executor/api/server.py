@@ -163,6 +163,7 @@ class ApiServer:
                 cached_tokens=notice.cached_tokens,
                 endpoint_generation=body.endpoint_generation,
                 logprobs=notice.logprobs,
+                prompt_logprobs=notice.prompt_logprobs,
             )
         )
 
@@ -188,6 +189,7 @@ class ApiServer:
                     rank=None if notice is None else notice.rank,
                     logprobs=tuple(told for one in notices for told in one.logprobs),
                     cached_tokens=sum(one.cached_tokens for one in notices),
+                    prompt_logprobs=tuple(told for one in notices for told in one.prompt_logprobs),
                 )
                 yield wire.encode_json(chunk) + b"\n"
                 if notice is not None:

@@ -18,8 +18,12 @@ from rpc_local_registry import RpcClient, RpcConfig, RpcError, RpcStream
 
 #: A worker that is silent at the transport for so long is gone (s). A process that the system has stopped for a while is not.
 PEER_TIMEOUT_S = 60.0
+#: How long its answer may take (s): to a batch of requests, to any other call, to what only an operator waits for, and to the
+#: question that an instance's start waits for.
 _SUBMIT_S = 30.0
 _CALL_S = 10.0
+_LOOK_S = 5.0
+_RECORD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +104,15 @@ class WorkerClient:
 
     async def counters(self) -> bytes:
         """The worker's part of the instance's statistics (JSON)."""
-        return bytes(await self._client.counters().remote_async(timeout_s=5.0))
+        return bytes(await self._client.counters().remote_async(timeout_s=_LOOK_S))
 
     async def routing(self, count_max: int) -> bytes:
         """Why the last requests went where they did (JSON of :class:`meta_executor.wire.InstanceRouting`)."""
-        return bytes(await self._client.routing(count_max).remote_async(timeout_s=5.0))
+        return bytes(await self._client.routing(count_max).remote_async(timeout_s=_LOOK_S))
 
     async def record(self) -> bytes:
         """The endpoint record (JSON)."""
-        return bytes(await self._client.record().remote_async(timeout_s=30.0))
+        return bytes(await self._client.record().remote_async(timeout_s=_RECORD_S))
 
     def counts(self) -> SubmitCounts:
         """Since construction."""

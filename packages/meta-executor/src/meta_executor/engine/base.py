@@ -129,6 +129,8 @@ class SamplingParams:
         repetition_penalty: Logits of tokens of prompt and answer are divided by it where positive, else multiplied (> 0).
         logit_bias: (token, what is added to its logit).
         logprobs: Tell each token's log probability, and so many of the likeliest ones' (count); None: none.
+        prompt_logprobs: The same of the prompt's tokens, the second and those after it; None: none. The prompt is then computed
+            whole, whatever of it is cached.
     """
 
     max_tokens: int
@@ -145,6 +147,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -164,8 +167,10 @@ class SamplingParams:
         numbers = (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
         if not all(-float("inf") < number < float("inf") for number in numbers):
             raise ValueError("presence_penalty, frequency_penalty and logit_bias must be finite")
-        if self.logprobs is not None and not 0 <= self.logprobs <= LOGPROBS_MAX:
-            raise ValueError(f"logprobs must be in 0..{LOGPROBS_MAX}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= LOGPROBS_MAX:
+                raise ValueError(f"{name} must be in 0..{LOGPROBS_MAX}, got {count}")
 
     @property
     def largest_wins(self) -> bool:
@@ -207,7 +212,9 @@ class SequenceStep:
         block_ids: KV blocks of the sequence in order, int64, shape (blocks,); they cover every position up to the
             last added one. More blocks than needed are allowed.
         sampling: How to choose the next token; None: no token is wanted (a prompt's chunk that is not its last).
-        told: What the sequence has so far, where ``sampling`` changes logits.
+        told: What the sequence has so far, where ``sampling`` changes logits, and the prompt where ``scored`` is set.
+        scored: These are tokens of a prompt: tell the log probability of each next token of it, and so many of the likeliest
+            ones' (count); None: tell none.
     """
 
     request_id: int
@@ -216,6 +223,7 @@ class SequenceStep:
     block_ids: Int64Array
     sampling: SamplingParams | None = None
     told: Told | None = None
+    scored: int | None = None
 
     @property
     def end_position(self) -> int:
@@ -238,7 +246,8 @@ class StepInput:
         sampling: How to choose each sequence's next token; None: no token is wanted (a prompt's chunk that is not its last).
         hidden: Activations of the previous stage, float32, shape (tokens, hidden); None on the first stage.
         want_logits: Also return the logits of each sequence's last position (for tests; costs a copy).
-        told: What each sequence has so far; only looked at where its sampling changes logits.
+        told: What each sequence has so far; only looked at where its sampling changes logits or it is scored.
+        scored: See :class:`SequenceStep`; by index of the sequence.
     """
 
     step_id: int
@@ -251,6 +260,7 @@ class StepInput:
     hidden: Float32Array | None = None
     want_logits: bool = False
     told: tuple[Told | None, ...] = ()
+    scored: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -276,7 +286,18 @@ class StepInput:
             hidden=hidden,
             want_logits=want_logits,
             told=tuple(row.told for row in rows),
+            scored={index: row.scored for index, row in enumerate(rows) if row.scored is not None},
         )
+
+    def targets(self, index: int) -> Int32Array:
+        """Of a sequence that is scored: the prompt's tokens after each of those that it adds, int32, shape (tokens,).
+
+        One less than it adds where these reach the prompt's end.
+        """
+        told = self.told[index]
+        if told is None:
+            raise StepError(f"step {self.step_id}, request {self.request_ids[index]}: what is scored wants told")
+        return told.prompt[int(self.starts[index]) + 1 : int(self.ends[index]) + 1]
 
     @property
     def sequence_count(self) -> int:
@@ -320,6 +341,7 @@ class StepOutput:
         margins: Difference of the two largest logits, float32, shape (sequences,); 0 where no token was wanted.
         logits: float32, shape (sequences, vocabulary), if they were wanted.
         logprobs: By index of the sequence, where its sampling asks for them.
+        prompt_logprobs: By index of the sequence, where it is scored: of each token of :meth:`StepInput.targets`.
     """
 
     step_id: int
@@ -328,6 +350,7 @@ class StepOutput:
     margins: Float32Array | None = None
     logits: Float32Array | None = None
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class StepHandle(Protocol):
@@ -481,5 +504,6 @@ def _check_shapes(step: StepInput) -> None:
     if len(step.sampling) != count:
         raise StepError(f"step {step.step_id}: sampling must have {count} entries, got {len(step.sampling)}")
     for index, one in enumerate(step.sampling):
-        if one is not None and one.changes_logits and (len(step.told) != count or step.told[index] is None):
+        wanted = index in step.scored or (one is not None and one.changes_logits)
+        if wanted and (len(step.told) != count or step.told[index] is None):
             raise StepError(f"step {step.step_id}, request {step.request_ids[index]}: its sampling wants told")

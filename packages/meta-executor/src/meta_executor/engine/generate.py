@@ -41,6 +41,7 @@ class GenerateResult:
         finish_reason: ``stop`` or ``length``.
         margin_min: Smallest difference of the two largest logits over the answer's tokens.
         logprobs: Of each token, where the sampling asks for them.
+        prompt_logprobs: Of the prompt's tokens behind the first, where the sampling asks for them.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -49,14 +50,17 @@ class GenerateResult:
     finish_reason: FinishReason
     margin_min: float
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Chosen(NamedTuple):
-    """A step's token: its id, how far it was from another one, and what is told of it."""
+    """A step's token: its id, how far it was from another one, and what is told of it; of a prompt also what is told of its
+    tokens."""
 
     token: int
     margin: float
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class SequenceRunner:
@@ -96,12 +100,14 @@ class SequenceRunner:
             raise StepError("an empty prompt")
         capacity = len(tokens) + sampling.max_tokens
         blocks = np.asarray(self.pool.acquire(request_id, tokens.tolist(), capacity).block_ids, dtype=np.int64)
+        told: list[TokenLogprobs] = []
         for start in range(0, len(tokens), self._chunk_tokens):
             part = tokens[start : start + self._chunk_tokens]
-            last = start + len(part) == len(tokens)
-            step = SequenceStep(request_id, part, start, blocks, sampling if last else None, Told(tokens, []))
-            output = self.step([step])
-        return _token(output)
+            wanted = sampling if start + len(part) == len(tokens) else None
+            scored = sampling.prompt_logprobs
+            output = self.step([SequenceStep(request_id, part, start, blocks, wanted, Told(tokens, []), scored)])
+            told += output.prompt_logprobs.get(0, ())
+        return _token(output)._replace(prompt_logprobs=tuple(told))
 
     def decode(
         self, request_id: int, token_id: int, position: int, sampling: SamplingParams, told: Told | None = None
@@ -178,12 +184,13 @@ def generate(
     request_id = 0
     try:
         chosen = runner.prefill(request_id, token_ids, sampling)
+        prompt_logprobs = chosen.prompt_logprobs
         token, margin_min = chosen.token, chosen.margin
         answer, logprobs = [token], [chosen.logprobs]
         told = Told(np.asarray(token_ids, np.int32), answer)
         while True:
             reason = finish_reason(token, len(answer), sampling, ())
-            tell(stops.push(detokenizer.push([token])))
+            tell(stops.push(detokenizer.push([token]), early=len(answer) <= sampling.min_tokens))
             if stops.hit is not None:
                 reason = "stop"
             if reason is not None:
@@ -196,8 +203,10 @@ def generate(
         runner.pool.release(request_id)
     tell(stops.push(detokenizer.finish()))
     tell(stops.finish())
+    if stops.hit is not None:
+        reason = "stop"
     known = tuple(one for one in logprobs if one is not None)
-    return GenerateResult(tuple(token_ids), tuple(answer), "".join(text), reason, margin_min, known)
+    return GenerateResult(tuple(token_ids), tuple(answer), "".join(text), reason, margin_min, known, prompt_logprobs)
 
 
 def _token(output: StepOutput) -> Chosen:

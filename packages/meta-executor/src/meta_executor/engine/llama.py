@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ from meta_executor.engine.step_worker import StepWorker, WorkerHandle
 from meta_executor.engine.weights import LlamaGeometry, load_stage_tensors, resolve_model
 from meta_executor.wire import TokenLogprobs
 
+#: Rows of a prompt whose logits are there at once (count).
+_SCORED_ROWS = 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: A CPU's instructions for products of each narrow type, by the names of ``torch.cpu.get_capabilities``.
 _CPU_PRODUCTS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
@@ -351,7 +353,8 @@ class LlamaEngine:
                 x = self._layer(layer, self._kv[index], x, plan)
             if not self.stage.is_last:
                 return StepOutput(step.step_id, hidden=x.to(torch.float32).cpu().numpy())
-            return self._choose_tokens(step, x)
+            output = self._choose_tokens(step, x)
+            return replace(output, prompt_logprobs=self._scored(step, x)) if step.scored else output
 
     def _first_rows(self, step: StepInput) -> torch.Tensor:
         if self.stage.is_first:
@@ -571,11 +574,7 @@ class LlamaEngine:
         rows = np.flatnonzero([step.want_logits or one is not None for one in sampling])
         if not len(rows):
             return StepOutput(step.step_id, token_ids=token_ids, margins=margins)
-        if self._final_norm is None or self._head is None:
-            raise EngineError("the last stage has no vocabulary projection")
-        last = x.index_select(0, self._index(step.row_ends[rows] - 1))
-        last = F.rms_norm(last, (self.model.hidden_size,), self._final_norm, self._geometry.norm_epsilon)
-        logits = self._linear(last, self._head).to(torch.float32)
+        logits = self._logits(x.index_select(0, self._index(step.row_ends[rows] - 1)))
         full = logits.cpu().numpy().copy() if step.want_logits else None
         best = logits.max(dim=-1)
         own = {
@@ -600,3 +599,32 @@ class LlamaEngine:
             unwanted = [one is None for one in sampling]
             token_ids[unwanted], margins[unwanted] = -1, 0.0
         return StepOutput(step.step_id, token_ids=token_ids, margins=margins, logits=full, logprobs=logprobs)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the model says behind these activations: float32, (rows, vocabulary)."""
+        if self._final_norm is None or self._head is None:
+            raise EngineError("the last stage has no vocabulary projection")
+        normed = F.rms_norm(rows, (self.model.hidden_size,), self._final_norm, self._geometry.norm_epsilon)
+        return self._linear(normed, self._head).to(torch.float32)
+
+    def _scored(self, step: StepInput, x: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
+        """Log probabilities of prompts' tokens, where they are wanted; so many rows at a time that their logits stay small."""
+        scored = {}
+        for index, count in step.scored.items():
+            targets = step.targets(index).astype(np.int64)
+            first_row = int(step.row_ends[index] - step.counts[index])
+            told: list[TokenLogprobs] = []
+            for begin in range(0, len(targets), _SCORED_ROWS):
+                wanted = targets[begin : begin + _SCORED_ROWS]
+                logits = self._logits(x[first_row + begin : first_row + begin + len(wanted)]).to(torch.float64)
+                logits -= logits.logsumexp(dim=-1, keepdim=True)
+                own = logits.gather(1, self._index(wanted).unsqueeze(1)).squeeze(1).tolist()
+                tops = logits.topk(min(count, logits.shape[1]), dim=-1) if count else None
+                ids, values = ([[]] * len(own),) * 2 if tops is None else (tops.indices.tolist(), tops.values.tolist())
+                told += [
+                    # Largest first, lower id first among equals.
+                    TokenLogprobs(one, tuple(sorted(zip(best, their), key=lambda pair: (-pair[1], pair[0]))))
+                    for one, best, their in zip(own, ids, values)
+                ]
+            scored[index] = tuple(told)
+        return scored

@@ -205,6 +205,18 @@ class SyntheticEngine:
                 for index, one in enumerate(step.sampling)
                 if one is not None and one.logprobs is not None
             },
+            prompt_logprobs={index: self._scored(step, index, count) for index, count in step.scored.items()},
+        )
+
+    @staticmethod
+    def _scored(step: StepInput, index: int, count: int) -> tuple[TokenLogprobs, ...]:
+        """A number in (-1, 0] of each token and its position, and no other token."""
+        targets = step.targets(index).astype(np.int64)
+        positions = int(step.starts[index]) + 1 + np.arange(len(targets))
+        logprobs = (_keys(targets, positions) >> _U64(11)).astype(np.float64) * -(2.0**-53)
+        return tuple(
+            TokenLogprobs(logprob, ((token, logprob),) if count else ())
+            for token, logprob in zip(targets.tolist(), logprobs.tolist())
         )
 
     def _own_digests(self, kv: npt.NDArray[np.float32], step: StepInput, tokens: Int64Array) -> npt.NDArray[np.uint64]:

@@ -459,19 +459,28 @@ class StopStrings:
             raise ValueError("an empty stop string")
         self._stops = tuple(stops)
         self._held = ""
+        #: Characters at the beginning of what is held in which no stop string ends.
+        self._early = 0
         self.hit: str | None = None
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, *, early: bool = False) -> str:
         """Text that can be shown now; what might be the beginning of a stop string is held back.
 
         After a hit (:attr:`hit` is set) everything is swallowed.
+
+        Args:
+            text: More of the answer.
+            early: No stop string ends in it, but one that begins in it may end later.
         """
         if not self._stops:
             return text
         if self.hit is not None:
             return ""
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if early:
+            self._early = len(self._held)
+        begins = [(self._held.find(stop, max(self._early - len(stop) + 1, 0)), stop) for stop in self._stops]
+        found = [(at, stop) for at, stop in begins if at >= 0]
         if found:
             at, self.hit = min(found)
             shown, self._held = self._held[:at], ""
@@ -484,6 +493,7 @@ class StopStrings:
                     break
         shown = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
+        self._early = max(self._early - len(shown), 0)
         return shown
 
     def finish(self) -> str:

@@ -148,6 +148,7 @@ def _with_chunks(step: StepInput, chunks: tuple[tuple[Sequence, Chunk], ...]) ->
         block_tables=tables,
         sampling=(*step.sampling, *prompts.sampling),
         told=(*step.told, *prompts.told),
+        scored={step.sequence_count + index: count for index, count in prompts.scored.items()},
     )
 
 
@@ -359,6 +360,7 @@ class DecodeCompute:
             self._retire_rows(flight.count, made[: flight.count], output.logprobs)
         for place, (sequence, chunk) in enumerate(flight.chunks, flight.count):
             told = output.logprobs.get(place)
+            sequence.prompt_logprobs += output.prompt_logprobs.get(place, ())
             self._retire_chunk(sequence, chunk, int(made[place]), () if told is None else (told,))
         return True
 
@@ -397,7 +399,13 @@ class DecodeCompute:
             self._blocks.store_prefix(sequence)
             self._answers.token(sequence.request_id, token)
             self._answers.notice(
-                Notice(sequence.request_id, cached_tokens=sequence.cached_count, rank=self._rank, logprobs=logprobs)
+                Notice(
+                    sequence.request_id,
+                    cached_tokens=sequence.cached_count,
+                    rank=self._rank,
+                    logprobs=logprobs,
+                    prompt_logprobs=sequence.prompt_logprobs,
+                )
             )
             self._first_token(sequence, token)
 

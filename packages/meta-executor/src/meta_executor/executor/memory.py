@@ -53,9 +53,11 @@ class PlannedBlocks:
 
     def acquire(self, sequence: Sequence, token_capacity: int) -> bool:
         """Blocks for so many tokens, the cached beginning of the prompt included. False: not enough free ones now."""
+        request = sequence.request
+        # What is told of a prompt's tokens is known where they are computed, so none of it may come from the cache.
+        findable = request.token_ids if request.sampling.prompt_logprobs is None else request.token_ids[:0]
         try:
-            got = self.pool.acquire(sequence.request_id, sequence.request.token_ids, token_capacity,
-                                    salt=sequence.request.cache_salt.encode())  # fmt: skip
+            got = self.pool.acquire(sequence.request_id, findable, token_capacity, salt=request.cache_salt.encode())
         except KVPoolExhausted:
             return False
         sequence.block_ids = list(got.block_ids)

@@ -132,12 +132,13 @@ class Schedule(_Frame, frozen=True, array_like=True):
 
 class Result(_Frame, frozen=True, array_like=True):
     """What the last stage made of a step: the tokens that were wanted, as (request_id, token), and what is told of those whose
-    request asks for it."""
+    request asks for it, and of the tokens of prompts."""
 
     step_id: int
     tokens: tuple[tuple[int, int], ...]
     failed: str = ""
     logprobs: tuple[tuple[int, TokenLogprobs], ...] = ()
+    prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
 
 
 # -- the ranks' word to rank 0 ------------------------------------------------------------------------------------------

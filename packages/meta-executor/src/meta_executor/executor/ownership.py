@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meta_executor.executor.request import Request, Role, ScheduleStyle
+from meta_executor.wire import TokenLogprobs
 from pp_agreement import Key
 
 
@@ -192,6 +193,8 @@ class Sequence:
     steps_in_flight: int = 0
     #: Scheduling rank: steps that name it and whose result has not come back (count).
     results_due: int = 0
+    #: On the rank that hands the first token out: what is told of the prompt's tokens that are computed, if it is asked for.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     #: Highest step that names this request and that must have retired before compute is quiescent; -1: none.
     last_step_id: int = -1
     outcome: Outcome | None = None

@@ -275,7 +275,9 @@ class PrefillCompute:
         tokens = tuple((request_id, token) for request_id, token in made if token is not None)
         told = output.logprobs.items() if output is not None else ()
         logprobs = tuple((schedule.parts[index].request_id, one) for index, one in told)
-        result = Result(schedule.step_id, tokens, step.failed, logprobs)
+        scored = output.prompt_logprobs.items() if output is not None else ()
+        prompts = tuple((schedule.parts[index].request_id, several) for index, several in scored)
+        result = Result(schedule.step_id, tokens, step.failed, logprobs, prompts)
         if self._rank == 0:
             self._results.append(result)
         else:
@@ -310,6 +312,10 @@ class PrefillCompute:
         if result.failed:
             for part in schedule.parts:
                 self._fail(part.request_id, result.failed)
+        for request_id, several in result.prompt_logprobs:
+            sequence = self._registry.get(request_id)
+            if sequence is not None:
+                sequence.prompt_logprobs += several
         for request_id, token in result.tokens:
             sequence = self._registry.get(request_id)
             if sequence is not None and not sequence.ended_early:
@@ -345,6 +351,7 @@ class PrefillCompute:
                 cached_tokens=sequence.cached_count,
                 rank=self._rank,
                 logprobs=logprobs,
+                prompt_logprobs=sequence.prompt_logprobs,
             )
         )
         if reason and not request.generation_first:

@@ -76,7 +76,8 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     ``finish_reason``: "" while it goes on; the notice that sets it is the request's last word. ``error_code``: a code of
     :mod:`meta_executor.wire` when that is "error" or "cancelled". ``cached_tokens``: of the prompt, found in the prefix cache
     (context). ``rank``: who generates it. ``logprobs``: of the tokens of the same hand-over, in order, where the request asks
-    for them; of the first token the context instance alone tells them.
+    for them; of the first token the context instance alone tells them. ``prompt_logprobs``: of the prompt's tokens behind the
+    first, from where it is computed, with the first token.
     """
 
     request_id: int
@@ -86,6 +87,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     rank: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def failed(self) -> bool:

@@ -80,14 +80,16 @@ def step_input(step: Step, registry: Registry) -> StepInput:
 
 def prompt_part(sequence: Sequence, part: Part | Chunk) -> SequenceStep:
     """What a step computes of one prompt."""
+    sampling = sequence.request.sampling
     return SequenceStep(
         request_id=part.request_id,
         token_ids=sequence.request.token_ids[part.start : part.start + part.count],
         start_position=part.start,
         block_ids=sequence.block_array(),
-        sampling=sequence.request.sampling if part.wants_token else None,
-        # A prompt's last chunk: nothing of the answer is known.
-        told=Told(sequence.request.token_ids, []) if part.wants_token else None,
+        sampling=sampling if part.wants_token else None,
+        # Nothing of the answer is known.
+        told=Told(sequence.request.token_ids, []) if part.wants_token or sampling.prompt_logprobs is not None else None,
+        scored=sampling.prompt_logprobs,
     )
 
 

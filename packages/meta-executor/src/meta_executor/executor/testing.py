@@ -291,13 +291,14 @@ class Pair:
         max_tokens: int = 4,
         style: ScheduleStyle = "context_first",
         deadline_s: float | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """The context leg."""
         self.context.desk.submit(
             Request(
                 request_id=request_id,
                 token_ids=np.asarray(prompt, np.int32),
-                sampling=SamplingParams(max_tokens),
+                sampling=SamplingParams(max_tokens, prompt_logprobs=prompt_logprobs),
                 schedule_style=style,
                 deadline_s=deadline_s,
             )
@@ -324,13 +325,15 @@ class Pair:
             )
         )
 
-    def submit_alone(self, request_id: int, prompt: list[int], *, max_tokens: int = 4) -> None:
+    def submit_alone(
+        self, request_id: int, prompt: list[int], *, max_tokens: int = 4, prompt_logprobs: int | None = None
+    ) -> None:
         """A generation leg without a context leg."""
         self.generation.desk.submit(
             Request(
                 request_id=request_id,
                 token_ids=np.asarray(prompt, np.int32),
-                sampling=SamplingParams(max_tokens),
+                sampling=SamplingParams(max_tokens, prompt_logprobs=prompt_logprobs),
                 prefills_here=True,
             )
         )

@@ -58,8 +58,8 @@ class AnswerText:
                 self._ended_by_token = True
                 break
             more = self._detokenizer.push((token,))
-            # A stop string counts where it begins behind the least length: what comes before has been shown.
-            text.append(more if len(self.token_ids) <= self._tokens_min else self._stops.push(more))
+            # A stop string counts where it ends behind the least length, wherever it begins.
+            text.append(self._stops.push(more, early=len(self.token_ids) <= self._tokens_min))
             if self._stops.hit is not None:
                 self.finish_reason = "stop"
                 return "".join(text)

@@ -142,8 +142,9 @@ class FrontService:
         self.stories = Stories(_STORIES_MAX, config.perf_metrics_max_requests)
         self.choices = Choices(directory, self.servers, legs, routers, clock)
         self.dispatch = Dispatch(
-            directory, routers, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices
-        )
+            directory, routers, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices,
+            instance_wait_s=config.instance_wait_s,
+        )  # fmt: skip
         self.running = 0
         self.draining = False
         self.created = int(time.time())

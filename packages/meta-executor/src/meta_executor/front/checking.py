@@ -26,6 +26,7 @@ from meta_executor.executor.request import Request, ScheduleStyle
 from meta_executor.front import openai
 from meta_executor.front.dispatch import Job
 from meta_executor.front.openai import ApiError
+from meta_executor.front.routers import BlockNames
 from meta_executor.front.servers import TokenLimits
 from meta_executor.front.shapes import Shape
 from meta_executor.front.tenants import Tenants
@@ -40,6 +41,8 @@ _ENCODE_INLINE_MESSAGES = 64
 _DECODE_INLINE_TOKENS = 2048
 #: Members of a body (count): so many for each token that may be asked for, and so many besides.
 _ELEMENTS_PER_TOKEN, _ELEMENTS_BESIDES = 4, 1024
+#: Numbers that are told of one prompt's tokens (count): each token's log probability, and those of the likeliest ones.
+_PROMPT_NUMBERS_MAX = 2**16
 #: Fewest tokens that a message of a conversation can have: two that frame it and one between.
 _MESSAGE_TOKENS_MIN = 3
 
@@ -62,7 +65,9 @@ class Call:
         with_ids: Tell token ids.
         with_logprobs: Tell log probabilities.
         echoes: What is put before the answers, by prompt; empty: nothing.
-        no_tokens: The answer has none; nothing is computed.
+        with_prompt_logprobs: And those of the prompt, with the echo.
+        no_tokens: The answer has none, and nothing is to be computed.
+        tokens_max: Of an answer (count). One is made even where this is 0: the prompt's log probabilities come with it.
         stops: Stop strings.
         end_token_ids: Tokens that end an answer.
         shape: Of what is sent.
@@ -80,7 +85,9 @@ class Call:
     with_ids: bool
     with_logprobs: bool
     echoes: tuple[str, ...]
+    with_prompt_logprobs: bool
     no_tokens: bool
+    tokens_max: int
     stops: tuple[str, ...]
     end_token_ids: frozenset[int]
     shape: Shape
@@ -122,6 +129,11 @@ class _Wanted:
     answers: int = 1
     logprobs: int | None = None
     echo: bool = False
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """An echoed prompt is told of like the answer."""
+        return self.logprobs if self.echo else None
 
 
 class Checker:
@@ -214,8 +226,6 @@ class Checker:
             raise _invalid("best_of", f"must be at least n ({answers}), got {candidates}")
         if candidates > answers and request.stream:
             raise _invalid("best_of", "not with stream true: the best answer is known at the end only")
-        if request.echo and request.logprobs is not None:
-            raise _invalid("echo", "not with logprobs: log probabilities of a prompt's tokens are not computed here")
         wanted = _Wanted(
             tokens=openai.COMPLETION_TOKENS_DEFAULT if request.max_tokens is None else request.max_tokens,
             candidates=candidates,
@@ -229,12 +239,16 @@ class Checker:
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= _ENCODE_INLINE_CHARACTERS
         for prompt in prompts:
             tokens = await self._prompt(prompt, inline=inline)
-            room = self._room("prompt", len(tokens), wanted.tokens == 0)
+            room = self._room("prompt", len(tokens), wanted.tokens == 0 and wanted.prompt_logprobs is None)
             self._check_tokens("max_tokens", wanted.tokens, room, len(tokens))
+            numbers = len(tokens) * (1 + (wanted.prompt_logprobs or 0))
+            if wanted.prompt_logprobs is not None and numbers > _PROMPT_NUMBERS_MAX:
+                words = f"{numbers} log probabilities of one prompt, at most {_PROMPT_NUMBERS_MAX}"
+                raise _invalid("logprobs", words)
             encoded.append(tokens)
         echoes: tuple[str, ...] = ()
         if wanted.echo:
-            echoes = await _made(
+            echoes = await made(
                 lambda: tuple(self._tokenizer.decode(tokens.tolist()) for tokens in encoded), sum(map(len, encoded))
             )
         return self._call(request, encoded, wanted, asked, unknown, chat=False, echoes=echoes)
@@ -262,7 +276,7 @@ class Checker:
         ids = tokens.tolist()
         if not request.return_token_strs:
             return ids, None
-        return ids, await _made(lambda: [self._tokenizer.token_text(token)[0] for token in ids], len(ids))
+        return ids, await made(lambda: [self._tokenizer.token_text(token)[0] for token in ids], len(ids))
 
     async def detokenized(self, body: bytes) -> str:
         """A body of ``POST /detokenize``: the text of its tokens.
@@ -395,6 +409,7 @@ class Checker:
         sampling = self._sampling(request, wanted)
         jobs = []
         for prompt in prompts:
+            names = BlockNames()
             for candidate in range(wanted.candidates):
                 # The first answer is the one that a request for one answer gets.
                 seed = (sampling.seed + candidate) % 2**63
@@ -408,9 +423,8 @@ class Checker:
                     conversation_id=self._tenants.conversation(asked.caller, request.conversation_id),
                     cache_salt=self._tenants.cache_salt(asked.caller),
                 )
-                jobs.append(
-                    Job(made, deadline=asked.accepted + self._config.request_timeout_s, accepted=asked.accepted)
-                )
+                deadline = asked.accepted + self._config.request_timeout_s
+                jobs.append(Job(made, deadline=deadline, accepted=asked.accepted, block_names=names))
         options = request.stream_options
         with_usage = bool(options is not None and options.include_usage)
         return Call(
@@ -423,8 +437,10 @@ class Checker:
             with_counts=with_usage and bool(options is not None and options.continuous_usage_stats),
             with_ids=bool(request.return_token_ids),
             with_logprobs=wanted.logprobs is not None,
+            with_prompt_logprobs=sampling.prompt_logprobs is not None,
             echoes=echoes,
-            no_tokens=wanted.tokens == 0,
+            no_tokens=wanted.tokens == 0 and sampling.prompt_logprobs is None,
+            tokens_max=wanted.tokens,
             stops=openai.stop_strings(request),
             end_token_ids=frozenset(sampling.stop_token_ids),
             shape=Shape(chat=chat, answer_id=f"{jobs[0].request_id:x}", created=int(time.time()), model=request.model),
@@ -459,13 +475,14 @@ class Checker:
             repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
             logit_bias=openai.logit_biases(request, vocab_size=self._model.vocab_size),
             logprobs=logprobs,
+            prompt_logprobs=wanted.prompt_logprobs,
             seed=openai.seed_of(request),
             ignore_eos=True,
             stop_token_ids=tuple(ends),
         )
 
 
-async def _made(make: Callable[[], _Read], tokens: int) -> _Read:
+async def made(make: Callable[[], _Read], tokens: int) -> _Read:
     """What is made of so many tokens (count): here, or where that takes long in a thread."""
     return make() if tokens <= _DECODE_INLINE_TOKENS else await asyncio.to_thread(make)
 

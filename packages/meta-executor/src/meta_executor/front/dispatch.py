@@ -29,7 +29,7 @@ from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
-from meta_executor.front.routers import Routers
+from meta_executor.front.routers import BlockNames, Routers
 from meta_executor.front.stories import ENDED, FIRST_TOKEN, GIVEN, SENT, STOPPED, Story
 from meta_executor.wire import TokenLogprobs
 
@@ -51,9 +51,11 @@ class Job:
         accepted: When it came, on that clock (s).
         satisfied: Its reader has all that it wants (a stop string was met): the leg that still runs is stopped, not failed.
         prompt_tokens, cached_tokens: What the context instance counted.
+        prompt_logprobs: Of the prompt's tokens behind the first, where they are asked for: there before the first token is.
         servers: Role -> server that took the leg.
         story: What happens to it is told here; None: to nobody.
         first_token_s: When its first token was known, on that clock (s).
+        block_names: Of its prompt; shared by the jobs of one prompt.
     """
 
     request: Request
@@ -62,14 +64,21 @@ class Job:
     satisfied: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     servers: dict[str, str] = field(default_factory=dict)
     story: Story | None = None
     first_token_s: float | None = None
+    block_names: BlockNames = field(default_factory=BlockNames)
 
     @property
     def request_id(self) -> int:
         """The request's."""
         return self.request.request_id
+
+    def prefilled(self, answer: Prefilled) -> None:
+        """What the context instance tells of the prompt."""
+        self.prompt_tokens, self.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+        self.prompt_logprobs = answer.prompt_logprobs
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,7 @@ class Dispatch:
         clock: Monotonic time (s).
         order: Order of context legs in generation-first; default: as requests arrive.
         choices: Told of every choice of an instance.
+        instance_wait_s: How long a leg may wait for an instance that can take it (s).
     """
 
     def __init__(
@@ -137,7 +147,10 @@ class Dispatch:
         clock: Callable[[], float] = time.monotonic,
         order: LegOrder | None = None,
         choices: Choices | None = None,
+        *,
+        instance_wait_s: float,
     ) -> None:
+        self._instance_wait_s = instance_wait_s
         self._choices = choices
         self._order = order or LegOrder(1)
         self._directory = directory
@@ -177,7 +190,7 @@ class Dispatch:
             return await self._post_context(leg, job)
 
         async with self._sent("context", job, ask_context) as (context, answer):
-            job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+            job.prefilled(answer)
             if answer.finish_reason is not None:
                 self._ended(context)
                 self._metrics.without_generation.inc()
@@ -215,6 +228,7 @@ class Dispatch:
         async with self._sent("generation", job, ask) as (generation, chunks):
             async for chunk in chunks:
                 job.cached_tokens += chunk.cached_tokens
+                job.prompt_logprobs += chunk.prompt_logprobs
                 generation.renew(self._clock())
                 if chunk.finish_reason is not None:
                     self._ended(generation)
@@ -239,7 +253,7 @@ class Dispatch:
                 return await self._post_context(context, job)
 
             def prefilled(answer: Prefilled) -> None:
-                job.prompt_tokens, job.cached_tokens = answer.prompt_tokens, answer.cached_tokens
+                job.prefilled(answer)
                 self._ended(context)
                 context.reservation.release("prefilled")
 
@@ -293,13 +307,13 @@ class Dispatch:
     ) -> AsyncIterator[_Leg]:
         """A reserved leg; leaving aborts it if it was sent and has not ended, and releases it."""
         weight = job.request.prompt_count + (job.request.sampling.max_tokens if role == "generation" else 0)
-        hint = self._routers.hint(role, job.request)
+        hint = await self._routers.hint(role, job.request, job.block_names)
         async with self._directory.reserve(
             role,
             job.request_id,
             weight=weight,
             revalidate=revalidate,
-            timeout_s=min(self._left_s(job), 3.0),
+            timeout_s=min(self._left_s(job), self._instance_wait_s),
             exclude=exclude,
             affinity=hint,
         ) as reservation:

@@ -112,7 +112,12 @@ class HttpLegs:
                 "context", server, MALFORMED, f"answer for request {answer.request_id}", status=200, received=True
             )
         return Prefilled(
-            answer.first_token, answer.finish_reason, answer.prompt_tokens, answer.cached_tokens, answer.logprobs
+            answer.first_token,
+            answer.finish_reason,
+            answer.prompt_tokens,
+            answer.cached_tokens,
+            answer.logprobs,
+            answer.prompt_logprobs,
         )
 
     @contextlib.asynccontextmanager
@@ -206,7 +211,7 @@ def _chunk(server: str, line: bytes) -> Chunk:
         code = chunk.error.error if chunk.error else str(chunk.finish_reason).upper()
         message = chunk.error.message if chunk.error else f"ended with {chunk.finish_reason}"
         raise LegError("generation", server, code, message, status=200, received=True)
-    return Chunk(chunk.tokens, chunk.finish_reason, chunk.logprobs, chunk.cached_tokens)
+    return Chunk(chunk.tokens, chunk.finish_reason, chunk.logprobs, chunk.cached_tokens, chunk.prompt_logprobs)
 
 
 def _refusal(role: str, server: str, status: int, body: bytes) -> LegError:

@@ -66,6 +66,8 @@ class Prefilled:
     cached_tokens: int
     #: Of the first token, where the request asks for them.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    #: Of the prompt's tokens behind the first, where the request asks for them.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,5 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()
     #: Of the prompt, found in the instance's prefix cache; with the first token, where there is no context leg.
     cached_tokens: int = 0
+    #: Of the prompt's tokens behind the first, where the request asks for them; likewise.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

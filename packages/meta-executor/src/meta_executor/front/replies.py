@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from meta_executor.engine.tokenizer import Tokenizer
 from meta_executor.front.answers import AnswerText
-from meta_executor.front.checking import Call
+from meta_executor.front.checking import Call, made
 from meta_executor.front.dispatch import Job, Tokens
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
@@ -85,7 +85,20 @@ class _Answer:
         self.count = 0
         self.begun = False
         self._ids_told = self._logprobs_told = 0
+        #: What is told of the prompt's tokens, until it is told.
+        self._prompt_shown: Mapping[str, list[Any]] | None = None
         self._logprobs = LogprobShape(chat=call.shape.chat, tokenizer=service.tokenizer, offset=len(self.echo))
+
+    async def take_prompt(self) -> None:
+        """What is told of its prompt's tokens is known.
+
+        Raises:
+            ApiError: It is not.
+        """
+        prompt, logprobs = self.job.request.token_ids, self.job.prompt_logprobs
+        if len(logprobs) != len(prompt) - 1:
+            raise ApiError(502, "an instance told no log probabilities of its prompt's tokens", code="incomplete")
+        self._prompt_shown = await made(lambda: self._logprobs.prompt(prompt.tolist(), logprobs), len(prompt))
 
     def take(self, more: _More) -> None:
         """It has come this far."""
@@ -106,7 +119,7 @@ class _Answer:
 
     def has_news(self) -> bool:
         """There is more to tell than its text."""
-        return self._call.with_logprobs and self._shown() > self._logprobs_told
+        return self._call.with_logprobs and (self._shown() > self._logprobs_told or self._prompt_shown is not None)
 
     def _shown(self) -> int:
         return self.made.shown_tokens if self.finish_reason is not None else self.count
@@ -123,7 +136,9 @@ class _Answer:
             return None
         told, self._logprobs_told = self._logprobs_told, self._shown()
         part = slice(told, self._logprobs_told)
-        return self._logprobs.shown(self.made.token_ids[part], self.made.logprobs[part])
+        shown = self._logprobs.shown(self.made.token_ids[part], self.made.logprobs[part])
+        prompt, self._prompt_shown = self._prompt_shown, None
+        return shown if prompt is None else {name: [*prompt[name], *shown[name]] for name in shown}
 
 
 class Reply(Response):
@@ -213,7 +228,8 @@ class Reply(Response):
 
     async def _pieces(self, answer: _Answer) -> AsyncGenerator[_More, None]:
         """One answer as it comes; the last piece has a finish reason."""
-        made, job = answer.made, answer.job
+        text_of, job = answer.made, answer.job
+        wants_prompt = self._call.with_prompt_logprobs
         if self._call.no_tokens:
             yield _More(answer.place, "", 0, "length")
             return
@@ -221,12 +237,21 @@ class Reply(Response):
             async for tokens in batches:
                 if job.request.sampling.logprobs is not None and len(tokens.logprobs) != len(tokens.token_ids):
                     raise ApiError(502, "an instance told no log probabilities of its tokens", code="incomplete")
-                text = made.push(tokens.token_ids, tokens.finish_reason, tokens.logprobs)
-                if made.finish_reason is not None:
+                if wants_prompt:
+                    wants_prompt = False
+                    await answer.take_prompt()
+                if self._call.tokens_max == 0:
+                    # It was made for the prompt's sake.
+                    if tokens.finish_reason is not None:
+                        yield _More(answer.place, "", 0, "length")
+                        return
+                    continue
+                text = text_of.push(tokens.token_ids, tokens.finish_reason, tokens.logprobs)
+                if text_of.finish_reason is not None:
                     # After a stop string the rest is of no use; leaving here stops the leg.
                     job.satisfied = True
-                yield _More(answer.place, text, made.completion_tokens, made.finish_reason)
-                if made.finish_reason is not None:
+                yield _More(answer.place, text, text_of.completion_tokens, text_of.finish_reason)
+                if text_of.finish_reason is not None:
                     return
         raise ApiError(502, "the answer ended without a finish reason", code="incomplete")
 

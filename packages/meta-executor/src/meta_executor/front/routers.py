@@ -12,6 +12,7 @@ of an instance: what one has cached is what was sent there, as far as the memory
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 from collections import OrderedDict
@@ -23,6 +24,8 @@ from endpoint_lifecycle import Candidate, PickRequest
 from meta_executor.config import FrontRouterConfig
 from meta_executor.executor.request import Request
 
+#: Blocks of longer prompts are named in a thread (tokens), so that they do not hold up the streams of others.
+_NAMED_INLINE_TOKENS = 4096
 #: Instances whose blocks are remembered beyond as many as can be picked (count): those that have left are forgotten.
 _SERVERS_BESIDES = 8
 
@@ -198,6 +201,34 @@ def block_names(request: Request, block_tokens: int) -> tuple[bytes, ...]:
     return tuple(names)
 
 
+class BlockNames:
+    """The names of one prompt's blocks: made once for all its answers and their legs."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
+
+    async def of(self, request: Request, block_tokens: int) -> tuple[bytes, ...]:
+        """See :func:`block_names`.
+
+        Args:
+            request: Has the prompt and the salt, the same ones at each call.
+            block_tokens: Tokens of one block (count).
+        """
+        made = self._made.get(block_tokens)
+        if made is None:
+            made = self._made[block_tokens] = self._begun(request, block_tokens)
+        # Several wait for it; one that leaves takes it from nobody.
+        return await asyncio.shield(made)
+
+    @staticmethod
+    def _begun(request: Request, block_tokens: int) -> asyncio.Future[tuple[bytes, ...]]:
+        if request.prompt_count > _NAMED_INLINE_TOKENS:
+            return asyncio.ensure_future(asyncio.to_thread(block_names, request, block_tokens))
+        made = asyncio.get_running_loop().create_future()
+        made.set_result(block_names(request, block_tokens))
+        return made
+
+
 class Routers:
     """The policies of both roles.
 
@@ -209,11 +240,11 @@ class Routers:
         self._configs = {"context": context, "generation": generation}
         self._policies = {role: policy_of(config) for role, config in self._configs.items()}
 
-    def hint(self, role: str, request: Request) -> Hint:
+    async def hint(self, role: str, request: Request, names: BlockNames) -> Hint:
         """What the role's policy wants to know of a request: the ``affinity`` of its reservation."""
         config = self._configs[role]
-        names = block_names(request, config.tokens_per_block) if config.type == "kv_cache_aware" else ()
-        return Hint(names, request.conversation_id or "")
+        blocks = await names.of(request, config.tokens_per_block) if config.type == "kv_cache_aware" else ()
+        return Hint(blocks, request.conversation_id or "")
 
     def pick(self, candidates: Sequence[Candidate], request: PickRequest) -> Candidate:
         """The directory's policy."""

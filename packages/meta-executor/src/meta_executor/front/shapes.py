@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,20 +83,33 @@ class LogprobShape:
                 "refusal": None,
             }
         texts = [self._tokenizer.token_text(token)[0] for token, _ in pairs]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        offsets = [*itertools.accumulate(map(len, texts), initial=self._offset)]
+        self._offset = offsets.pop()
         return {
             "text_offset": offsets,
             "token_logprobs": [_finite(told.logprob) for _, told in pairs],
             "tokens": texts,
-            "top_logprobs": [
-                {self._tokenizer.token_text(other)[0]: _finite(logprob) for other, logprob in reversed(told.top)}
-                or None
-                for _, told in pairs
-            ],
+            "top_logprobs": [self._top(told) for _, told in pairs],
         }
+
+    def prompt(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
+        """Of an echoed prompt's tokens, as completions have it: nothing is told of the first one.
+
+        Args:
+            token_ids: All of them.
+            logprobs: Of those behind the first.
+        """
+        texts = [self._tokenizer.token_text(token)[0] for token in token_ids]
+        return {
+            "text_offset": [*itertools.accumulate(map(len, texts[:-1]), initial=0)],
+            "token_logprobs": [None, *(_finite(told.logprob) for told in logprobs)],
+            "tokens": texts,
+            "top_logprobs": [None, *(self._top(told) for told in logprobs)],
+        }
+
+    def _top(self, told: TokenLogprobs) -> dict[str, float] | None:
+        text_of = self._tokenizer.token_text
+        return {text_of(other)[0]: _finite(logprob) for other, logprob in reversed(told.top)} or None
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text, data = self._tokenizer.token_text(token)

@@ -86,7 +86,12 @@ class StreamLegs:
         if notice.failed or not tokens:
             raise LegError.refused("context", self._url, _body_of(notice))
         return Prefilled(
-            tokens[0], notice.finish_reason or None, request.prompt_count, notice.cached_tokens, notice.logprobs
+            tokens[0],
+            notice.finish_reason or None,
+            request.prompt_count,
+            notice.cached_tokens,
+            notice.logprobs,
+            notice.prompt_logprobs,
         )
 
     @contextlib.asynccontextmanager
@@ -122,15 +127,16 @@ class StreamLegs:
             end = next((notice for notice in notices if notice.finish_reason), None)
             logprobs = tuple(told for one in notices for told in one.logprobs)
             cached = sum(one.cached_tokens for one in notices)
+            prompt_logprobs = tuple(told for one in notices for told in one.prompt_logprobs)
             if end is None:
-                yield Chunk(tokens, None, logprobs, cached)
+                yield Chunk(tokens, None, logprobs, cached, prompt_logprobs)
                 continue
             if end.failed:
                 if tokens:
                     yield Chunk(tokens, None, logprobs)
                 body = _body_of(end)
                 raise LegError("generation", self._url, body.error, body.message, status=200, received=True)
-            yield Chunk(tokens, end.finish_reason, logprobs, cached)
+            yield Chunk(tokens, end.finish_reason, logprobs, cached, prompt_logprobs)
             return
 
     async def abort(self, request_id: int, reason: str) -> bool:

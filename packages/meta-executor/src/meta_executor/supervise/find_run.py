@@ -12,14 +12,18 @@ FRONT_URL = "front.url"
 
 def run_folder_of(url: str, *, proc: Path = Path("/proc")) -> Path | None:
     """The folder of this user's run whose front answers at ``url``; None if there is none on this machine."""
-    wanted = url.rstrip("/").replace("//localhost:", "//127.0.0.1:")
+    return fronts(proc=proc).get(url.rstrip("/").replace("//localhost:", "//127.0.0.1:"))
+
+
+def fronts(*, proc: Path = Path("/proc")) -> dict[str, Path]:
+    """The addresses of this user's fronts on this machine, each with the folder of its run."""
+    found: dict[str, Path] = {}
     for folder in _folders(proc):
         try:
-            if (folder / FRONT_URL).read_text("ascii") == wanted:
-                return folder
+            found.setdefault((folder / FRONT_URL).read_text("ascii"), folder)
         except (OSError, ValueError):
             continue
-    return None
+    return found
 
 
 def _folders(proc: Path) -> Iterator[Path]:
