@@ -246,6 +246,13 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def faults(session: nox.Session) -> None:
+    """A running service whose processes are killed and stopped by a seed: ``nox -s faults -- --seconds 600 --seed 3``."""
+    shared_environment(session)
+    hand_over(session, "tools/faults.py", *session.posargs)
+
+
+@nox.session(python=False)
 def stages(session: nox.Session) -> None:
     """Run stages: ``nox -s stages -- --stage-list "A10-PyTorch-1,A100X-*" --disable-fail-fast``; exit code: the runner's."""
     shared_environment(session)

@@ -205,12 +205,12 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
         end = time.monotonic() + 30
         while not any(status == 200 for _, _, status in answers):
             assert time.monotonic() < end
-            launcher._turn(0.1)
+            launcher.turn(0.1)
         before, generation = identities(launcher), httpx.get(f"{ctx}/server_info", trust_env=False).json()["generation"]
         assert before["ctx-0/rank1"].kill()
         end = time.monotonic() + 60
         while launcher.restarts == 0 or not launcher._components["ctx-0"].ready:
-            launcher._turn(0.05)
+            launcher.turn(0.05)
             assert time.monotonic() < end, lines
         ready_s = time.monotonic()
         assert launcher.urls()["ctx-0"] == ctx
@@ -218,7 +218,7 @@ def test_a_context_instance_restarted_under_load_serves_again(short_folder):
         end = ready_s + 30
         while not any(begun > ready_s and status == 200 for begun, _, status in answers):
             assert time.monotonic() < end, (answers[-5:], lines)
-            launcher._turn(0.05)
+            launcher.turn(0.05)
         first_s = min(ended for begun, ended, status in answers if begun > ready_s and status == 200)
         stop.set()
         for thread in clients:
@@ -259,7 +259,7 @@ def test_a_stopped_rank_is_not_dead(short_folder):
             assert [client.post(f"{url}/v1/completions", json=b).status_code for b in bodies] == [200] * 4
         assert time.monotonic() - stopped_s > 5.0, "the answers did not need who was stopped"
         timer.join()
-        launcher._turn(0.1)
+        launcher.turn(0.1)
         assert launcher.deaths == []
     assert not [line for line in lines if "died" in line]
 

@@ -183,7 +183,8 @@ def fingerprint(pair: Pair) -> bytes:
     feed(pair.network._queues)
     feed([(w.job.operation, w.posted, w.completed, w.stopped, w.error, w.flying) for w in pair.world.writes])
     feed(pair.world.inbox)
-    feed(pair.lost)
+    feed(pair.ending)
+    feed([rank.session._channel.events for rank in pair.ranks])
     return text.digest()
 
 

@@ -304,6 +304,8 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_used_now: int = 0
     kv_blocks_total: int = 0
     quarantined_bytes_now: int = 0
+    #: Peer ranks whose control link is away (count).
+    links_away_now: int = 0
     agreement_opened: int = 0
     agreement_decided: int = 0
     ready_votes: int = 0

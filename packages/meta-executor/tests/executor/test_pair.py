@@ -356,7 +356,7 @@ def leave_before_hearing(pair: Pair) -> None:
     """The context instance drains and goes away while a receive request for each of its ranks is on its way."""
     pair.settle(10)
     context = [PeerId("ctx", "g1", rank) for rank in range(pair.config.stages)]
-    for receiver in pair.lost:
+    for receiver in [PeerId("gen", "h1", rank) for rank in range(pair.config.generation_ranks)]:
         for peer in context:
             pair.network.hold(receiver, peer)
     pair.submit_generation(1, PROMPT, style="generation_first")
@@ -593,3 +593,74 @@ def test_a_request_that_a_drain_revokes_is_told_that_the_instance_drains(pairs: 
     pair.generation.desk.drain(pair.now_s + 100.0)
     pair.run(lambda: all(rank.loop.left for rank in pair.ranks))
     assert all(rank.loop.drained for rank in pair.ranks)
+
+
+def every_link(pair: Pair, do: str) -> None:
+    for context_rank in range(pair.config.stages):
+        for generation_rank in range(pair.config.generation_ranks):
+            getattr(pair, do)(context_rank, generation_rank)
+
+
+@pytest.mark.parametrize("phase", [phase_waiting, phase_prepared, phase_activated, phase_transferring, phase_decoding])
+@pytest.mark.parametrize("bounce", [False, True])
+def test_a_control_link_that_comes_back_costs_nobody_an_answer(pairs: list[Pair], phase, bounce: bool) -> None:
+    """Both ends live: what was under way is asked for again, and what comes later is served as before."""
+    pair = make(pairs, PairConfig(max_num_tokens=4, bounce=bounce))
+    start_generation_first(pair, 1)
+    pair.run(lambda: phase(pair))
+    every_link(pair, "sever")
+    start_generation_first(pair, 2)
+    pair.settle(30)
+    assert all(rank.transceiver.links_away_count for rank in pair.ranks)
+    every_link(pair, "heal")
+    for request_id in (1, 2):
+        pair.run(lambda r=request_id: bool(pair.generation.finish(r)))
+        assert pair.generation.tokens(request_id) == pair.reference(PROMPT, 4)
+    assert pair.serve(3, PROMPT) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+    assert all(rank.transceiver.links_away_count == 0 for rank in pair.ranks)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.ranks)
+    pair.validate()
+
+
+@pytest.mark.parametrize("executor", [WriteExecutor.RECEIVER, WriteExecutor.SENDER])
+@pytest.mark.parametrize("phase", [phase_waiting, phase_prepared, phase_activated, phase_transferring])
+def test_the_death_of_a_generation_instance_is_an_event_for_the_context_ranks(
+    pairs: list[Pair], phase, executor: WriteExecutor
+) -> None:
+    """Without a word of the front, and long before a time-out: its requests end, every block is back, nothing of it stays."""
+    pair = make(pairs, PairConfig(max_num_tokens=4), world=FakeWorld(executor=executor))
+    start_generation_first(pair, 1)
+    pair.run(lambda: phase(pair))
+    for rank in pair.generation.ranks:
+        pair.kill(rank)
+    killed_s = pair.now_s
+    pair.run(lambda: all(len(rank.registry) == 0 for rank in pair.context.ranks))
+    assert pair.now_s - killed_s < 5.0
+    if phase is not phase_transferring:  # else its context leg had ended
+        (told,) = pair.context.answers[1]
+        assert told.finish_reason == "cancelled" and "has died" in told.message
+    pair.settle(20)
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.context.ranks)
+    assert [rank.session.statistics()["peers"] for rank in pair.context.ranks] == [0] * pair.config.stages
+    assert [rank.transceiver.links_away_count for rank in pair.context.ranks] == [0] * pair.config.stages
+    assert all(rank.agreement.statistics().core.quarantined == 0 for rank in pair.context.ranks)
+    pair.context.desk.drain(pair.now_s + 100.0)
+    pair.run(lambda: all(rank.loop.left and rank.loop.drained for rank in pair.context.ranks))
+
+
+def test_the_death_of_one_generation_rank_ends_what_it_asked_for_alone(pairs: list[Pair]) -> None:
+    """The requests of the other rank go on; the links of the dead one's instance are kept while a process of it lives."""
+    pair = make(pairs, PairConfig(max_num_tokens=4))
+    start_generation_first(pair, 1)
+    start_generation_first(pair, 2)
+    pair.run(lambda: all(len(rank.registry) == 2 for rank in pair.context.ranks) and phase_activated(pair))
+    (victim,) = [rank for rank in pair.generation.ranks[1:] if len(rank.registry)]
+    (asked,) = [sequence.request_id for sequence in victim.registry]
+    pair.kill(victim)
+    other = 3 - asked
+    pair.run(lambda: bool(pair.generation.finish(other)))
+    assert pair.generation.tokens(other) == pair.reference(PROMPT, 4)
+    pair.run(lambda: all(len(rank.registry) == 0 for rank in pair.context.ranks))
+    assert "rank 1 has died" in pair.context.answers[asked][-1].message
+    assert all(rank.session.statistics()["peers"] for rank in pair.context.ranks)

@@ -254,7 +254,7 @@ def served(launcher: Launcher, limit_s: float = 60.0) -> dict[str, str]:
         body = {"model": "synthetic", "prompt": "Say hello", "max_tokens": 8, "temperature": 0}
         while (answer := client.post("/v1/completions", json=body)).status_code != 200:
             assert time.monotonic() < deadline, answer.text
-            launcher._turn(0.1)
+            launcher.turn(0.1)
         assert answer.json()["usage"]["completion_tokens"] == 8
         info = client.get("/server_info", headers=launcher.key_header).json()
         return {server["owner_id"]: server["url"] for server in info["servers"]}
@@ -292,7 +292,7 @@ def test_a_front_finds_instances_and_those_that_come_back_elsewhere(make_store) 
             deadline = time.monotonic() + 100
             while not (launcher.restarts == 1 and launcher._components["ctx-0"].ready):
                 assert time.monotonic() < deadline, lines
-                launcher._turn(0.1)
+                launcher.turn(0.1)
             again = served(launcher)
             assert again == launcher.urls() and again["ctx-0"] != first["ctx-0"] and again["gen-0"] == first["gen-0"]
             run = msgspec.structs.replace(launcher.run, run_dir=str(folder))

@@ -22,6 +22,11 @@ rank = rank_of(os.environ) if options.owner != "front" else 0
 reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
 reporter.send("status", phase="loading")
 over = threading.Event()
+if os.environ.get("FAKE_EXIT") == f"{options.owner}/{rank}":
+    print("dies while it starts", flush=True)
+    sys.exit(3)
+while os.environ.get("FAKE_HANGS") == options.owner:
+    over.wait(1.0)
 # The world ends together: rank 0 removes nothing, it only makes the file that the others wait for.
 flag = run.path("tmp", f"{options.owner}.over")
 
@@ -54,8 +59,6 @@ def told(*_: object) -> None:
 
 
 signal.signal(signal.SIGTERM, told)
-if os.environ.get("FAKE_EXIT") == f"{options.owner}/{rank}":
-    sys.exit(3)
 while stays or not flag.exists():
     over.wait(0.02)
 print(f"rank {rank} leaves", flush=True)

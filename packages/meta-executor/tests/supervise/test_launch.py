@@ -62,7 +62,7 @@ def run_until(launcher, predicate, limit_s=30.0):
     end = time.monotonic() + limit_s
     while not predicate():
         assert time.monotonic() < end, "did not happen in time"
-        launcher._turn(0.1)
+        launcher.turn(0.1)
 
 
 @pytest.mark.service
@@ -151,6 +151,90 @@ def test_a_dead_instance_comes_back_at_its_address_under_a_new_identity(service)
         assert launcher._collect(1.0) == []
         assert identities(launcher) == after
     assert all_gone({**{f"old {k}": v for k, v in before.items()}, **after}) == []
+
+
+@pytest.mark.service
+def test_a_death_while_an_instance_starts_again_is_one_more_try(service, monkeypatch):
+    """Its second start dies, its third one serves: at the same address, and the others never noticed."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        before, urls = identities(launcher), launcher.urls()
+        monkeypatch.setenv("FAKE_EXIT", "ctx-0/0")
+        assert before["ctx-0/rank1"].kill()
+        run_until(launcher, lambda: launcher.restarts == 2)
+        monkeypatch.delenv("FAKE_EXIT")
+        run_until(launcher, lambda: launcher._components["ctx-0"].ready)
+        assert launcher.urls() == urls and launcher.restarts in (2, 3)
+        assert identities(launcher)["gen-0/rank0"] == before["gen-0/rank0"]
+
+
+@pytest.mark.service
+def test_starts_that_fail_in_a_row_end_the_run(service, monkeypatch):
+    """A bounded number of them; the line that is quoted is the last start's own."""
+    launcher, _ = make(service, restart="instance")
+    with (
+        pytest.raises(RunFailed, match=r"ctx-0 rank 0 .*in 3 starts in a row.*dies while it starts"),
+        launcher.started(),
+    ):
+        monkeypatch.setenv("FAKE_EXIT", "ctx-0/0")
+        assert identities(launcher)["ctx-0/rank1"].kill()
+        run_until(launcher, lambda: launcher.restarts > 3)
+    assert launcher.restarts == 3
+
+
+@pytest.mark.service
+def test_a_hint_quotes_nothing_of_an_earlier_start(service):
+    """What an earlier lifetime said last explains nothing of this one's end."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        component = launcher._components["ctx-0"]
+        with (launcher._directory.path / "logs" / "ctx-0.log").open("a") as log:
+            log.write("the first start's last words\n")
+        assert "first start's last words" in launcher._log_hint(component)
+        assert identities(launcher)["ctx-0/rank1"].kill()
+        run_until(launcher, lambda: launcher.restarts == 1 and launcher._components["ctx-0"].ready)
+        assert launcher._log_hint(launcher._components["ctx-0"]) == ""
+
+
+@pytest.mark.service
+def test_two_instances_that_die_at_once_both_come_back(service):
+    """What is learnt of one while the other's end is acted on is not lost."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        before = identities(launcher)
+        assert before["ctx-0/rank0"].kill() and before["gen-0/rank1"].kill()
+        run_until(launcher, lambda: launcher.restarts == 2 and all(c.ready for c in launcher._components.values()))
+        after = identities(launcher)
+        for name in before:
+            assert (after[name] == before[name]) is (name == "front"), name
+        assert {death.owner_id for death in launcher.deaths} == {"ctx-0", "gen-0"}
+
+
+@pytest.mark.service
+def test_a_start_again_that_hangs_is_ended_like_a_death(service, monkeypatch):
+    """Nobody waits for ever for an instance that was started again."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        launcher._service = msgspec.structs.replace(service, start_timeout_s=3.0)
+        monkeypatch.setenv("FAKE_HANGS", "ctx-0")
+        assert identities(launcher)["ctx-0/rank0"].kill()
+        run_until(launcher, lambda: launcher.restarts == 2)
+        monkeypatch.delenv("FAKE_HANGS")
+        run_until(launcher, lambda: launcher._components["ctx-0"].ready)
+        assert any("not ready within 3 s" in str(death) for death in launcher.deaths)
+
+
+@pytest.mark.service
+def test_a_drain_while_an_instance_starts_again_does_not_wait_for_it(service, monkeypatch):
+    """It has nothing to drain: it is ended at once, and said; the drain was not clean, the others drained."""
+    launcher, lines = make(service, restart="instance")
+    with pytest.raises(RunFailed, match="not clean"), launcher.started():
+        monkeypatch.setenv("FAKE_HANGS", "ctx-0")
+        assert identities(launcher)["ctx-0/rank0"].kill()
+        run_until(launcher, lambda: launcher.restarts == 1)
+        pids = identities(launcher)
+    assert "ctx-0: ended while it was starting" in lines and "gen-0: drained" in lines
+    assert all_gone(pids) == []
 
 
 @pytest.mark.service

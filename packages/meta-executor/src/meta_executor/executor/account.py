@@ -35,6 +35,7 @@ def rank_statistics(made: ComposedRank, agreement: AnyAgreement | None, block_by
         kv_blocks_used_now=blocks.block_count - blocks.free_count,
         kv_blocks_total=blocks.block_count,
         quarantined_bytes_now=blocks.quarantined_count * block_bytes,
+        links_away_now=made.transceiver.links_away_count,
         agreement_opened=core.admitted if core is not None else 0,
         agreement_decided=core.committed + core.closed if core is not None else 0,
         ready_votes=counters.ready_votes,

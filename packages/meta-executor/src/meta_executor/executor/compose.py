@@ -7,7 +7,7 @@ Production gives real parts (:mod:`meta_executor.rank.assemble`: MPI, NIXL, sock
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kv_bounce_planner.planning import InstanceLayout, KVLayout
 from kv_bounce_planner.sessions import PeerId, Receiver, Sender
@@ -91,15 +91,15 @@ class SendingParts:
         session: Serves receive requests from this rank's memory.
         agreement: Over the instance's ranks.
         layout: Of the whole instance.
+        process_of: A receiver's process, by its own word.
+        process_is_gone: Whether the operating system says that a peer's process has ended (of this host only).
     """
 
     session: Sender
     agreement: AnyAgreement
     layout: InstanceLayout
-
-
-def _no_peers() -> list[PeerId]:
-    return []
+    process_of: Callable[[PeerId], str] = lambda peer: ""
+    process_is_gone: Callable[[str], bool] = lambda process: False
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,6 @@ class ReceivingParts:
         layout: How this rank lays its KV out.
         tiers: Chooses direct or bounce.
         connect: Opens the control channel to a peer rank: (peer, address).
-        take_lost: Peers whose control link has ended since the last call.
         process_is_gone: Whether the operating system says that a peer's process has ended (of this host only).
     """
 
@@ -121,7 +120,6 @@ class ReceivingParts:
     layout: KVLayout
     tiers: TierPolicy
     connect: Callable[[PeerId, str], None]
-    take_lost: Callable[[], list[PeerId]] = field(default=_no_peers)
     process_is_gone: Callable[[str], bool] = lambda process: False
 
 
@@ -165,6 +163,9 @@ def compose_context(around: Surroundings, settings: Settings, parts: SendingPart
         aux=around.aux,
         transfer_timeout_s=settings.transfer_timeout_s,
         lease_timeout_s=settings.lease_timeout_s,
+        process_of=parts.process_of,
+        process_is_gone=parts.process_is_gone,
+        log=around.say,
     )
     answers = AnswerBook()
     compute = PrefillCompute(
@@ -219,7 +220,6 @@ def compose_generation(around: Surroundings, settings: Settings, parts: Receivin
         tiers=parts.tiers,
         transfer_timeout_s=settings.transfer_timeout_s,
         log=around.say,
-        lost=parts.take_lost,
         process_is_gone=parts.process_is_gone,
     )
     answers = AnswerBook()

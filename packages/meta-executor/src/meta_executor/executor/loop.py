@@ -304,7 +304,7 @@ class RankLoop:
             if self._desk is not None:
                 self._desk.admission_may_have_changed()
         elif isinstance(event, PeerCancelled):
-            self._peer_cancelled(event.request_id)
+            self._peer_cancelled(event)
         elif isinstance(event, Expired):
             self._author_stop(StopOrder(event.request_id, Outcome.FAILED, event.reason, wire.TRANSFER_FAILED))
         elif isinstance(event, Revoked):
@@ -337,12 +337,12 @@ class RankLoop:
             words = event.reason or "ended before it was computed"
             self._answers.notice(_end_notice(event.request_id, event.outcome, event.error_code, words))
 
-    def _peer_cancelled(self, request_id: int) -> None:
+    def _peer_cancelled(self, event: PeerCancelled) -> None:
         """The receiver gave a request up: rank 0 stops it everywhere."""
         if self._desk is not None:
-            self._desk.abort(request_id, "the generation instance gave it up")
+            self._desk.abort(event.request_id, event.reason)
         else:
-            self._link.send(0, Status(self.rank, b"", ((request_id, "the receiver gave it up"),)))
+            self._link.send(0, Status(self.rank, b"", ((event.request_id, event.reason),)))
 
     def _take_status(self, status: Status) -> None:
         if self._desk is None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
 from kv_bounce_planner.planning import InstanceLayout, KVLayout, encode_layout, from_kv_memory
-from kv_bounce_planner.sessions import BounceArena, PeerId, Receiver, Sender, SessionConfig, SessionResources
+from kv_bounce_planner.sessions import (
+    BounceArena,
+    ExposureLedger,
+    PeerId,
+    Receiver,
+    Sender,
+    SessionConfig,
+    SessionResources,
+)
 from kv_bounce_planner.testing import FakeNetwork, FakeTransport, FakeWorld
 from meta_executor.config import SyntheticConfig
 from meta_executor.engine.base import Engine, KVMemory, SamplingParams, StageSpec, StepHandle, StepInput
@@ -180,9 +187,9 @@ class Pair:
         self.now_s = 0.0
         self.world = world or FakeWorld()
         self.network = FakeNetwork()
-        #: Processes of context ranks that have left, and whose link's end each generation rank has not been told yet.
+        #: Processes of ranks that have left, and links that end after what such a rank has sent: (it, its peer).
         self.gone: set[str] = set()
-        self.lost: dict[PeerId, list[PeerId]] = {}
+        self.ending: list[tuple[PeerId, PeerId]] = []
         self.model = SyntheticConfig(layer_count=config.layer_count, kv_head_count=1, head_dim=2, vocab_size=997)
         self.domain = Domain(1, tuple(range(config.stages)))
         self.agreement_network = InProcessNetwork(self.domain)
@@ -195,7 +202,7 @@ class Pair:
                 self.context_name,
                 encode_layout(self.context.layout),
                 tuple(f"fake:{r}" for r in range(config.stages)),
-                tuple(_process(r) for r in range(config.stages)),
+                tuple(_process("context", r) for r in range(config.stages)),
             )
         )
 
@@ -216,19 +223,31 @@ class Pair:
         return moved
 
     def _end_processes(self) -> None:
-        """A context rank that has left: its links end after what it has sent, and its process is gone."""
-        for index, rank in enumerate(self.context.ranks):
-            if rank.loop.left and _process(index) not in self.gone:
-                self.gone.add(_process(index))
-                for receiver, lost in self.lost.items():
-                    self.network.cut(receiver, PeerId("ctx", "g1", index))
-                    lost.append(PeerId("ctx", "g1", index))
+        """A rank that has left: its process is gone, and its links end after what it has sent."""
+        sides = [(self.context, self.generation), (self.generation, self.context)]
+        for instance, others in sides:
+            for index, rank in enumerate(instance.ranks):
+                if rank.loop.left and _process(instance.name, index) not in self.gone:
+                    self.gone.add(_process(instance.name, index))
+                    peers = [_peer(others.name, other) for other in range(len(others.ranks))]
+                    self.ending += [(_peer(instance.name, index), peer) for peer in peers]
+        for one, other in list(self.ending):
+            if not self.network.waiting(one, other):
+                self.ending.remove((one, other))
+                self.network.sever(one, other)
 
-    def _take_lost(self, receiver: PeerId) -> list[PeerId]:
-        lost = self.lost[receiver]
-        told = [peer for peer in lost if not self.network.waiting(peer, receiver)]
-        lost[:] = [peer for peer in lost if peer not in told]
-        return told
+    def sever(self, context_rank: int, generation_rank: int) -> None:
+        """Break a control link between two ranks that both live."""
+        self.network.sever(_peer("context", context_rank), _peer("generation", generation_rank))
+
+    def heal(self, context_rank: int, generation_rank: int) -> None:
+        """A new link between them."""
+        self.network.heal(_peer("context", context_rank), _peer("generation", generation_rank))
+
+    def kill(self, rank: FakeRank) -> None:
+        """End a rank's process as it is."""
+        rank.loop.left = True
+        self._end_processes()
 
     def run(
         self, until: Callable[[], bool], *, rounds_max: int = 3000, order: Iterable[FakeRank] | None = None
@@ -429,7 +448,7 @@ class Pair:
         heard = Heard()
         ranks: list[FakeRank] = []
         for rank, (engine, memory) in enumerate(engines):
-            peer = PeerId("ctx", "g1", rank)
+            peer = _peer("context", rank)
             agreement = Agreement(
                 self.domain,
                 rank,
@@ -442,7 +461,7 @@ class Pair:
                 peer,
                 SessionResources(
                     FakeTransport(self.world, peer),
-                    self.network.channel(peer),
+                    self.network.channel(peer, linked=True),
                     arena=self._arena(),
                     clock=lambda: self.now_s,
                 ),
@@ -451,7 +470,13 @@ class Pair:
             made = compose_context(
                 self._around(rank, world, engine, heard, faults),
                 self._settings(config.stages, config.context_blocks),
-                SendingParts(sender, agreement, source),
+                SendingParts(
+                    sender,
+                    agreement,
+                    source,
+                    process_of=lambda peer: _process("generation", peer.rank),
+                    process_is_gone=self.gone.__contains__,
+                ),
             )
             ranks.append(FakeRank(made, sender, engine, memory, agreement, faults))
         return self._instance("context", ranks, source, heard)
@@ -469,19 +494,20 @@ class Pair:
         heard = Heard()
         ranks: list[FakeRank] = []
         for rank, (engine, memory) in enumerate(engines):
-            peer = PeerId("gen", "h1", rank)
+            peer = _peer("generation", rank)
             receiver = Receiver(
                 peer,
                 SessionResources(
                     FakeTransport(self.world, peer),
-                    self.network.channel(peer),
+                    self.network.channel(peer, linked=True),
                     arena=self._arena(),
                     clock=lambda: self.now_s,
                 ),
                 SessionConfig(drain_deadline_s=1e9),
+                # Each rank stands for a process: what one that was killed had exposed ends with it.
+                ledger=ExposureLedger(),
             )
             faults: list[str] = []
-            self.lost[peer] = []
             made = compose_generation(
                 self._around(rank, world, engine, heard, faults),
                 self._settings(1, config.generation_blocks),
@@ -491,7 +517,6 @@ class Pair:
                     layouts[rank],
                     tiers,
                     connect=lambda peer, address: None,
-                    take_lost=partial(self._take_lost, peer),
                     process_is_gone=self.gone.__contains__,
                 ),
             )
@@ -506,9 +531,14 @@ class Pair:
         return FakeInstance(name, ranks, desk, layout, heard)
 
 
-def _process(index: int) -> str:
-    """What names the process of a context rank."""
-    return f"fake/{index}"
+def _peer(instance: str, rank: int) -> PeerId:
+    """What names a rank to its peers."""
+    return PeerId("ctx", "g1", rank) if instance == "context" else PeerId("gen", "h1", rank)
+
+
+def _process(instance: str, rank: int) -> str:
+    """What names a rank's process."""
+    return f"fake-{instance}/{rank}"
 
 
 def reference_tokens(engine: Engine, prompt: list[int], max_tokens: int, block_tokens: int) -> list[int]:

@@ -28,9 +28,10 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerCancelled:
-    """Context: the receiver gave this request up. Rank 0 stops it on every rank."""
+    """Context: the receiver gave this request up, or has died. Rank 0 stops it on every rank."""
 
     request_id: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,11 @@ class Transceiver(Protocol):
     @property
     def drained(self) -> bool:
         """The proof is complete: nothing that was heard of is undecided, no transfer is open."""
+        ...
+
+    @property
+    def links_away_count(self) -> int:
+        """Peers whose control link is away (count)."""
         ...
 
 

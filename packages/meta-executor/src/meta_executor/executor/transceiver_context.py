@@ -9,7 +9,7 @@ and its sender has proven every operation.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
@@ -19,16 +19,19 @@ import numpy.typing as npt
 from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
+    KVTransferError,
     RequestBlocks,
     WriterTransfer,
     decode_blocks,
     decode_layout,
     plan_writer,
 )
-from kv_bounce_planner.sessions import ReceiveRequest, RequestKey, Sender, SessionEvent
+from kv_bounce_planner.sessions import PeerEvidence, PeerId, ReceiveRequest, RequestKey, Sender, SessionEvent
 from kv_bounce_planner.sessions.events import (
     CancelReceived,
     FatalDiagnosis,
+    LinkLost,
+    LinkRestored,
     OperationDone,
     OperationFailed,
     ReceiveRequested,
@@ -39,6 +42,7 @@ from meta_executor import wire
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import Blocks
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence, State
+from meta_executor.executor.peer_watch import LOOK_EVERY_S, PeerWatch
 from meta_executor.executor.transceiver import (
     AUX_BYTES,
     MOVING_CAP_S,
@@ -112,6 +116,9 @@ class ContextTransceiver:
         aux: Slots for first tokens.
         transfer_timeout_s: KV that no peer fetched for so long is given up (sealed; memory follows by proof).
         lease_timeout_s: The agreement's, for the words that a client is told; None: it has none.
+        process_of: A receiver's process, by its own word; "" where it is not known.
+        process_is_gone: Whether the operating system says that a peer's process has ended (of this host only).
+        log: Gets lines for the log.
     """
 
     def __init__(
@@ -127,7 +134,13 @@ class ContextTransceiver:
         aux: AuxSlots,
         transfer_timeout_s: float = 60.0,
         lease_timeout_s: float | None = None,
+        process_of: Callable[[PeerId], str] = lambda peer: "",
+        process_is_gone: Callable[[str], bool] = lambda process: False,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
+        self._log = log
+        self._process_of = process_of
+        self._watch = PeerWatch(process_is_gone)
         self._lease_timeout_s = lease_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._next_expiry_s = 0.0
@@ -148,9 +161,9 @@ class ContextTransceiver:
         self._waiting: dict[int, Sequence] = {}
         #: Scheduling rank: what may be activated, in canonical order.
         self._candidates: dict[int, Sequence] = {}
-        #: Destinations that have arrived, by request (operations): also of requests that this rank has not heard of yet.
-        #: Bounded by the sender, which refuses more than its own limit.
-        self._metadata: dict[int, int] = {}
+        #: Destinations that have arrived, one entry per operation, by request: also of requests that this rank has not heard
+        #: of yet. Bounded by the sender, which refuses more than its own limit.
+        self._metadata: dict[int, list[PeerId]] = {}
         self._refused: OrderedDict[int, None] = OrderedDict()
         #: Requests whose KV is offered and whose destination is known: writes are under way.
         self._moving: set[int] = set()
@@ -276,10 +289,28 @@ class ContextTransceiver:
         events = self._sender.poll()
         for event in events:
             self._take(event)
+        self._judge_peers(now_s)
         if self._rank == 0 and now_s >= self._next_expiry_s:
             self._next_expiry_s = now_s + _EXPIRY_SCAN_S
             self._expire(now_s)
         return bool(events)
+
+    def _judge_peers(self, now_s: float) -> None:
+        """The end of a receiver's process: nobody fetches what it asked for, and its writes and reads are over by proof.
+
+        Of an instance of which no process is left nothing stays: its agent is destroyed, its links and records go.
+        """
+        for peer in self._watch.ended(now_s):
+            self._sender.peer_died(peer, PeerEvidence.PROCESS_REAPED)
+            for request_id in [one for one, asked in self._metadata.items() if peer in asked]:
+                self._events.append(PeerCancelled(request_id, f"its generation rank {peer.rank} has died"))
+        for instance in list(self._watch.gone):
+            try:
+                self._sender.retire_peer(*instance)
+            except KVTransferError as error:
+                self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
+                continue
+            self._watch.forget(instance)
 
     def _expire(self, now_s: float) -> None:
         """KV that nobody fetches is not held for ever: sealing it proves that nobody will."""
@@ -337,7 +368,9 @@ class ContextTransceiver:
         """Writes are under way; or a round is open, as for any live request, or the proof of a drain is under way."""
         if self._moving:
             return MOVING_CAP_S
-        return ROUND_CAP_S if len(self._registry) or self._draining else None
+        if len(self._registry) or self._draining:
+            return ROUND_CAP_S
+        return LOOK_EVERY_S if self._watch.looking else None
 
     def start_drain(self, last_incarnation: int) -> None:
         """Begin the proof over all ranks.
@@ -350,6 +383,11 @@ class ContextTransceiver:
             if sequence.request.generation_first:
                 del self._candidates[request_id]
         self._agreement.start_drain(last_incarnation)
+
+    @property
+    def links_away_count(self) -> int:
+        """Peers whose control link is away (count)."""
+        return self._watch.away_count
 
     @property
     def lockstep(self) -> bool:
@@ -463,7 +501,7 @@ class ContextTransceiver:
         return RequestKey(sequence.request_id, 0)
 
     def _pending_operations(self, request_id: int) -> int:
-        return self._metadata.get(request_id, 0)
+        return len(self._metadata.get(request_id, ()))
 
     def _seal(self, sequence: Sequence) -> None:
         if sequence.sealed:
@@ -502,16 +540,24 @@ class ContextTransceiver:
     def _take(self, event: SessionEvent) -> None:
         if isinstance(event, FatalDiagnosis):
             self._events.append(Fault(f"{event.reason}: {event.story}"))
+        elif isinstance(event, LinkLost):
+            self._watch.know(event.peer, self._process_of(event.peer))
+            self._watch.away(event.peer)
+            self._log(f"the control link to {event.peer} is away: {event.reason}")
+        elif isinstance(event, LinkRestored):
+            self._watch.back(event.peer)
+            self._log(f"the control link to {event.peer} is back")
         elif isinstance(event, ReceiveRequested):
             request_id = event.request.request_id
-            self._metadata[request_id] = self._metadata.get(request_id, 0) + 1
+            self._metadata.setdefault(request_id, []).append(event.peer)
+            self._watch.know(event.peer, self._process_of(event.peer))
             sequence = self._registry.get(request_id)
             if sequence is not None and Leg.TRANSCEIVER in sequence.legs:
                 self._moving.add(request_id)
             self._events.append(PeerReady(request_id))
         elif isinstance(event, CancelReceived):
             self._metadata.pop(event.request.request_id, None)
-            self._events.append(PeerCancelled(event.request.request_id))
+            self._events.append(PeerCancelled(event.request.request_id, "the generation instance gave it up"))
         elif isinstance(event, OperationDone):
             self.counters.bytes_moved += event.byte_count
             self._served(event.request.request_id)

@@ -32,6 +32,8 @@ from kv_bounce_planner.sessions import (
 )
 from kv_bounce_planner.sessions.events import (
     FatalDiagnosis,
+    LinkLost,
+    LinkRestored,
     MemoryQuarantined,
     MemoryReleased,
     TransferCancelled,
@@ -42,6 +44,7 @@ from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.memory import PlannedBlocks
 from meta_executor.executor.messages import Peer
 from meta_executor.executor.ownership import Event, Leg, Outcome, Registry, Sequence, State
+from meta_executor.executor.peer_watch import LOOK_EVERY_S, PeerWatch
 from meta_executor.executor.tiers import TierPolicy
 from meta_executor.executor.transceiver import (
     AUX_BYTES,
@@ -60,8 +63,6 @@ from meta_executor.executor.transceiver import (
 
 #: Session events that belong to one transfer of ours.
 _OfTransfer = (TransferSucceeded, SessionFailed, TransferCancelled, MemoryReleased, MemoryQuarantined)
-#: How often the process of a lost peer is looked for (s).
-_SUSPICION_EVERY_S = 0.1
 
 
 class GenerationTransceiver:
@@ -79,7 +80,6 @@ class GenerationTransceiver:
         open_transfers_max: Transfers at once (count); more requests wait without owning anything.
         transfer_timeout_s: A transfer older than this is failed (logically; its memory follows by proof).
         log: Gets the marker of the first coalesced transfer.
-        lost: Peers whose control link has ended since the last call.
         process_is_gone: Whether the operating system says that a peer's process has ended (of this host only).
     """
 
@@ -97,18 +97,10 @@ class GenerationTransceiver:
         open_transfers_max: int = 256,
         transfer_timeout_s: float = 60.0,
         log: Callable[[str], None] = lambda text: None,
-        lost: Callable[[], list[PeerId]] = list,
         process_is_gone: Callable[[str], bool] = lambda process: False,
     ) -> None:
         self._log = log
-        self._lost = lost
-        self._process_is_gone = process_is_gone
-        #: Processes of peers whose link has ended, until they are known to be gone.
-        self._suspects: dict[PeerId, str] = {}
-        self._processes: dict[PeerId, str] = {}
-        #: Instances of which no process is left, until their agents are destroyed.
-        self._gone: set[tuple[str, str]] = set()
-        self._next_suspicion_s = 0.0
+        self._watch = PeerWatch(process_is_gone)
         self._self_id = self_id
         self._registry = registry
         self._blocks = blocks
@@ -143,7 +135,7 @@ class GenerationTransceiver:
         for rank, address in enumerate(peer.control_addresses):
             self._connect(PeerId(instance_id, generation, rank), address)
             if rank < len(peer.processes):
-                self._processes[PeerId(instance_id, generation, rank)] = peer.processes[rank]
+                self._watch.know(PeerId(instance_id, generation, rank), peer.processes[rank])
         # Agents are introduced now, not when the first request waits for them.
         self._receiver.introduce([PeerId(instance_id, generation, rank) for rank in range(len(peer.control_addresses))])
         self._peers[peer.name] = layout
@@ -156,6 +148,7 @@ class GenerationTransceiver:
         if name in self._peers:
             instance_id, generation = name.split("/", 1)
             self._receiver.retire_peer(instance_id, generation)
+            self._watch.forget((instance_id, generation))
             del self._peers[name]
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
@@ -209,31 +202,20 @@ class GenerationTransceiver:
         return bool(events)
 
     def _judge_peers(self, now_s: float) -> None:
-        """A link that ended proves nothing about memory; the end of the process that executes writes may.
+        """A link that is away proves nothing about memory; the end of the process that executes writes may.
 
         An instance of which no process is left does not come back under this name: its agent is destroyed, which proves the
         rest where the receiver's own agent executes the writes.
         """
-        for peer in self._lost():
-            self._receiver.peer_died(peer, PeerEvidence.CONNECTION_LOST)
-            if peer in self._processes:
-                self._suspects[peer] = self._processes.pop(peer)
-        if not (self._suspects or self._gone) or now_s < self._next_suspicion_s:
-            return
-        self._next_suspicion_s = now_s + _SUSPICION_EVERY_S
-        for peer, process in list(self._suspects.items()):
-            if self._process_is_gone(process):
-                del self._suspects[peer]
-                self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
-                if all(other.instance != peer.instance for other in (*self._processes, *self._suspects)):
-                    self._gone.add(peer.instance)
-        for instance in list(self._gone):
+        for peer in self._watch.ended(now_s):
+            self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
+        for instance in list(self._watch.gone):
             try:
                 self.retire_peer("/".join(instance))
             except KVTransferError as error:
                 self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
                 continue
-            self._gone.discard(instance)
+            self._watch.forget(instance)
 
     def poll(self, now_s: float) -> list[TransceiverEvent]:
         """What has happened."""
@@ -244,13 +226,18 @@ class GenerationTransceiver:
     def poll_cap_s(self) -> float | None:
         """Destinations are published: in the context-first schedule the writers begin at once."""
         if not self._open:
-            return EXPOSED_CAP_S if self._suspects or self._gone else None
+            return LOOK_EVERY_S if self._watch.looking else None
         return MOVING_CAP_S if self._begun else EXPOSED_CAP_S
 
     @property
     def drained(self) -> bool:
         """No transfer's memory is in anybody's hands but ours."""
         return not self._open and not self._waiting
+
+    @property
+    def links_away_count(self) -> int:
+        """Peers whose control link is away (count)."""
+        return self._watch.away_count
 
     @property
     def open_count(self) -> int:
@@ -352,6 +339,12 @@ class GenerationTransceiver:
         if isinstance(event, FatalDiagnosis):
             self._ended.append(Fault(f"{event.reason}: {event.story}"))
             return
+        if isinstance(event, LinkLost):
+            self._watch.away(event.peer)
+            self._log(f"the control link to {event.peer} is away: {event.reason}")
+        elif isinstance(event, LinkRestored):
+            self._watch.back(event.peer)
+            self._log(f"the control link to {event.peer} is back")
         if not isinstance(event, _OfTransfer):
             return
         sequence = self._open.get(event.identity)

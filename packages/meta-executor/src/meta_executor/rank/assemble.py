@@ -82,6 +82,9 @@ from pp_agreement import (
 CREDITS_MIN = 256
 #: A quiet rank says so to the others at least this often (s).
 HEARTBEAT_MAX_S = 2.0
+#: A control link may be away for so long before what is open on it is in doubt (s): longer than a process stands still on a
+#: machine that works.
+LINK_AWAY_MAX_S = 30.0
 #: AUX slots of a rank: transfers of first tokens at once (count).
 AUX_SLOTS = 4096
 
@@ -487,7 +490,10 @@ def _transfers(
     # Making an agent takes tens of milliseconds: the first peer finds one ready.
     transport.prepare_agents()
     settings = SessionConfig(
-        drain_deadline_s=config.transfer_timeout_s, quarantine_bytes_max=config.quarantine_budget_mib << 20
+        drain_deadline_s=config.transfer_timeout_s,
+        introduction_timeout_s=config.transfer_timeout_s,
+        link_timeout_s=min(config.transfer_timeout_s, LINK_AWAY_MAX_S),
+        quarantine_bytes_max=config.quarantine_budget_mib << 20,
     )
 
     def resources(channel: SenderControl | ReceiverControl) -> SessionResources:
@@ -504,9 +510,10 @@ def _transfers(
     session: Sender | Receiver
     if identity.role == "context":
         control = listening
+        listening.serve_as(peer)
         session = Sender(peer, resources(listening), settings)
     else:
-        control = ReceiverControl(peer, identity.spec.key(), bell.notify)
+        control = ReceiverControl(peer, identity.spec.key(), bell.notify, process=this_process())
         session = Receiver(peer, resources(control), settings)
     release = (control.close, lambda: transport.deregister(registration), transport.close)
     return Transfers(transport, control, session, release)
@@ -538,7 +545,10 @@ def _composed(
 ) -> ComposedRank:
     session, control = transfers.session, transfers.control
     if isinstance(session, Sender) and agreement is not None:
-        return compose_context(around, settings, SendingParts(session, agreement, whole))
+        if not isinstance(control, SenderControl):
+            raise TypeError(f"a rank that sends is called, got {type(control).__name__}")
+        sending = SendingParts(session, agreement, whole, control.process_of, process_is_gone)
+        return compose_context(around, settings, sending)
     if not isinstance(session, Receiver) or not isinstance(control, ReceiverControl):
         raise TypeError(f"a rank without agreement receives, got {type(session).__name__}")
     transceiver = config.cache_transceiver_config
@@ -548,9 +558,7 @@ def _composed(
         arena_bytes=transceiver.bounce_arena_mib << 20 if transceiver.enable_bounce else 0,
         transport_key="cma" if "cma" in transfers.transport.transport_class.key else "tcp",
     )
-    parts = ReceivingParts(
-        session, peer, layout, tiers, control.connect, take_lost=control.take_lost, process_is_gone=process_is_gone
-    )
+    parts = ReceivingParts(session, peer, layout, tiers, control.connect, process_is_gone=process_is_gone)
     return compose_generation(around, settings, parts)
 
 

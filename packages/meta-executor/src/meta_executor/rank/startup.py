@@ -50,9 +50,15 @@ def this_process() -> str:
 
 
 def process_is_gone(process: str) -> bool:
-    """Whether the process has ended, as far as this host can know: False for processes of another host."""
-    host, pid, ticks = process.split("/")
-    return host == _host() and not ProcessIdentity(int(pid), int(ticks)).alive()
+    """Whether the process has ended, as far as this host can know: False for processes of another host.
+
+    A name that is none says nothing: it may come from a peer.
+    """
+    host, _, numbers = process.partition("/")
+    pid, _, ticks = numbers.partition("/")
+    if host != _host() or not (pid.isdecimal() and ticks.isdecimal()):
+        return False
+    return not ProcessIdentity(int(pid), int(ticks)).alive()
 
 
 @functools.cache

@@ -203,6 +203,7 @@ class _Statistics:
             counters.opened,
             counters.succeeded,
             counters.ready_votes,
+            made.transceiver.links_away_count,
         )
         if stamp == self._stamp and not rank.loop.left:
             return

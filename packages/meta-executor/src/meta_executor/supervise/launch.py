@@ -51,6 +51,8 @@ _FRONT_GRACE_S = 5.0
 _FRONT_CUT_S = 2.0
 #: A killed process is gone within this time, or is reported (s): it hangs in the kernel then.
 _KILL_WAIT_S = 10.0
+#: An instance is started again at most so many times without having been ready in between (count); then the run ends.
+_STARTS_IN_A_ROW_MAX = 3
 
 
 def world_command(ranks: int, program: list[str]) -> list[str]:
@@ -108,6 +110,8 @@ class _Component:
     started_s: float = 0.0
     members: dict[int, _Member] = field(default_factory=dict)
     phase_shown: str = ""
+    #: Where its log begins in the file that starts of one name share (bytes).
+    log_offset: int = 0
 
     @property
     def running(self) -> bool:
@@ -153,6 +157,12 @@ class Launcher:
         self._components: dict[str, _Component] = {}
         self._interrupts = 0
         self._draining = False
+        #: Deaths that came while another one was acted on.
+        self._pending: list[Death] = []
+        #: Instances that have been ready, with the port where the front was told to find them; None: any will do.
+        self._served_at: dict[str, int | None] = {}
+        #: Starts in a row that did not become ready (count).
+        self._failed_starts: dict[str, int] = {}
         self.deaths: list[Death] = []
         self.restarts = 0
 
@@ -166,6 +176,17 @@ class Launcher:
             ConfigError: Something configured cannot be used. Nothing is left running.
             RunFailed: A component died, or was not ready in time.
         """
+        # Before anything is made and until everything is gone: whatever the moment of a signal, what was begun is taken apart.
+        handlers = {number: signal.signal(number, self._on_signal) for number in _end_signals()}
+        try:
+            with self._life():
+                yield self
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _life(self) -> Iterator[None]:
         self._check_copies()
         self._warn_of_listeners()
         base = Path(self._service.run_dir) if self._service.run_dir else default_base()
@@ -180,7 +201,6 @@ class Launcher:
             self.run = self._write_spec()
             self._listener = Listener(self._directory.path)
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-            handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
             try:
                 for spec in self.run.instances:
                     if not spec.url:
@@ -189,14 +209,12 @@ class Launcher:
                 if self._with_front:
                     self._start_front()
                     self._wait_ready(("front",))
-                yield self
+                yield
                 clean = self._drain()
             finally:
                 if not clean:
                     self._let_front_answer()
                 self._kill_everything()
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
                 if (lost := self._keep_files()) is not None:
                     self._say(lost)
                     if clean:
@@ -223,7 +241,7 @@ class Launcher:
             RunFailed: Something died and was not to be restarted.
         """
         while not self._interrupts:
-            self._turn(1.0)
+            self.turn(1.0)
 
     @property
     def front_url(self) -> str:
@@ -317,6 +335,7 @@ class Launcher:
         path = self._directory.path / "logs" / f"{component.owner_id}.log"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "ab") as log:
+            component.log_offset = os.fstat(log.fileno()).st_size
             component.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -380,7 +399,7 @@ class Launcher:
                     if not self._components[owner].ready
                 ]
                 raise RunFailed(f"not ready within {self._service.start_timeout_s:.0f} s: {', '.join(late)}")
-            self._turn(0.5)
+            self.turn(0.5)
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
@@ -389,18 +408,34 @@ class Launcher:
         if self._interrupts == 1:
             self._say(f"{signal.Signals(number).name}: draining; once more kills")
 
-    def _turn(self, timeout_s: float) -> None:
-        """Take in what happened; act on deaths."""
-        for found in self._collect(timeout_s):
-            if self._draining:
-                continue
-            # What belongs to the same event arrives within a moment; the cause is chosen among all of it.
-            suspects = [found]
-            end = time.monotonic() + _CAUSE_WINDOW_S
-            while (left := end - time.monotonic()) > 0:
-                suspects += self._collect(left)
-            self._on_death(_first_cause(suspects))
+    def turn(self, timeout_s: float) -> None:
+        """Take in what happened, or wait for it so long; act on deaths.
+
+        Raises:
+            RunFailed: Something died and was not to be restarted.
+        """
+        waiting, self._pending = self._pending, []
+        suspects = [*waiting, *self._collect(0.0 if waiting else timeout_s), *self._late_starts()]
+        if self._draining or not suspects:
             return
+        # What belongs to the same event arrives within a moment; the cause is chosen among all of it.
+        end = time.monotonic() + _CAUSE_WINDOW_S
+        while (left := end - time.monotonic()) > 0:
+            suspects += self._collect(left)
+        cause = _first_cause(suspects)
+        self._pending += [death for death in suspects if death.owner_id != cause.owner_id]
+        self._on_death(cause)
+
+    def _late_starts(self) -> list[Death]:
+        """Instances that were started again and are not ready when they should be."""
+        late = []
+        limit_s = self._service.start_timeout_s
+        for owner_id in self._served_at:
+            component = self._components[owner_id]
+            if component.running and not component.ready and time.monotonic() - component.started_s > limit_s:
+                pid = component.process.pid if component.process else 0
+                late.append(Death(owner_id, None, "start", pid, f"not ready within {limit_s:.0f} s"))
+        return late
 
     def _collect(self, timeout_s: float) -> list[Death]:
         deaths = []
@@ -468,21 +503,24 @@ class Launcher:
         self.deaths.append(death)
         self._say(str(death))
         component = self._components[death.owner_id]
-        if self._restart == "instance" and component.spec is not None and component.said_ready and component.url:
-            # Where the front was told an address, it is that address which must answer again.
-            port = None if self._service.discovery.store is not None else httpx.URL(component.url).port
-            self._end_survivors(component)
-            self.restarts += 1
-            self._start_instance(component.spec, port)
-            return
+        spec = component.spec
         self._end_survivors(component)
-        raise RunFailed(str(death) + self._log_hint(component))
+        if self._restart != "instance" or spec is None or death.owner_id not in self._served_at:
+            raise RunFailed(str(death) + self._log_hint(component))
+        failed = 0 if component.said_ready else self._failed_starts.get(death.owner_id, 0) + 1
+        self._failed_starts[death.owner_id] = failed
+        if failed >= _STARTS_IN_A_ROW_MAX:
+            raise RunFailed(f"{death}, as in {failed} starts in a row{self._log_hint(component)}")
+        self.restarts += 1
+        # What is left of its end is nothing new.
+        self._pending = [other for other in self._pending if other.owner_id != death.owner_id]
+        self._start_instance(spec, self._served_at[death.owner_id])
 
     def _end_survivors(self, component: _Component) -> None:
         """Give survivors the time to write what they know, then end the world that lost a process."""
         end = time.monotonic() + _SURVIVOR_GRACE_S
         while component.spec and component.running and (left := end - time.monotonic()) > 0:
-            self._collect(left)
+            self._pending += [d for d in self._collect(left) if d.owner_id != component.owner_id]
             if component.members and all(m.exited for m in component.members.values()):
                 break
         self._kill(component)
@@ -490,7 +528,9 @@ class Launcher:
     def _log_hint(self, component: _Component) -> str:
         path = self._directory.path / "logs" / f"{component.owner_id}.log"
         try:
-            lines = [line for line in path.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+            with path.open("rb") as log:
+                log.seek(component.log_offset)
+                lines = [line for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         except OSError:
             return ""
         return f"; its last line: {lines[-1][:300]}" if lines else ""
@@ -507,6 +547,11 @@ class Launcher:
 
     def _say_ready(self, component: _Component) -> None:
         component.said_ready = True
+        if component.spec is not None:
+            # Where the front was told an address, it is that address which must answer again.
+            port = None if self._service.discovery.store is not None else httpx.URL(component.url or "").port
+            self._served_at[component.owner_id] = port
+            self._failed_starts.pop(component.owner_id, None)
         took = time.monotonic() - component.started_s
         url = component.url or ""
         if component.spec is None:
@@ -542,6 +587,12 @@ class Launcher:
         deadline = time.monotonic() + self._service.drain_timeout_s
         for wave in (["front"], [o for o in self._components if o != "front"]):
             waiting = [self._components[o] for o in wave if o in self._components and self._components[o].running]
+            for component in [c for c in waiting if not c.ready]:
+                # It has taken nothing that could be drained.
+                clean = False
+                waiting.remove(component)
+                self._kill(component)
+                self._say(f"{component.owner_id}: ended while it was starting")
             for component in waiting:
                 problem = self._post(component.url or "", "/internal/drain")
                 if problem is not None:
@@ -639,6 +690,12 @@ class Launcher:
             except (OSError, NotPrivateError) as error:
                 problems.append(f"{configured}: {name} cannot be kept in {wanted}: {error}")
         return "; ".join(problems) or None
+
+
+def _end_signals() -> tuple[signal.Signals, ...]:
+    """What asks for the end; a run whose terminal was taken away on purpose (nohup) goes on without it."""
+    hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGINT, signal.SIGTERM, *hangup)
 
 
 def _first_cause(suspects: list[Death]) -> Death:

@@ -1,0 +1,24 @@
+"""The seeded fault driver, for a minute: what it finds fails this test, and its seed does the same again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(500)]
+
+DRIVER = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
+#: How long faults are made (s); the start, the last healing and the audits come on top.
+SECONDS = 60
+#: Kills and stops of both instances, in three of the four moments.
+SEED = 1
+
+
+def test_a_service_under_faults_heals_and_holds_nothing_afterwards() -> None:
+    """Processes killed and stopped one after the other; every answer right, everybody told, everything given back."""
+    command = [sys.executable, str(DRIVER), "--seconds", str(SECONDS), "--seed", str(SEED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
