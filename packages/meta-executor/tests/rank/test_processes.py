@@ -23,6 +23,8 @@ def test_a_process_that_cannot_be_seen_from_here_is_never_taken_for_ended(monkey
     assert not process_is_gone(name) and not process_is_gone(this_process())
     child.communicate()
     assert process_is_gone(name)
+    for no_name in ("", "1", host, f"{host}/", f"{host}/x/1", f"{host}/1", f"{host}/-1/2"):
+        assert not process_is_gone(no_name), "what a peer calls itself need not be a name"
     boot, _, space = host.partition(":")
     assert space.startswith("pid:")
     for elsewhere in (f"{boot}:pid:[1]", f"another-{boot}:{space}"):
