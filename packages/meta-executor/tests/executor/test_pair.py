@@ -265,6 +265,34 @@ def test_a_deadline_cancels_like_a_client(pairs: list[Pair]) -> None:
     assert pair.context.answers[1][-1].error_code == "DEADLINE"
 
 
+def test_a_transfer_that_takes_too_long_fails_and_a_younger_one_goes_on(pairs: list[Pair]) -> None:
+    """Each by its own age, in whatever order they end; memory follows by the writers' words."""
+    pair = make(pairs, PairConfig(generation_ranks=1))
+
+    def ask(request_id: int) -> None:
+        pair.submit_generation(request_id, PROMPT, style="generation_first")
+        pair.run(lambda: opened() == request_id)
+
+    def opened() -> int:
+        return sum(rank.transceiver.counters.opened for rank in pair.generation.ranks)
+
+    ask(1)
+    pair.now_s += 40.0
+    ask(2)
+    pair.settle(10)
+    assert not pair.generation.finish(1)
+    pair.now_s += 21.0
+    pair.run(lambda: bool(pair.generation.finish(1)))
+    assert "did not end within 60 s" in pair.generation.answers[1][-1].message
+    pair.settle(10)
+    assert not pair.generation.finish(2)
+    pair.submit_context(2, PROMPT, style="generation_first")
+    pair.run(lambda: pair.generation.finish(2) == "length")
+    assert pair.generation.tokens(2) == pair.reference(PROMPT, 4)
+    pair.run(pair.idle)
+    pair.validate()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_step_that_fails_on_one_stage_ends_its_requests_on_every_rank(pairs: list[Pair], stage: int) -> None:
     """The step's requests fail with the engine's words; the next request is served."""

@@ -153,7 +153,8 @@ class GenerationTransceiver:
 
     def admit(self, sequence: Sequence, now_s: float) -> None:
         """Queue for blocks. Idempotent."""
-        if sequence.state is State.WAITING and sequence not in self._waiting:
+        if sequence.state is State.WAITING and not sequence.admitted:
+            sequence.admitted = True
             self._waiting.append(sequence)
 
     def update_readiness(self, now_s: float) -> bool:
@@ -195,11 +196,20 @@ class GenerationTransceiver:
         for event in events:
             self._take(event)
         self._judge_peers(now_s)  # what a peer said before its link ended has been heard by now
-        for sequence in list(self._open.values()):
-            if sequence.state is State.TRANSFERRING and now_s - sequence.transfer_since_s > self._transfer_timeout_s:
-                self._fail(sequence, f"the transfer did not end within {self._transfer_timeout_s:g} s")
-                self._receiver.cancel(self._identity(sequence), "timeout")
+        self._end_late(now_s)
         return bool(events)
+
+    def _end_late(self, now_s: float) -> None:
+        """They stand in the order in which they were opened: most calls look at one of hundreds."""
+        late = []
+        for sequence in self._open.values():
+            if now_s - sequence.transfer_since_s <= self._transfer_timeout_s:
+                break
+            if sequence.state is State.TRANSFERRING:
+                late.append(sequence)
+        for sequence in late:
+            self._fail(sequence, f"the transfer did not end within {self._transfer_timeout_s:g} s")
+            self._receiver.cancel(self._identity(sequence), "timeout")
 
     def _judge_peers(self, now_s: float) -> None:
         """A link that is away proves nothing about memory; the end of the process that executes writes may.

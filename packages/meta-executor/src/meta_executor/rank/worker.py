@@ -9,6 +9,7 @@ then evidence says what, and memory that a peer may still touch is not released 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -138,6 +139,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         log(
             f"{instance.owner_id}: ready at {servers.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
         )
+    _set_apart_what_stays()
     try:
         idle_s = IDLE_CAP_S if rank.together else SCATTERED_CAP_S
         drive(
@@ -171,6 +173,15 @@ def _routing_json(rank: Rank, count_max: int) -> bytes:
             decisions=decisions,
         )
     )
+
+
+def _set_apart_what_stays() -> None:
+    """What start-up has made lives to the end: the garbage collector never looks at it again.
+
+    A hundred thousand objects, which took the loop 34 ms in one iteration when they were walked (measured, two cores).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _told(reporter: Reporter, phase: str) -> None:
