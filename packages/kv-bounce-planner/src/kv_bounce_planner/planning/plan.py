@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import struct
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -265,14 +265,18 @@ class TransferPlan:
         Raises:
             PlanRefused: ``NOT_CANONICAL`` or ``OVERLAP``.
         """
+        for rank, writer in self.writers.items():
+            _check_canonical(rank, writer)
         self._disjoint_ranges()
 
     def _disjoint_ranges(self) -> tuple[Int64Array, Int64Array]:
-        for rank, writer in self.writers.items():
-            _check_canonical(rank, writer)
         addresses, sizes = self._all_ranges()
         if overlaps(addresses, sizes):
-            raise PlanRefused(Reason.OVERLAP, "two writers would write the same byte")
+            twice = [rank for rank, writer in self.writers.items() if overlaps(writer.target_addresses, writer.sizes)]
+            words = (
+                f"writer {twice[0]} would write one byte twice" if twice else "two writers would write the same byte"
+            )
+            raise PlanRefused(Reason.OVERLAP, words)
         return addresses, sizes
 
     def validate_cover(self, addresses: Int64Array, sizes: Int64Array) -> None:
@@ -281,6 +285,12 @@ class TransferPlan:
         Raises:
             PlanRefused: ``NOT_EXACT_COVER``, or what :meth:`validate` raises.
         """
+        for rank, writer in self.writers.items():
+            _check_canonical(rank, writer)
+        self._prove_cover(addresses, sizes)
+
+    def _prove_cover(self, addresses: Int64Array, sizes: Int64Array) -> None:
+        """The same for writers whose ranges ascend and are joined."""
         have, have_sizes = join_ranges(*self._disjoint_ranges())
         if not (np.array_equal(have, addresses) and np.array_equal(have_sizes, sizes)):
             raise PlanRefused(
@@ -332,10 +342,72 @@ class _Share:
     first_head: int
     head_count: int
 
+    #: By tokens of a piece.
+    _shapes: dict[int, _Shape] = field(default_factory=dict, init=False, compare=False, repr=False)
+
     @cached_property
     def bases(self) -> tuple[Int64Array, Int64Array]:
         """(target, source) addresses of the first head, one per (factor, layer), ascending target."""
         return _target_bases(self)
+
+    @cached_property
+    def blocks_outer(self) -> bool:
+        """Whether the layers of one block lie inside it, so that ascending addresses run block by block."""
+        return _blocks_outer(self.bases[0], self.target)
+
+    def shape(self, tokens: int) -> _Shape:
+        """Of a piece of so many tokens."""
+        shape = self._shapes.get(tokens)
+        if shape is None:
+            shape = self._shapes[tokens] = _shape_of(self, tokens)
+        return shape
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """What a share's pieces of so many tokens look like at the target.
+
+    Attributes:
+        bases: int64 (n,), ascending: a piece's ranges begin at these, in a block that begins at 0.
+        chunk: Bytes of each of them.
+        axes: (count, stride) of what is not dense within such a range.
+        blocks_outer: As of a share, for these bases.
+        gap: From one base to the next, at least (bytes).
+        target_count: Fragments of one piece that the target alone asks for, (factor, layer)s not joined.
+        pair_count: Fragments of one piece within one (factor, layer), dense on both sides.
+    """
+
+    bases: Int64Array
+    chunk: int
+    axes: tuple[tuple[int, int], ...]
+    blocks_outer: bool
+    gap: int
+    target_count: int
+    pair_count: int
+
+
+def _blocks_outer(bases: Int64Array, target: LayerGroup) -> bool:
+    return bool(len(bases) > 1 and int(bases[-1]) - int(bases[0]) < target.block_stride_bytes)
+
+
+def _shape_of(share: _Share, tokens: int) -> _Shape:
+    bases, _ = share.bases
+    chunk, axes = _axes(share, tokens, with_source=False)
+    target_count = len(bases) * _product(axes)
+    if not axes and len(bases) > 1:
+        # Keys and values, or layers, that lie side by side in a block are one range, if all do.
+        firsts = np.flatnonzero(np.diff(bases, prepend=bases[0] - 2 * chunk) != chunk)
+        if len(bases) % len(firsts) == 0 and bool((np.diff(firsts) == len(bases) // len(firsts)).all()):
+            bases, chunk = bases[firsts], chunk * (len(bases) // len(firsts))
+    return _Shape(
+        bases,
+        chunk,
+        tuple((count, stride) for count, stride, _ in axes),
+        _blocks_outer(bases, share.target),
+        int(np.diff(bases).min()) if len(bases) > 1 else ADDRESS_MAX,
+        target_count,
+        _product(_axes(share, tokens)[1]),
+    )
 
 
 #: Shares of pairs of layouts, by the objects' ids: layouts are immutable, and a request's plan begins with the same ones again.
@@ -450,9 +522,9 @@ def _split_heads(
 # --- where the tokens lie ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pieces:
-    """Runs of tokens inside one block: parallel arrays, ascending token order.
+    """Runs of tokens inside one block: parallel arrays, ascending token order. Two are the same if they are one object.
 
     Attributes:
         block_ids: int64 (p,).
@@ -468,6 +540,16 @@ class _Pieces:
     counts: Int64Array
     tokens: Int64Array
     block_count: int
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, Int64Array | slice], ...]:
+        """(tokens, index of the pieces with so many tokens)."""
+        if len(self.counts) == 0:
+            return ()
+        low, high = int(self.counts.min()), int(self.counts.max())
+        if low == high:
+            return ((low, slice(None)),)
+        return tuple((int(count), np.flatnonzero(self.counts == count)) for count in np.unique(self.counts))
 
 
 def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
@@ -620,19 +702,7 @@ def _target_bases(share: _Share) -> tuple[Int64Array, Int64Array]:
     return array[:, 0].copy(), array[:, 1].copy()
 
 
-def _uniform_runs(pieces: _Pieces) -> Iterator[tuple[int, Int64Array | slice]]:
-    """(tokens, index of the pieces with so many tokens)."""
-    if len(pieces.counts) == 0:
-        return
-    low, high = int(pieces.counts.min()), int(pieces.counts.max())
-    if low == high:
-        yield low, slice(None)
-        return
-    for count in np.unique(pieces.counts):
-        yield int(count), np.flatnonzero(pieces.counts == count)
-
-
-def _spread(bases: Int64Array, offsets: Int64Array, axes: list[tuple[int, int]], pieces_outer: bool) -> Int64Array:
+def _spread(bases: Int64Array, offsets: Int64Array, axes: Iterable[tuple[int, int]], pieces_outer: bool) -> Int64Array:
     inner = np.zeros(1, np.int64)
     for count, stride in axes:
         inner = (inner[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
@@ -643,52 +713,100 @@ def _spread(bases: Int64Array, offsets: Int64Array, axes: list[tuple[int, int]],
     return (outer[:, None] + inner).ravel()
 
 
-def _pieces_outer(bases: Int64Array, target: LayerGroup) -> bool:
-    """Whether the layers of one block lie inside it, so that ascending addresses run block by block."""
-    return bool(len(bases) > 1 and int(bases[-1]) - int(bases[0]) < target.block_stride_bytes)
-
-
 def _check_count(share: _Share, count: int) -> None:
     if count > FRAGMENTS_MAX:
         raise PlanRefused(Reason.TOO_MANY_FRAGMENTS, f"writer {share.rank}: {count} fragments exceed {FRAGMENTS_MAX}")
 
 
-def _target_ranges(share: _Share, pieces: _Pieces) -> tuple[Int64Array, Int64Array]:
-    """Target ranges of a share, seen from the target alone (ascending within a token count, not joined)."""
-    bases, _ = share.bases
-    outer = _pieces_outer(bases, share.target)
-    found: list[tuple[Int64Array, Int64Array]] = []
-    for tokens, index in _uniform_runs(pieces):
-        chunk, axes = _axes(share, tokens, with_source=False)
-        offsets = (
-            pieces.block_ids[index] * share.target.block_stride_bytes
-            + pieces.slots[index] * share.target.token_stride_bytes
-        )
-        if not ascending(offsets):
-            offsets = np.sort(offsets)
-        _check_count(share, len(bases) * len(offsets) * _product(axes))
-        addresses = _spread(bases, offsets, [(count, stride) for count, stride, _ in axes], outer)
-        found.append((addresses, np.full(len(addresses), chunk, np.int64)))
-    return _concatenate(found)
+@dataclass(frozen=True)
+class _Ranges:
+    """``whole``: they ascend, are disjoint and never touch. Else some neighbours may be joined, and no more is known."""
+
+    addresses: Int64Array
+    sizes: Int64Array
+    whole: bool
 
 
-def _product(axes: list[tuple[int, int, int]]) -> int:
+#: A request's ranges from any base, by its pieces, their tokens, the target's strides and the chunk.
+_Joined = dict[tuple[_Pieces, int, int, int, int], _Ranges]
+
+
+def _target_ranges(share: _Share, pieces: _Pieces, joined: _Joined) -> _Ranges:
+    """Target ranges of a share, seen from the target alone.
+
+    Args:
+        share: Who writes what.
+        pieces: Where the tokens lie.
+        joined: What other shares of this request have found; gets what this one finds.
+    """
+    target = share.target
+    found: list[_Ranges] = []
+    for tokens, index in pieces.runs:
+        shape = share.shape(tokens)
+        bases, chunk = shape.bases, shape.chunk
+        _check_count(share, shape.target_count * len(pieces.counts[index]))
+        if shape.axes or shape.blocks_outer:
+            offsets = _offsets(target, pieces, index)
+            addresses = _spread(bases, offsets, shape.axes, shape.blocks_outer)
+            found.append(_Ranges(addresses, np.full(len(addresses), chunk, np.int64), False))
+            continue
+        # At each base the same blocks, each in one piece: joined once, for all of them and all writers.
+        key = pieces, tokens, target.block_stride_bytes, target.token_stride_bytes, chunk
+        ranges = joined.get(key)
+        if ranges is None:
+            ranges = joined[key] = _joined_offsets(_offsets(target, pieces, index), chunk)
+        addresses = _spread(bases, ranges.addresses, (), False)
+        sizes = ranges.sizes[None].repeat(len(bases), axis=0).ravel()
+        span = int(ranges.addresses[-1] + ranges.sizes[-1] - ranges.addresses[0])
+        found.append(_Ranges(addresses, sizes, ranges.whole and span < shape.gap))
+    return found[0] if len(found) == 1 else _all_of(found)
+
+
+def _joined_offsets(offsets: Int64Array, chunk: int) -> _Ranges:
+    addresses, sizes = join_ranges(offsets, np.full(len(offsets), chunk, np.int64))
+    return _Ranges(addresses, sizes, not overlaps(addresses, sizes))
+
+
+def _all_of(parts: list[_Ranges]) -> _Ranges:
+    if not parts:
+        return _Ranges(_EMPTY, _EMPTY, True)
+    addresses = np.concatenate([part.addresses for part in parts])
+    return _Ranges(addresses, np.concatenate([part.sizes for part in parts]), False)
+
+
+def _whole(parts: list[_Ranges]) -> tuple[Int64Array, Int64Array]:
+    """Ranges of several shares, ascending and joined. Joining leaves each byte as often as it was: overlaps still show."""
+    ranges = parts[0] if len(parts) == 1 else _all_of(parts)
+    if ranges.whole:
+        return ranges.addresses, ranges.sizes
+    return join_ranges(*sort_ranges(ranges.addresses, ranges.sizes))
+
+
+def _offsets(target: LayerGroup, pieces: _Pieces, index: Int64Array | slice) -> Int64Array:
+    """Where pieces begin, from a layer's base, ascending."""
+    offsets = pieces.block_ids[index] * target.block_stride_bytes + pieces.slots[index] * target.token_stride_bytes
+    return offsets if ascending(offsets) else np.sort(offsets)
+
+
+def _product(axes: Iterable[tuple[int, ...]]) -> int:
     product = 1
-    for count, _, _ in axes:
-        product *= count
+    for axis in axes:
+        product *= axis[0]
     return product
 
 
-def _pair_count(share: _Share, pieces: _Pieces) -> int:
-    """Fragments that this share needs when no two blocks are neighbours on both sides."""
+def _pair_count(share: _Share, pieces: _Pieces, cut: dict[tuple[_Pieces, int], _Pieces]) -> int:
+    """Fragments that this share needs when no two blocks are neighbours on both sides.
+
+    ``cut``: pieces as other shares of this request have cut them; gets what this one cuts.
+    """
     if not share.target.opaque:
-        pieces = _cut(pieces, share.source.block_tokens)
+        key = pieces, share.source.block_tokens
+        if key not in cut:
+            cut[key] = _cut(pieces, share.source.block_tokens)
+        pieces = cut[key]
     factor = len(share.layers) * share.target.kv_factor
-    if len(pieces.counts) == 0:
-        return 0
-    return factor * sum(
-        len(pieces.counts[index]) * _product(_axes(share, tokens)[1]) for tokens, index in _uniform_runs(pieces)
-    )
+    return factor * sum(len(pieces.counts[index]) * share.shape(tokens).pair_count for tokens, index in pieces.runs)
 
 
 def _pair_ranges(
@@ -699,9 +817,9 @@ def _pair_ranges(
         pieces = _cut(pieces, share.source.block_tokens)
     theirs = _source_pieces(share.source, source_blocks, pieces)
     target_bases, source_bases = share.bases
-    outer = _pieces_outer(target_bases, share.target)
+    outer = share.blocks_outer
     found: list[tuple[Int64Array, Int64Array, Int64Array]] = []
-    for tokens, index in _uniform_runs(pieces):
+    for tokens, index in pieces.runs:
         chunk, axes = _axes(share, tokens)
         target_offsets = (
             pieces.block_ids[index] * share.target.block_stride_bytes
@@ -727,14 +845,6 @@ def _pair_ranges(
     )
 
 
-def _concatenate(parts: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
-    if not parts:
-        return _EMPTY, _EMPTY
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
-
-
 # --- public planning --------------------------------------------------------------------------------------------------
 
 
@@ -750,20 +860,33 @@ def request_ranges(target: KVLayout, target_blocks: RequestBlocks, tokens: Token
     Raises:
         PlanRefused: A block table is missing, short, names a block outside the pool, or names one block twice.
     """
-    return _request_ranges(target, _all_pieces(target, target_blocks, tokens))
+    return _request_ranges(target, _all_pieces(target, target_blocks, tokens), {})
 
 
-def _request_ranges(target: KVLayout, pieces: dict[int, _Pieces]) -> tuple[Int64Array, Int64Array]:
-    parts = [
-        _target_ranges(
-            _Share(0, group, group, group.layer_ids, group.first_head, group.head_count), pieces[group.group_id]
-        )
-        for group in target.groups
-    ]
-    addresses, sizes = sort_ranges(*_concatenate(parts))
+#: The target's own shares, one per group, by the layout's id: as ``_KNOWN_SHARES``.
+_KNOWN_OWN: OrderedDict[int, tuple[KVLayout, tuple[_Share, ...]]] = OrderedDict()
+
+
+def _own_shares(target: KVLayout) -> tuple[_Share, ...]:
+    """All of the target, derived without the writers' shares, against which these are proven."""
+    known = _KNOWN_OWN.get(id(target))
+    if known is not None:
+        return known[1]
+    shares = tuple(
+        _Share(0, group, group, group.layer_ids, group.first_head, group.head_count) for group in target.groups
+    )
+    while len(_KNOWN_OWN) >= _KNOWN_SHARES_MAX:
+        _KNOWN_OWN.popitem(last=False)
+    _KNOWN_OWN[id(target)] = target, shares
+    return shares
+
+
+def _request_ranges(target: KVLayout, pieces: dict[int, _Pieces], joined: _Joined) -> tuple[Int64Array, Int64Array]:
+    parts = [_target_ranges(share, pieces[share.target.group_id], joined) for share in _own_shares(target)]
+    addresses, sizes = _whole(parts)
     if overlaps(addresses, sizes):
         raise PlanRefused(Reason.OVERLAP, "the target's blocks alias: one byte would hold two tokens")
-    return join_ranges(addresses, sizes)
+    return addresses, sizes
 
 
 def plan_destination(
@@ -796,22 +919,21 @@ def plan_destination(
     """
     shares = _shares(source, target, source_adp_rank)
     pieces = _all_pieces(target, target_blocks, tokens)
-    parts: dict[int, list[tuple[Int64Array, Int64Array]]] = {}
+    joined: _Joined = {}
+    cut: dict[tuple[_Pieces, int], _Pieces] = {}
+    parts: dict[int, list[_Ranges]] = {}
     fragments: dict[int, int] = {}
     touched: dict[int, dict[int, int]] = {}
     for share in shares:
         mine = _of_writer(pieces[share.target.group_id], share)
         if len(mine.counts) == 0:
             continue
-        parts.setdefault(share.rank, []).append(_target_ranges(share, mine))
-        fragments[share.rank] = fragments.get(share.rank, 0) + _pair_count(share, mine)
+        parts.setdefault(share.rank, []).append(_target_ranges(share, mine, joined))
+        fragments[share.rank] = fragments.get(share.rank, 0) + _pair_count(share, mine, cut)
         touched.setdefault(share.rank, {})[share.target.group_id] = mine.block_count
     writers: dict[int, WriterPlan] = {}
     for rank in sorted(parts):
-        addresses, sizes = sort_ranges(*_concatenate(parts[rank]))
-        if overlaps(addresses, sizes):
-            raise PlanRefused(Reason.OVERLAP, f"writer {rank} would write one byte twice")
-        addresses, sizes = join_ranges(addresses, sizes)
+        addresses, sizes = _whole(parts[rank])
         writers[rank] = WriterPlan(
             rank, read_only(addresses), read_only(sizes), fragments[rank], sum(touched[rank].values())
         )
@@ -822,7 +944,7 @@ def plan_destination(
         memory_kind=target.memory_kind,
         device_id=target.device_id,
     )
-    plan.validate_cover(*_request_ranges(target, pieces))
+    plan._prove_cover(*_request_ranges(target, pieces, joined))
     return plan
 
 
