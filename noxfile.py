@@ -273,6 +273,7 @@ def lint(session: nox.Session) -> None:
     python(session, "tools/stages", "--check", "--parity")
     python(session, "tools/check_code.py")
     python(session, "tools/mutants.py", "--check")
+    python(session, "tools/audit.py")
 
 
 @nox.session(python=False)

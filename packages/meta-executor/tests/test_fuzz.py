@@ -22,15 +22,17 @@ def fuzz() -> Iterator[Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    sys.path.insert(0, str(PATH.parent))
     spec.loader.exec_module(module)
+    sys.path.remove(str(PATH.parent))
     logging.disable(logging.CRITICAL)
     yield module
     logging.disable(logging.NOTSET)
     del sys.modules[spec.name]
 
 
-NAMES = ["chat", "completions", "paths", "instance", "wire_bytes", "launcher", "etcd_records", "etcd_watch", "gguf",
-         "safetensors", "folder_files", "templates", "key_file"]  # fmt: skip
+NAMES = ["chat", "completions", "tokenizing", "paths", "instance", "wire_bytes", "key_file", "launcher", "etcd_records",
+         "etcd_watch", "gguf", "safetensors", "folder_files", "templates"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -70,3 +72,22 @@ def test_what_it_must_find(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(told)
     assert "KeyError" in text and "Hang" in text and "FINDING: broken --seed " in text
     assert json.dumps(result)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_growth_is_what_inputs_leave_behind(fuzz: Any, monkeypatch: pytest.MonkeyPatch, grows: bool) -> None:
+    """Memory that a target's making or its first input takes is no growth, also of a run that its time cuts short."""
+    held_kib = 0
+
+    def read(data: bytes) -> None:
+        nonlocal held_kib
+        held_kib += 65536 if grows or not held_kib else 0
+
+    @contextlib.contextmanager
+    def target() -> Iterator[Any]:
+        yield [b""], lambda seeds, draw: b"", read
+
+    monkeypatch.setattr(fuzz, "_peak_kib", lambda: held_kib)
+    monkeypatch.setitem(fuzz.TARGETS, "broken", target)
+    result = fuzz.fuzz("broken", count=20)
+    assert (result["inputs"], result["rss_growth_mib"]) == (20, 19 * 64 if grows else 0)

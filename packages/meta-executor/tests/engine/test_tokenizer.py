@@ -127,6 +127,21 @@ def test_random_attacks(tokenizer: Tokenizer) -> None:
         assert f"user\n{attack}\n" in tokenizer.decode(ids)
 
 
+def test_guards_stand_where_a_text_could_become_a_control_token_with_its_neighbours(tokenizer: Tokenizer) -> None:
+    """Against every beginning and end of every control token, one after the other."""
+    rng = random.Random(5)
+    controls = sorted(tokenizer._control)
+    pieces = [c[a:b] for c in controls for a in range(len(c)) for b in range(a + 1, len(c) + 1)]
+    for _ in range(3000):
+        text = "".join(rng.choices((*rng.choices(pieces, k=3), "a", " ", "<"), k=rng.randrange(4)))
+        guarded = tokenizer._guarded(text, "\ue000")
+        assert guarded.replace("\ue000", "") == text
+        assert not any(control in guarded for control in controls)
+        for control in controls:
+            for size in range(1, len(control)):
+                assert not guarded.startswith(control[size:]) and not guarded.endswith(control[:size])
+
+
 def test_a_megabyte_of_control_tokens_is_broken_in_linear_time(tokenizer: Tokenizer) -> None:
     """100,000 of them: one pass over the text, not one per token (which would not end within the test's limit)."""
     attack = "<|im_end|>" * 100_000 + "<" * 100_000
@@ -383,8 +398,8 @@ def test_missing_and_damaged_folders(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
 
 
-def test_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
-    """A sentence-piece style tokenizer, with byte fallback: pieces add up to the whole text, spaces included."""
+def _sentence_pieces(folder: Path) -> tuple[Tokenizer, dict[str, int]]:
+    """A tokenizer with byte fallback, and its vocabulary."""
     from tokenizers import decoders, models, pre_tokenizers
 
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
@@ -396,13 +411,35 @@ def test_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.from_folder(tmp_path)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    return tokenizer, vocabulary
+
+
+def test_tokenizer_that_is_not_byte_level(tmp_path: Path) -> None:
+    """A sentence-piece style tokenizer, with byte fallback: pieces add up to the whole text, spaces included."""
+    tokenizer, vocabulary = _sentence_pieces(tmp_path)
     words = [vocabulary[piece] for piece in ("▁hello", "▁world", "!", "▁hello")]
     ids = [*words, *(3 + byte for byte in "🚀".encode()), vocabulary["▁world"], 2]
     detokenizer = tokenizer.detokenizer()
     text = "".join(detokenizer.push([token]) for token in ids) + detokenizer.finish()
     assert text == tokenizer.decode(ids) == "hello world! hello🚀 world"
+
+
+@pytest.mark.parametrize("token", [2, 3 + 0xE2, 100_000], ids=["control tokens", "half characters", "unknown ids"])
+def test_an_answer_without_text_costs_no_more_with_its_length(tmp_path: Path, token: int) -> None:
+    """A client can force any token for ever: what waits to become text is bounded, and so is what each token decodes."""
+    tokenizer, vocabulary = _sentence_pieces(tmp_path)
+    detokenizer = tokenizer.detokenizer()
+    decoded: list[int] = []
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: (decoded.append(len(ids)), decode(ids))[1]  # type: ignore[method-assign,arg-type]
+    for _ in range(200):
+        detokenizer.push([token])
+    assert max(decoded, default=0) <= 16
+    ids = [vocabulary["▁hello"], *(3 + byte for byte in "🚀".encode()), vocabulary["!"]]
+    text = "".join(detokenizer.push([one]) for one in ids) + detokenizer.finish()
+    assert text.endswith("hello🚀!")
 
 
 def test_a_token_by_itself(tokenizer: Tokenizer) -> None:

@@ -167,6 +167,29 @@ async def test_tls(make_cluster: Any, certificate: tuple[str, str]) -> None:
             await asyncio.open_connection(host, port, ssl=old)
 
 
+async def test_handshakes_that_do_not_end_are_bounded(make_cluster: Any, certificate: tuple[str, str]) -> None:
+    """A client that connects and says nothing is counted from the start: one too many is closed at once, and all are let go."""
+    _, tls = credentials(FrontConfig(tls_certificate_file=certificate[0], tls_key_file=certificate[1]))
+    bounds = HttpConfig(header_timeout_s=3600.0, connections_per_client_max=3)
+    async with make_cluster(tls=tls, http=bounds) as cluster:
+        ledger = cluster.service.ledger
+        assert (await cluster.complete()).status_code == 200
+        port = httpx.URL(cluster.url).port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        ended = [asyncio.create_task(reader.read()) for reader, _ in silent]
+        async with asyncio.timeout(20):
+            done, _ = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result() for task in done] == [b""]
+            assert (ledger.handshakes, ledger.refused["too_many_handshakes"]) == (3, 1)
+            for _, writer in silent:
+                writer.close()
+            await asyncio.gather(*ended, return_exceptions=True)
+            while ledger.handshakes:
+                await asyncio.sleep(0.01)
+        assert (await cluster.complete()).status_code == 200
+        assert ledger.refused["tls_handshake"] == 3 and not ledger._handshakes
+
+
 async def test_the_launcher_trusts_this_certificate_and_no_other(
     make_cluster: Any, certificate: tuple[str, str], tmp_path: Path
 ) -> None:

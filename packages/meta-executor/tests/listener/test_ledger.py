@@ -53,6 +53,19 @@ def test_refusals_say_whose_bound_it_was() -> None:
     assert ledger.refused == Counter(too_many_connections=2, too_many_bytes=2)
 
 
+def test_handshakes_have_the_bounds_of_connections() -> None:
+    """In all and per client, beside the connections; one that may not begin does not count."""
+    ledger = Ledger(HttpConfig(connections_max=3, connections_per_client_max=2))
+    assert ledger.connect("a") is None and ledger.connect("a") is None
+    assert [ledger.shake(client) for client in "aaabb"] == [True, True, False, True, False]
+    assert (ledger.handshakes, ledger.refused["too_many_handshakes"]) == (3, 2)
+    ledger.shaken("a")
+    assert ledger.shake("b")
+    for client in "abb":
+        ledger.shaken(client)
+    assert ledger.handshakes == 0 and not ledger._handshakes
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_kept_of_those_who_left(seed: int) -> None:
     """Random comings and goings: totals agree, and an empty listener remembers no address."""

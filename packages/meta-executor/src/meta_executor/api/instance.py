@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from meta_executor.addresses import Place, place_of
 from meta_executor.api.batching import batching_of
 from meta_executor.api.door import Door, DoorServer
@@ -16,6 +18,7 @@ from meta_executor.api.server import ApiServer, ServerThread
 from meta_executor.api.worker_client import WorkerClient
 from meta_executor.config import InstanceSpec, RunSpec
 from meta_executor.listener.credentials import api_keys
+from meta_executor.listener.descriptors import within_descriptors
 
 
 def worker_address(spec: RunSpec, instance: InstanceSpec) -> str:
@@ -71,7 +74,7 @@ class InstanceApi:
             batching_of(instance),
             endpoint,
             spec.key().hex(),
-            config=instance.config,
+            config=msgspec.structs.replace(instance.config, http=within_descriptors(instance.config.http)),
             keys=api_keys(spec.service.front),
             fault=fault,
             drain_timeout_s=spec.service.drain_timeout_s,

@@ -111,7 +111,7 @@ class ApiServer:
         return Guard(self._routes(), self._access, NEED_OF, worded, self._ledger)
 
     def _routes(self) -> Starlette:
-        return Starlette(
+        routes = Starlette(
             routes=[
                 Route("/internal/context", self._guarded(self._context), methods=["POST"]),
                 Route("/internal/generation", self._guarded(self._generation), methods=["POST"]),
@@ -124,6 +124,9 @@ class ApiServer:
                 Route("/debug/routing", self._guarded(self._debug_routing)),
             ]
         )
+        # As at the front: no redirection to a host that a client names.
+        routes.router.redirect_slashes = False
+        return routes
 
     async def start(self) -> None:
         """Be ready to ask peers."""

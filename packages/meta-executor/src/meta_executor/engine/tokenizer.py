@@ -25,6 +25,9 @@ from meta_executor.engine.weights import ModelSource, resolve_model
 
 #: What of a template's error is repeated (characters): it may hold a client's text.
 _ECHO_MAX = 300
+#: Tokens that wait to become a whole character (count), which has at most four; with each token all that wait are decoded
+#: again, and an answer may be told to make half ones for ever.
+_WAITING_MAX = 8
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 #: Characters of which one that no message holds becomes the guard (a private use area).
 _GUARDS = range(0xE000, 0xF8FF)
@@ -78,6 +81,10 @@ class Tokenizer:
                     raise ModelFormatError(f"{name}: {token!r} is not the id of one of {self.vocab_size} tokens")
         ordered = sorted(self._control, key=len, reverse=True)
         self._control_pattern = re.compile("|".join(re.escape(text) for text in ordered)) if ordered else None
+        #: What control tokens begin and end with, and the lengths of that.
+        self._begins = {text[:size] for text in ordered for size in range(1, len(text))}
+        self._ends = {text[size:] for text in ordered for size in range(1, len(text))}
+        self._part_sizes = range(1, len(ordered[0])) if ordered else range(0)
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
@@ -353,13 +360,9 @@ class Tokenizer:
         while broken:
             # More than one pass only for control tokens that overlap; never one pass per token, which is quadratic.
             text, broken = self._control_pattern.subn(lambda match: match[0][0] + guard + match[0][1:], text)
-        for control in self._control:
-            for size in range(1, len(control)):
-                if text.endswith(control[:size]):
-                    text += guard
-                if text.startswith(control[size:]):
-                    text = guard + text
-        return text
+        before = guard if any(text[:size] in self._ends for size in self._part_sizes) else ""
+        after = guard if any(text[-size:] in self._begins for size in self._part_sizes) else ""
+        return before + text + after
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]
@@ -433,9 +436,12 @@ class IncrementalDetokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _windowed(self, token: int) -> str:
+        if token in self._tokenizer.control_token_ids:
+            return ""
         self._window.append(token)
         text = self._news()
-        if not text or text.endswith("\ufffd"):
+        waiting = len(self._window) - self._told_tokens
+        if waiting < _WAITING_MAX and (not text or text.endswith("\ufffd")):
             return ""
         # Keep the newest told tokens as context: the text of a token can depend on those before it.
         self._window = self._window[self._told_tokens :]

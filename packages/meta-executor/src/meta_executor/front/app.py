@@ -546,7 +546,7 @@ def _routes(service: FrontService) -> Starlette:
     def get(path: str, handler: Handler) -> Route:
         return Route(path, handler, methods=["GET"])
 
-    return Starlette(
+    routes = Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
@@ -573,3 +573,6 @@ def _routes(service: FrontService) -> Starlette:
         ],
         exception_handlers={404: not_found, 405: wrong_method},
     )
+    # A redirection to a path without its slash would lead to whichever host the client's header names.
+    routes.router.redirect_slashes = False
+    return routes

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -26,6 +27,7 @@ from meta_executor.front.legs import LegClient
 from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.credentials import credentials
+from meta_executor.listener.descriptors import within_descriptors
 from meta_executor.listener.serving import listen, server_of, url_of
 from meta_executor.supervise.report import Reporter
 
@@ -75,6 +77,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         tokenizer = Tokenizer.for_model(service_config.engine.model)
     front = service_config.front
     keys, tls = credentials(front)
+    front = msgspec.structs.replace(front, http=within_descriptors(front.http, tls=tls is not None))
     listener = listen(service_config.hostname, service_config.port)
     key = run.key().hex()
     legs = LegClient(key)

@@ -47,6 +47,11 @@ def client_of(host: str | None) -> str:
     return str(address)
 
 
+def lingering_max(config: HttpConfig) -> int:
+    """Refused connections that may still read why, beside those that were let in (count)."""
+    return max(1, min(256, config.connections_max // 4))
+
+
 class Ledger:
     """Accounts of one listener.
 
@@ -62,8 +67,12 @@ class Ledger:
         self.connections = 0
         #: Bytes of bodies that nobody has decoded yet.
         self.reading_bytes = 0
-        #: Connections that were refused and may still read why (count).
+        self._handshakes: Counter[str] = Counter()
+        #: TLS handshakes that have begun and not ended (count).
+        self.handshakes = 0
+        #: Connections that were refused and may still read why (count); beyond so many they are closed at once.
         self.lingering = 0
+        self.lingering_max = lingering_max(config)
         #: Refusals by code (count).
         self.refused: Counter[str] = Counter()
 
@@ -83,6 +92,25 @@ class Ledger:
         """A connection that was not refused has ended."""
         self.connections -= 1
         _less(self._connections, client, 1)
+
+    def shake(self, client: str) -> bool:
+        """A TLS handshake may begin, and counts until :meth:`shaken`; False: it may not, and does not count.
+
+        As many may be under way as connections may be open, in all and per client: who stops in the middle of a handshake holds
+        as much as who is connected, and nobody can tell him anything yet.
+        """
+        most = self._config.connections_max, self._config.connections_per_client_max
+        if self.handshakes >= most[0] or self._handshakes[client] >= most[1]:
+            self.refused["too_many_handshakes"] += 1
+            return False
+        self.handshakes += 1
+        self._handshakes[client] += 1
+        return True
+
+    def shaken(self, client: str) -> None:
+        """A TLS handshake has ended, well or not."""
+        self.handshakes -= 1
+        _less(self._handshakes, client, 1)
 
     def read(self, client: str, count: int) -> Refusal | None:
         """So many bytes of a body have come; they count until :meth:`release`, also where they are refused."""

@@ -26,4 +26,5 @@ class ListenerMetrics(Collector):
             refused.add_metric([code], count)
         yield refused
         yield GaugeMetricFamily("http_connections", "Open connections", ledger.connections)
+        yield GaugeMetricFamily("http_tls_handshakes", "TLS handshakes under way", ledger.handshakes)
         yield GaugeMetricFamily("http_reading_bytes", "Bytes of bodies that are being read", ledger.reading_bytes)

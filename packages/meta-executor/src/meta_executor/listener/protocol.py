@@ -33,8 +33,6 @@ from meta_executor.listener.bounds import Ledger, Refusal, Worded, client_of
 
 #: After a refusal a client may read it for this long (s).
 _LINGER_S = 2.0
-#: So many connections at once; others are closed at once (count).
-_LINGERING_MAX = 256
 #: Under this key a request's ``scope["state"]`` has a function that ends the account of its body.
 BODY_DECODED = "body_decoded"
 #: A chunked body may have this many chunks, and one more per so many bytes: each chunk costs a call.
@@ -342,7 +340,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         if self.transport.is_closing():
             return
-        if whole or self._ledger.lingering >= _LINGERING_MAX:
+        if whole or self._ledger.lingering >= self._ledger.lingering_max:
             self.transport.close()
             self._within(self._bounds.write_timeout_s, self._abort)
             return

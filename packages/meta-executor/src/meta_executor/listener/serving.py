@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import ipaddress
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp
 from meta_executor.addresses import resolved
 from meta_executor.config import HttpConfig
 from meta_executor.listener.bounds import Ledger, Worded
+from meta_executor.listener.entrance import TlsEntrance
 from meta_executor.listener.protocol import BoundedProtocol
 
 BACKLOG = 2048
@@ -101,14 +101,15 @@ def server_of(
         proxy_headers=False,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
-    return _Server(config, bounds.header_timeout_s)
+    return _Server(config, ledger, bounds.header_timeout_s)
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to its process, and bounds the time of a TLS handshake."""
+    """Leaves signals to its process, and lets TLS connections in through :class:`TlsEntrance`."""
 
-    def __init__(self, config: uvicorn.Config, handshake_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, ledger: Ledger, handshake_s: float) -> None:
         super().__init__(config)
+        self._ledger = ledger
         self._handshake_s = handshake_s
 
     @contextlib.contextmanager
@@ -121,11 +122,9 @@ class _Server(uvicorn.Server):
             return
         protocol: Any = self.config.http_protocol_class
         make = functools.partial(protocol, config=self.config, server_state=self.server_state, app_state={})
-        loop = asyncio.get_running_loop()
-        self.servers = [
-            await loop.create_server(
-                make, sock=one, ssl=self.config.ssl, backlog=BACKLOG, ssl_handshake_timeout=self._handshake_s
-            )
+        entrances = [
+            TlsEntrance(one, self.config.ssl, make, self._ledger, handshake_s=self._handshake_s)
             for one in sockets or ()
         ]
+        self.servers = entrances  # type: ignore[assignment]
         self.started = True

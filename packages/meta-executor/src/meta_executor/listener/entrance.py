@@ -1,0 +1,90 @@
+"""A TLS connection until its handshake is over: counted and bounded from the moment when it was accepted.
+
+A server of asyncio tells its protocol of a TLS connection after the handshake. A client that connects and says nothing would
+until then hold a descriptor that nobody counts, and a few thousand of them would take all that the process may have. Here
+connections are accepted one by one, so that each handshake has its place in the ledger; one without a place is closed at
+once: there is no way yet to tell its client why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import Callable
+
+from meta_executor.listener.bounds import Ledger, client_of
+
+#: Where no connection can be accepted (no descriptor, no memory) it is tried again after so long (s).
+_EXHAUSTED_S = 1.0
+
+
+class TlsEntrance:
+    """Accepts at one listener; in the place of an :class:`asyncio.Server`. Construction, inside a running loop, begins.
+
+    Args:
+        listener: Listens, and does not block.
+        context: The server's certificate.
+        make: Makes a connection's protocol.
+        ledger: Of this listener.
+        handshake_s: A handshake must be over within this time (s).
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        make: Callable[[], asyncio.Protocol],
+        ledger: Ledger,
+        *,
+        handshake_s: float,
+    ) -> None:
+        # Of its own: the server closes its sockets while this one is still waited at.
+        self._listener = listener.dup()
+        self._context = context
+        self._make = make
+        self._ledger = ledger
+        self._handshake_s = handshake_s
+        self._shaking: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept(), name="tls-entrance")
+
+    def close(self) -> None:
+        """Accept no more, and end handshakes that are under way. Idempotent."""
+        self._accepting.cancel()
+        for task in self._shaking:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until no handshake is left; after :meth:`close`."""
+        await asyncio.gather(self._accepting, *self._shaking, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        with self._listener:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(self._listener)
+                except OSError as error:
+                    if error.errno != errno.ECONNABORTED:
+                        await asyncio.sleep(_EXHAUSTED_S)
+                    continue
+                client = client_of(address[0])
+                if not self._ledger.shake(client):
+                    connection.close()
+                    continue
+                task = asyncio.create_task(self._shake(connection, client))
+                self._shaking.add(task)
+                task.add_done_callback(self._shaking.discard)
+
+    async def _shake(self, connection: socket.socket, client: str) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                self._make, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
+            )
+        except OSError:
+            # No TLS, an old one, too slow, or gone: closed by the loop already.
+            self._ledger.refused["tls_handshake"] += 1
+        finally:
+            self._ledger.shaken(client)
