@@ -13,6 +13,7 @@ import argparse
 import http.client
 import json
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,9 @@ def ask(body: bytes) -> bytes:
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return bytes(answer.read(_ANSWER_BYTES_MAX))
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise Unreachable(f"{DATABASE}: HTTP {error.code}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unreachable(f"{DATABASE}: {getattr(error, 'reason', error)}") from error
 

@@ -155,6 +155,41 @@ def test_tokens_at_least_is_a_bound(tokenizer: Tokenizer) -> None:
     for text in ("", "a", " " * 5000, "=" * 3000, "the " * 700, "-" * 999):
         assert tokenizer.tokens_at_least(text) <= len(tokenizer.encode_user_text(text))
     assert tokenizer.tokens_at_least("x" * 10**7) > 8192
+    assert tokenizer.tokens_at_least("\u0436" * 1000) > 1.9 * tokenizer.tokens_at_least("x" * 1000)
+
+
+def test_a_text_is_known_to_be_too_long_before_it_is_encoded(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, and no further than needed; what is called too long is too long, cut where it may be."""
+    monkeypatch.setattr("meta_executor.engine.tokenizer._PIECE_CHARACTERS", 50)
+    rng = random.Random(8)
+    pieces = [
+        "".join(rng.choices(rng.choice(_ALPHABETS), k=rng.randrange(1, 40))) + " " * rng.randrange(60)
+        for _ in range(300)
+    ]
+    for one in (tokenizer, _sentence_pieces(tmp_path)[0]):
+        called = 0
+        for _ in range(300):
+            texts = ["".join(rng.choices(pieces, k=rng.randrange(1, 8))) for _ in range(rng.randrange(1, 4))]
+            tokens = sum(len(one.encode_user_text(text)) for text in texts)
+            for most in (tokens // 4, tokens // 2, tokens - 1, tokens, 2 * tokens):
+                sure = one.surely_more(texts, most)
+                assert not sure or tokens > most
+                called += sure
+            assert one.surely_more(texts, tokens // 3)
+        assert called
+        looked: list[int] = []
+        encoding = one._encoding
+        monkeypatch.setattr(
+            one,
+            "_encoding",
+            lambda text, looked=looked, encoding=encoding: (looked.append(len(text)), encoding(text))[1],
+        )
+        assert one.surely_more(["xq#9" * 10**6], 100)
+        assert sum(looked) <= 1000
+        monkeypatch.undo()
+        monkeypatch.setattr("meta_executor.engine.tokenizer._PIECE_CHARACTERS", 50)
 
 
 def test_lone_surrogates_and_odd_input(tokenizer: Tokenizer) -> None:

@@ -373,6 +373,32 @@ async def test_a_huge_prompt_is_refused_unread(make_cluster: Any) -> None:
             del cluster.service.tokenizer.encode_user_text, cluster.service.tokenizer.apply_chat_template
 
 
+async def test_a_long_prompt_is_looked_at_before_it_is_encoded(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose length would do and whose tokens are too many by far is refused by a part of it."""
+    monkeypatch.setattr("meta_executor.front.checking._LOOK_CHARACTERS", 100)
+    monkeypatch.setattr("meta_executor.front.checking._ENCODE_INLINE_CHARACTERS", 100)
+    async with make_cluster() as cluster:
+
+        def never(*_: object, **__: object) -> list[int]:
+            raise AssertionError("encoded")
+
+        tokenizer = cluster.service.tokenizer
+        text = "a" * 1900
+        assert tokenizer.tokens_at_least(text) < 400
+        assert (await cluster.complete("a" * 300, max_tokens=1)).status_code == 200
+        tokenizer.encode_user_text = tokenizer.apply_chat_template = never
+        try:
+            response = await cluster.complete(text)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+            body = {**CHAT, "messages": [{"role": "user", "content": text[:950]}] * 2}
+            response = await cluster.client.post(f"{cluster.url}/v1/chat/completions", json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        finally:
+            del tokenizer.encode_user_text, tokenizer.apply_chat_template
+
+
 async def test_other_refusals(make_cluster: Any) -> None:
     """Unknown model and route 404, wrong method 405, no JSON 400, too large 413, too many 429."""
     async with make_cluster(body_bytes_max=1000, max_requests=1) as cluster:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -187,6 +188,10 @@ def test_a_running_service(other: int, public: Path) -> None:
         hydra = listening({pid for name, pid in processes.items() if "mpiexec" in name})
         assert {address for port, address in ports.items() if port not in hydra} == {"0100007F"}, "beyond the loopback"
 
+        table = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()[1:]]
+        segments = {words[1]: words[2] for words in table if int(words[4]) in processes.values()}
+        assert not {shm for shm, mode in segments.items() if int(mode, 8) & 0o077}, "segments that the group may map"
+
         def garbage() -> int:
             for port in ports:
                 for data in (b"\x00" * 64, b"GET / HTTP/1.0\r\n\r\n", os.urandom(512)):
@@ -204,6 +209,45 @@ def test_a_running_service(other: int, public: Path) -> None:
         assert answer.status_code == 200, answer.text
         assert launcher.processes() == processes and not launcher.deaths
     assert not run.exists()
+
+
+ALONE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import httpx, test_second_user as here
+with here.service(here.Path(sys.argv[2])).started() as launcher:
+    answer = httpx.post(f"{launcher.front_url}/v1/completions", json=here.BODY, timeout=60, trust_env=False)
+    print(json.dumps([answer.status_code, sorted(here.listening(set(launcher.processes().values())))]), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_loopback_of_its_own(other: int, public: Path) -> None:
+    """As docs/security.md says: in a network namespace the service serves, and none of its ports, UCX's and MPI's included, is
+    there for the host's other users."""
+    if subprocess.run(["unshare", "--net", "ip", "link", "set", "lo", "up"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("NO COVERAGE: no network namespace can be made here")
+    inside = f"ip link set lo up && exec {sys.executable} -c '{ALONE}' {Path(__file__).parent} {public / 'base'}"
+    with subprocess.Popen(
+        ["unshare", "--net", "sh", "-c", inside], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as service_alone:
+        assert service_alone.stdin is not None and service_alone.stdout is not None
+        try:
+            status, ports = json.loads(service_alone.stdout.readline())
+
+            def reached() -> list[int]:
+                found = []
+                for port in ports:
+                    with socket.socket() as peer:
+                        if peer.connect_ex(("127.0.0.1", port)) == 0:
+                            found.append(port)
+                return found
+
+            assert status == 200 and len(ports) >= 8
+            assert as_user(other, reached) == []
+        finally:
+            service_alone.stdin.close()
+    assert service_alone.returncode == 0
 
 
 def test_what_was_planted_before_the_start(other: int, public: Path) -> None:

@@ -25,6 +25,8 @@ from meta_executor.engine.weights import ModelSource, resolve_model
 
 #: What of a template's error is repeated (characters): it may hold a client's text.
 _ECHO_MAX = 300
+#: Pieces in which a text is looked at (characters).
+_PIECE_CHARACTERS = 32 * 1024
 #: Tokens that wait to become a whole character (count), which has at most four; with each token all that wait are decoded
 #: again, and an answer may be told to make half ones for ever.
 _WAITING_MAX = 8
@@ -88,8 +90,8 @@ class Tokenizer:
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
-        #: No token stands for more characters than this; 0: not known.
-        self._characters_max = max(map(len, self._bytes_of)) if self._bytes_of else 0
+        #: No token stands for more bytes than this; 0: not known.
+        self._token_bytes_max = max(map(len, self._bytes_of)) if self._bytes_of else 0
 
     # -- where it comes from ------------------------------------------------------------------------------------------
 
@@ -329,7 +331,24 @@ class Tokenizer:
 
     def tokens_at_least(self, text: str) -> int:
         """Tokens that a text has at least (count), from its length alone: what can be refused before it is encoded."""
-        return len(text) // self._characters_max if self._characters_max else 0
+        if not self._token_bytes_max:
+            return 0
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        return size // self._token_bytes_max
+
+    def surely_more(self, texts: Iterable[str], tokens: int) -> bool:
+        """Whether texts have more than so many tokens (count) together, found out without encoding all of them.
+
+        They are encoded piece by piece until there are twice as many, which a token that was cut at the end of a piece does not
+        make up for. So a text of megabytes costs no more than what may be encoded, in time and in memory. False: perhaps not.
+        """
+        found = 0
+        for text in texts:
+            for begin in range(0, len(text), _PIECE_CHARACTERS):
+                found += len(self._encoding(text[begin : begin + _PIECE_CHARACTERS]))
+                if found > 2 * tokens:
+                    return True
+        return False
 
     # -- within -------------------------------------------------------------------------------------------------------
 
@@ -337,11 +356,13 @@ class Tokenizer:
         return [self.bos_token_id] if self._add_bos and self.bos_token_id is not None else []
 
     def _plain(self, text: str) -> list[int]:
-        if not text:
-            return []
+        return list(self._encoding(text).ids) if text else []
+
+    def _encoding(self, text: str) -> Any:
         # A lone surrogate (JSON can carry one) has no UTF-8 form; it reads as the replacement character.
         clean = text.encode("utf-8", errors="replace").decode("utf-8") if _has_surrogate(text) else text
-        return list(self._backend.encode(clean, add_special_tokens=False).ids)
+        # Unlike ``encode`` this lets go of the interpreter's lock: a thread that encodes a long text holds up nobody.
+        return self._backend.encode_batch([clean], add_special_tokens=False)[0]
 
     def _guard(self, messages: Sequence[Mapping[str, Any]]) -> str:
         used = set().union(
@@ -580,7 +601,13 @@ def _byte_alphabet() -> list[str]:
 
 
 def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -33,8 +33,11 @@ from meta_executor.front.tenants import Tenants
 from meta_executor.listener.access import Caller
 from meta_executor.listener.reading import BodyDecoder, StructureError
 
-#: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others.
-_ENCODE_INLINE_CHARACTERS = 8192
+#: Prompts of more characters are encoded in a thread, so that they do not hold up the streams of others; shorter ones take two
+#: milliseconds at most, whatever they hold.
+_ENCODE_INLINE_CHARACTERS = 2048
+#: Longer ones are looked at before they are encoded: every token takes a hundred bytes while it is made.
+_LOOK_CHARACTERS = 32 * 1024
 #: Conversations of more messages are written out in a thread as well.
 _ENCODE_INLINE_MESSAGES = 64
 #: More tokens become text in a thread, too.
@@ -358,13 +361,21 @@ class Checker:
         self, encode: Callable[[], list[int]], texts: list[str], field: str, *, inline: bool = True
     ) -> npt.NDArray[np.int32]:
         limits = self._limits()
+        most = min(limits.total, limits.prompt)
         at_least = sum(self._tokenizer.tokens_at_least(text) for text in texts)
-        if at_least > min(limits.total, limits.prompt):
+        if at_least > most:
             # Known to be too long by its length alone: a prompt of megabytes is not encoded to find that out.
             raise _too_long(field, f"more than {at_least} tokens", limits)
+        characters = sum(map(len, texts))
+
+        def looked_at() -> list[int]:
+            if characters > _LOOK_CHARACTERS and self._tokenizer.surely_more(texts, most):
+                raise _too_long(field, f"more than {most} tokens", limits)
+            return encode()
+
         try:
-            inline = inline and sum(map(len, texts)) <= _ENCODE_INLINE_CHARACTERS
-            return np.asarray(encode() if inline else await asyncio.to_thread(encode), np.int32)
+            inline = inline and characters <= _ENCODE_INLINE_CHARACTERS
+            return np.asarray(encode() if inline else await asyncio.to_thread(looked_at), np.int32)
         except EngineError as error:
             raise _invalid(field, str(error)) from error
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
+import logging
 import socket
 import ssl
 from collections.abc import Callable
 
 from meta_executor.listener.bounds import Ledger, client_of
 
+_LOG = logging.getLogger("meta_executor.listener")
 #: Where no connection can be accepted (no descriptor, no memory) it is tried again after so long (s).
 _EXHAUSTED_S = 1.0
 
@@ -40,7 +43,8 @@ class TlsEntrance:
         *,
         handshake_s: float,
     ) -> None:
-        # Of its own: the server closes its sockets while this one is still waited at.
+        self._given = listener
+        # What is waited at is closed when the waiting has ended, a moment after ``close``.
         self._listener = listener.dup()
         self._context = context
         self._make = make
@@ -48,43 +52,50 @@ class TlsEntrance:
         self._handshake_s = handshake_s
         self._shaking: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept(), name="tls-entrance")
+        self._accepting.add_done_callback(lambda _: self._listener.close())
 
     def close(self) -> None:
-        """Accept no more, and end handshakes that are under way. Idempotent."""
+        """Accept no more, close the listener, and end handshakes that are under way. Idempotent."""
+        self._given.close()
         self._accepting.cancel()
         for task in self._shaking:
             task.cancel()
 
     async def wait_closed(self) -> None:
         """Wait until no handshake is left; after :meth:`close`."""
-        await asyncio.gather(self._accepting, *self._shaking, return_exceptions=True)
+        await asyncio.wait((self._accepting, *self._shaking))
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        with self._listener:
-            while True:
-                try:
-                    connection, address = await loop.sock_accept(self._listener)
-                except OSError as error:
-                    if error.errno != errno.ECONNABORTED:
-                        await asyncio.sleep(_EXHAUSTED_S)
-                    continue
-                client = client_of(address[0])
-                if not self._ledger.shake(client):
-                    connection.close()
-                    continue
-                task = asyncio.create_task(self._shake(connection, client))
-                self._shaking.add(task)
-                task.add_done_callback(self._shaking.discard)
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno != errno.ECONNABORTED:
+                    await asyncio.sleep(_EXHAUSTED_S)
+                continue
+            client = client_of(address[0])
+            if not self._ledger.shake(client):
+                connection.close()
+                continue
+            task = asyncio.create_task(self._shake(connection))
+            self._shaking.add(task)
+            task.add_done_callback(functools.partial(self._shaken, connection, client))
 
-    async def _shake(self, connection: socket.socket, client: str) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.connect_accepted_socket(
-                self._make, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
-            )
-        except OSError:
-            # No TLS, an old one, too slow, or gone: closed by the loop already.
+    async def _shake(self, connection: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(
+            self._make, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
+        )
+
+    def _shaken(self, connection: socket.socket, client: str, task: asyncio.Task[None]) -> None:
+        self._shaking.discard(task)
+        self._ledger.shaken(client)
+        error = None if task.cancelled() else task.exception()
+        if not task.cancelled() and error is None:
+            return  # it is its protocol's from here on
+        connection.close()
+        if isinstance(error, OSError):
+            # No TLS, an old one, too slow, or gone.
             self._ledger.refused["tls_handshake"] += 1
-        finally:
-            self._ledger.shaken(client)
+        elif error is not None:
+            _LOG.error("a TLS handshake failed here", exc_info=error)

@@ -324,6 +324,8 @@ class Launcher:
         return {
             # UCX listens on every interface unless it is told.
             **({"UCX_NET_DEVICES": "lo"} if alone else {}),
+            # Its System V segments are open to this account's group whatever the umask; the POSIX ones are not.
+            "UCX_TLS": "^sysv",
             **(os.environ if world_size() is None else outside_of_a_world(os.environ)),
             "TMPDIR": str(self._directory.path / "tmp"),
             "OMP_NUM_THREADS": threads,
