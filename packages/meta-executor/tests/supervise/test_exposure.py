@@ -51,7 +51,9 @@ def test_kv_data_stays_on_the_loopback_of_a_run_that_does(monkeypatch, hostname,
     launcher = Launcher(service_config({"context_servers": {"hostname": hostname}}), say=lambda _: None)
     launcher._directory = RunDirectory.create(Path(tempfile.mkdtemp(prefix="mx")), "1")
     launcher.run = launcher._write_spec()
+    monkeypatch.delenv("UCX_TLS", raising=False)
     assert launcher._environment().get("UCX_NET_DEVICES") == devices
+    assert launcher._environment()["UCX_TLS"] == "^sysv"
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     assert launcher._environment()["UCX_NET_DEVICES"] == "eth7"
     launcher._directory.remove()
