@@ -338,11 +338,14 @@ def test_publisher_steps_back_for_a_newer_registration() -> None:
         second.restart()
         async with AsyncLeasePublisher(store, first.owner, A, 3.0) as old:
             await old.wait_registered()
+            told = asyncio.ensure_future(old.wait_superseded())
             async with AsyncLeasePublisher(store, second.owner, B, 3.0) as new:
                 await new.wait_registered()
+                assert not told.done()
                 first.owner.start_draining()  # a change that the old one would want to write
                 old.update()
-                await until(lambda: old.statistics().superseded)
+                await asyncio.wait_for(told, 3.0)
+                assert old.statistics().superseded and "another instance" in str(old.last_error)
                 await asyncio.sleep(10)
                 (value,) = (await store.snapshot("/")).items.values()
                 assert decode_registration(value).server == B

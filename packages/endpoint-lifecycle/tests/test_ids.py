@@ -98,6 +98,19 @@ def test_durable_ids_never_repeat_whatever_the_clock_and_the_restarts_do(
     assert seen == sorted(set(seen))
 
 
+@pytest.mark.parametrize("back_ms", [0, 1, 3_600_000])
+def test_a_new_run_begins_after_the_window_that_the_last_one_wrote(tmp_path: Path, back_ms: int) -> None:
+    """Whatever its clock says: not one millisecond of the window is used twice, and none is skipped behind it."""
+    clock = Clock()
+    with DurableRequestIds(tmp_path / "ids", 5, now_ms=clock, window_ms=3000) as ids:
+        last = ids.next_id()
+    clock.ms -= back_ms
+    with DurableRequestIds(tmp_path / "ids", 5, now_ms=clock, window_ms=3000) as ids:
+        first = ids.next_id()
+    assert split_request_id(last)[0] == NOW_MS
+    assert split_request_id(first) == (NOW_MS + 3000 + 1, 5, 0)
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3000), st.integers(0, 50)), min_size=1, max_size=20))
 def test_plain_ids_never_repeat_while_the_clock_goes_on_between_starts(runs: list[tuple[int, int, int]]) -> None:

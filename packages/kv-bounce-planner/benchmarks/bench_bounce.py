@@ -5,16 +5,18 @@
 Baseline, measured in turn in the same processes: gather, one NIXL write with its notification, scatter, all by memcpy.
 End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region asked for and granted, gather, write, report
 compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
-bytes are checked. The same fragments written in place, and read by the receiver (pull), are shown beside it; they take up to
-500 times as long, so they are measured in every third turn only. A side that fails or ends takes the other with it.
+bytes are checked. Where a bounce's time goes is shown part by part, in seven rows that add up to it run by run: what it takes
+beyond its limit has a place there (the clock is the host's, the same in both processes). The same fragments written in place,
+and read by the receiver (pull), are shown beside it; they take up to 500 times as long, so they are measured in every third
+turn only. A side that fails or ends takes the other with it.
 
 Posting is measured by every ``poll`` of a sender that writes 32,768 fragments directly: the longest of all polls of all runs
 of each run counts. A poll that was interrupted is told apart and shown in a row of its own: the kernel switched the thread
 out against its will (``ru_nivcsw`` of the thread rose), or the host took the core away (the thread neither ran nor waited of
 its own accord for more than 0.1 ms). In an interrupted poll the thread's processor time is what posting took of the caller, so
 that is what counts of it; of all others it is the time on the wall, waits included. First contact (an agent is made, 20 to
-400 ms) is not posting: ``introduce`` and ``spare_agents`` are for it. As serving engines do, the measured process freezes its
-garbage collector's old generation once it is set up.
+400 ms) is not posting: ``introduce`` and ``spare_agents`` are for it. As serving engines do, both processes freeze their
+garbage collector's old generation once they are set up.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ import gc
 import multiprocessing as mp
 import os
 import resource
+import select
 import tempfile
 import time
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
 
+from kv_bounce_planner.copies.gather import CopyHandle, PreparedCopy
 from kv_bounce_planner.planning import HostCopier, WriterPlan, WriterTransfer
 from kv_bounce_planner.sessions import (
     BounceArena,
@@ -48,7 +53,7 @@ from kv_bounce_planner.sessions import (
     free,
 )
 from kv_bounce_planner.sessions.identity import OperationIdentity
-from kv_bounce_planner.transports.interface import TransferJob
+from kv_bounce_planner.transports.interface import TransferJob, TransportProgress
 from measure import Figure, ratio, run_benchmark, shown
 
 TOTAL, COUNT, RUNS, SLOW_EVERY = 4 << 20, 32768, 33, 3
@@ -56,6 +61,16 @@ SIZE = TOTAL // COUNT
 ROOM = 4 * TOTAL  # fragments lie at random places of a range four times their bytes
 RECEIVER, SENDER = PeerId("gen", "g1", 0), PeerId("ctx", "c1", 0)
 KEY = b"a key for benchmarks"
+#: The parts of a bounce, in order: what lies between two of the points that are noted.
+PARTS = (
+    "until the gather begins",
+    "gather",
+    "until the write is handed over",
+    "write, until its notification is taken",
+    "until the scatter begins",
+    "scatter",
+    "until the memory is released",
+)
 #: What one turn of one step may take, on a machine that does much else (seconds).
 TURN_LIMIT_S = 60.0
 
@@ -93,15 +108,45 @@ def raw_transport(self_id: PeerId, tls: str | None, *memories: np.ndarray[Any, A
     return transport
 
 
+class TimedCopier(HostCopier):
+    """Notes when its last copy began and ended."""
+
+    began = ended = 0.0
+
+    def submit(self, prepared: PreparedCopy) -> CopyHandle:
+        self.began = time.monotonic()
+        handle = super().submit(prepared)
+        self.ended = time.monotonic()
+        return handle
+
+
+class TimedTransport(NixlTransport):
+    """Notes when its last job was handed over and its last notification taken."""
+
+    started = marked = 0.0
+
+    def start(self, job: TransferJob) -> None:
+        self.started = time.monotonic()
+        super().start(job)
+
+    def poll(self) -> TransportProgress:
+        progress = super().poll()
+        if progress.marks:
+            self.marked = time.monotonic()
+        return progress
+
+
 def receiver_main(pipe: Any, tls: str | None) -> None:
     memory, region = np.zeros(ROOM, np.uint8), np.zeros(3 * TOTAL, np.uint8)
     memory[:], region[:] = 1, 1
-    transport = NixlTransport(RECEIVER, config=NixlConfig(tls=tls))
+    transport = TimedTransport(RECEIVER, config=NixlConfig(tls=tls))
     transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, region)])
     channel = ZmqControlChannel(RECEIVER, KEY)
     channel.connect(SENDER, pipe.recv())
     arena = BounceArena(region.ctypes.data, 2 * TOTAL)  # the last third is the raw baseline's
-    receiver = Receiver(RECEIVER, SessionResources(transport, channel, arena=arena))
+    timed = TimedCopier()
+    resources = SessionResources(transport, channel, arena=arena, copier=timed, copier_errors_prove_idle=True)
+    receiver = Receiver(RECEIVER, resources)
     receiver.introduce([SENDER])
     plain = raw_transport(RECEIVER, tls, region)
     pipe.send((memory.ctypes.data, region.ctypes.data, plain.agent_info(SENDER)))
@@ -111,6 +156,8 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
     table = copier.prepare(
         region.ctypes.data + 2 * TOTAL + np.arange(COUNT, dtype=np.int64) * SIZE, plan.target_addresses, plan.sizes
     )
+    gc.collect()
+    gc.freeze()
     while True:
         while not pipe.poll():
             receiver.poll()
@@ -140,7 +187,7 @@ def receiver_main(pipe: Any, tls: str | None) -> None:
                         free(event.proven)
                     elif type(event).__name__ != "TransferSucceeded" or event.tiers[0][1] != command:
                         raise RuntimeError(f"not a {command} success: {event}")
-            pipe.send((released, receiver.statistics().get("operations_bounced", 0)))
+            pipe.send((transport.marked, timed.began, timed.ended, released))
         got = memory.reshape(-1, SIZE)[(plan.target_addresses - memory.ctypes.data) // SIZE]
         want = expected.reshape(-1, SIZE)[places(2, 0, ascending=False) // SIZE]
         others = np.ones(ROOM // SIZE, np.bool_)
@@ -162,11 +209,13 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
     child.close()  # so that the receiver's end is the pipe's end
     memory, slot = memory_of(7), np.zeros(3 * TOTAL, np.uint8)
     slot[:] = 1
-    transport = NixlTransport(SENDER, config=NixlConfig(tls=tls))
+    transport = TimedTransport(SENDER, config=NixlConfig(tls=tls))
     transport.register([MemoryRegion(m.ctypes.data, m.nbytes) for m in (memory, slot)])
     channel = ZmqControlChannel(SENDER, KEY, f"ipc://{folder}/c")
     # The first two thirds are the arena; the last is the raw baseline's staging.
-    resources = SessionResources(transport, channel, arena=BounceArena(slot.ctypes.data, 2 * TOTAL))
+    timed = TimedCopier()
+    arena = BounceArena(slot.ctypes.data, 2 * TOTAL)
+    resources = SessionResources(transport, channel, arena=arena, copier=timed, copier_errors_prove_idle=True)
     sender = Sender(SENDER, resources, SessionConfig(serves_reads=True))
     pipe.send(channel.address)
     base, region, agent = pipe.recv()
@@ -183,6 +232,8 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
         in_time(met)
     for _ in range(100):
         sender.poll()
+    answered = select.poll()
+    answered.register(pipe.fileno(), select.POLLIN)
     sources = places(2, memory.ctypes.data, ascending=False)
     plan = plan_at(base)
     transfer = transfer_from(memory.ctypes.data, plan)
@@ -190,8 +241,7 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
     copier = HostCopier()
     staging = slot.ctypes.data + 2 * TOTAL
     table = copier.prepare(sources, staging + transfer.staging_offsets, transfer.sizes)
-    names = ("gather", "write", "scatter", "raw", "bounce", "direct", "pull", "longest poll", "interrupted")
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[float]] = defaultdict(list)
 
     def raw(number: int) -> None:
         pipe.send(("raw", number))
@@ -214,9 +264,9 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
         plain.forget(operation)
         landed, scattered = pipe.recv()
         check(pipe.recv())
-        times["gather"].append(gathered - began)
-        times["write"].append(landed - gathered)
-        times["scatter"].append(scattered - landed)
+        times["raw gather"].append(gathered - began)
+        times["raw write"].append(landed - gathered)
+        times["raw scatter"].append(scattered - landed)
         times["raw"].append(scattered - began)
 
     def session(tier: str, number: int) -> None:
@@ -229,7 +279,9 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
         sender.expect(RequestKey(number, 0), 1)
         sender.ready(RequestKey(number, 0), lambda request: loan if request.pulls else transfer, claim=number)
         polls: list[tuple[float, float, int, int]] = []
-        while not pipe.poll():
+        while not answered.poll(
+            0
+        ):  # pipe.poll() makes a selector each time: ten times as dear as this, twice in a bounce
             usage, wall, cpu = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), time.thread_time()
             served += sender.poll()
             cpu, wall = time.thread_time() - cpu, time.monotonic() - wall
@@ -238,7 +290,7 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
             if len(polls) % 256 == 255:
                 in_time(began)
             os.sched_yield()
-        released, _ = pipe.recv()
+        stamps = pipe.recv()
         check(pipe.recv())
         while not any(type(event).__name__ == "RequestServed" for event in served):
             served += sender.poll()
@@ -246,7 +298,11 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
         sender.seal(RequestKey(number, 0))
         sender.poll()
         sender.forget(RequestKey(number, 0))
-        times[tier].append(released - began)
+        times[tier].append(stamps[-1] - began)
+        if tier == "bounce":
+            points = (began, timed.began, timed.ended, transport.started, *stamps)
+            for part, since, until in zip(PARTS, points, points[1:]):
+                times[part].append(until - since)
         if tier == "direct":
             counted = []
             for wall, cpu, against, own in polls:
@@ -293,8 +349,10 @@ def link(name: str, tls: str | None) -> list[Figure]:
         against("pull", times["direct"], None, "direct"),
     ]
     figures += [
-        shown(f"{step} alone, {name}", times[step], unit="ms", scale=1e3) for step in ("gather", "write", "scatter")
+        shown(f"{step} alone, {name}", times[f"raw {step}"], unit="ms", scale=1e3)
+        for step in ("gather", "write", "scatter")
     ]
+    figures += [shown(f"of a bounce: {part}, {name}", times[part], unit="ms", scale=1e3) for part in PARTS]
     figures.append(
         shown(f"longest poll of a run that posts 32,768 fragments, {name}", times["longest poll"], unit="ms", scale=1e3)
     )

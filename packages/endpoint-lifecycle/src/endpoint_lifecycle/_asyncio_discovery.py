@@ -370,6 +370,7 @@ class AsyncLeasePublisher:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
+        self._ousted = asyncio.Event()
         self._registrations = 0
         self._keep_alives = 0
         self._failures = 0
@@ -397,6 +398,13 @@ class AsyncLeasePublisher:
         await _wait(self._done, timeout_s, "no registration", lambda: self.last_error)
         if self._superseded:
             raise ProtocolViolation(f"{self._owner.owner_id}: superseded by another instance") from self.last_error
+
+    async def wait_superseded(self) -> None:
+        """Until another instance has registered as this owner: no router finds this one any more, and it ends or is named anew.
+
+        ``last_error`` says so as well; waiting for it is how a host is told after the first registration.
+        """
+        await self._ousted.wait()
 
     def update(self) -> None:
         """The owner's record changed (draining): write it now instead of at the next keep-alive."""
@@ -442,6 +450,7 @@ class AsyncLeasePublisher:
             self._value = None
             self.last_error = ProtocolViolation(f"{self._key} is registered by another instance")
             self._done.set()
+            self._ousted.set()
             await self._store.revoke(self._lease)
             self._lease = 0
             return

@@ -474,6 +474,18 @@ def test_the_last_frames_of_a_dead_process_bring_nothing_of_it_back(make_lab, he
     assert not lab.receiver._strangers and lab.receiver._channel.disconnected[-1] == dead.self_id
 
 
+def test_a_dead_process_that_cannot_be_answered_is_forgotten_at_once(make_lab):
+    """Its connection is gone when its last hello is read: there is nobody to wait for, and nothing stays of its link."""
+    lab = make_lab(1, linked=True)
+    dead = other_of(lab)
+    dead.introduce([lab.peer])
+    dead.poll()
+    bury(lab, dead.self_id)
+    lab.network.cut(lab.peer, dead.self_id)
+    assert lab.run(1, senders=[]) == [] and lab.receiver.statistics()["of_the_dead"] == 1
+    assert not lab.receiver._strangers and lab.receiver._channel.disconnected == [dead.self_id]
+
+
 def test_an_answer_that_a_dead_process_sent_before_is_no_sign_of_life(make_lab):
     """It names our session, which it heard of while it lived: only what it says after it was asked again counts."""
     lab = make_lab(1)

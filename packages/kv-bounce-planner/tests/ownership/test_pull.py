@@ -12,14 +12,18 @@ from kv_bounce_planner.sessions import (
     ExpectedOperation,
     ExposureLedger,
     Loan,
+    OperationIdentity,
     PeerEvidence,
+    PeerId,
     Receiver,
     RequestKey,
     SessionConfig,
     SessionResources,
+    TransferIdentity,
     free,
 )
 from kv_bounce_planner.sessions import receiver as receiver_module
+from kv_bounce_planner.sessions.core import Resolve, Resolved
 from kv_bounce_planner.sessions.messages import (
     PAYLOAD_BYTES_MAX,
     BounceGrant,
@@ -34,6 +38,14 @@ from kv_bounce_planner.sessions.messages import (
     decode_frame,
 )
 from kv_bounce_planner.sessions.proof import ProofKind, WriteExecutor
+from kv_bounce_planner.sessions.receive_core import (
+    MessageArrived,
+    OperationSpec,
+    Published,
+    ReceiveTransfer,
+    StartRead,
+)
+from kv_bounce_planner.sessions.states import ReceiveState
 from kv_bounce_planner.transports.interface import TransferJob
 
 KEY = RequestKey(1, 0)
@@ -303,6 +315,20 @@ def rebuilt(lab, transport):
     return Receiver(lab.peer, resources, lab.config, ledger=ExposureLedger())
 
 
+def test_a_session_made_again_stops_reads_that_nobody_asks_it_about(make_lab):
+    """The source's process stands still, so no recall comes: the new session finds what its transport reads, and stops it."""
+    gate = Gate()
+    lab = make_lab(1, executor=WriteExecutor.SENDER, landing=gate, parts_max=1)
+    reading(lab, 4)
+    lab.receiver = rebuilt(lab, lab.receiver._transport)
+    lab.open(2)
+    lab.run(2, senders=[])
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and "earlier session" in lab.events[0].reason
+    gate.verdict = "land"
+    lab.run(20, senders=[])
+    assert 0 < len(lab.world.landed) < 8, "stopped before all was begun"
+
+
 def test_a_session_made_again_gives_back_what_its_predecessor_was_lent(make_lab):
     """The same agent read it, so the new session can tell: not before the read has ended, and then nothing is quarantined."""
     gate = Gate()
@@ -410,6 +436,20 @@ def test_of_two_offers_the_first_is_read(make_lab):
     lab.inject(lab.senders[0].self_id, lab.peer, ReadOffer(operation, "DRAM", 0, b"other blocks"))
     lab.run()
     assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place() and len(asked) == 1
+
+
+def test_of_two_offers_before_its_plan_one_is_planned():
+    """The core asks for one plan, however often the loan is offered before the planner has answered."""
+    operation = OperationIdentity(TransferIdentity(1, 0, "g1", 0), 0, 0)
+    request = ReceiveRequest(operation, "c1", 8, b"", False, True, "kv", "DRAM", 0, b"")
+    spec = OperationSpec(operation, PeerId("ctx", "c1", 0), request)
+    core = ReceiveTransfer(operation.transfer, [spec], required=frozenset(), drain_deadline_s=1.0)
+    core.step(Published(), 0.0)
+    offer = MessageArrived(ReadOffer(operation, "DRAM", 0, b"blocks"))
+    assert core.step(offer, 0.0) == (Resolve(operation),)
+    assert core.step(offer, 0.0) == ()
+    assert core.step(Resolved(operation), 0.0) == (StartRead(operation),)
+    assert core.step(offer, 0.0) == () and core.state_of(operation) is ReceiveState.READING
 
 
 def test_a_reader_that_gives_a_loan_back_unread_has_cancelled(make_lab):

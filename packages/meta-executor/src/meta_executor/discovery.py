@@ -213,7 +213,13 @@ class Registration:
             async with publisher:
                 await publisher.wait_registered(STORE_TIMEOUT_S)
                 self._registered.set_result(None)
+                ousted = asyncio.create_task(self._watch(publisher))
                 await self._ended.wait()
+                ousted.cancel()
+
+    async def _watch(self, publisher: AsyncLeasePublisher) -> None:
+        await publisher.wait_superseded()
+        _LOG.warning("%s is registered by another process: fronts send nothing here any more", self._owner.owner_id)
 
     def update(self) -> None:
         """The owner's record has changed: write it now, not only when the lease is next kept alive. Any thread."""

@@ -112,6 +112,19 @@ def test_a_registration_stands_while_its_instance_lives(tmp_path: Path) -> None:
     assert asyncio.run(found()) == []
 
 
+def test_an_instance_whose_name_another_process_took_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would serve on and wonder why nobody comes: its log names what happened."""
+    run = run_spec(tmp_path / "run", str(tmp_path / "registry"), lease_s=0.5)
+    first = Registration(run, published(), "http://127.0.0.1:8101")
+    second = Registration(run, published(), "http://127.0.0.1:8102")
+    deadline = time.monotonic() + 20
+    while "ctx-0 is registered by another process" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    first.close()
+    second.close()
+
+
 def test_a_drain_is_registered_when_it_begins(tmp_path: Path) -> None:
     """Fronts pick it no more from then on; the lease, kept alive every third of its time, would tell them much later."""
     run = run_spec(tmp_path / "run", str(tmp_path / "registry"), lease_s=3600.0)

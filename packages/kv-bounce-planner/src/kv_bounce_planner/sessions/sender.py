@@ -252,16 +252,20 @@ class Sender(Shell[_Send]):
             self._copies,
             self._post_writes,
             self._flush,  # a report travels while its write is posted: the notifications are the proof, not the report
+            self._ahead_of_grants,
             self._progress,
             self._tick,
             self._watch_links,
             self._flush,
-            self._ahead_of_grants,
         )
 
     def _ahead_of_grants(self) -> None:
+        """Gather while the wish for a region travels. Mostly the grant is there by then: the write follows in this poll."""
         if self._prepare():
-            self._copies()  # ahead of the grant, so now: the grant is under way
+            self._copies()
+            self._receive()
+            self._post_writes()
+            self._flush()
 
     def drain(self) -> DrainReport:
         """What is still owned."""
