@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_bounce_planner._errors import LocalProtocolError
-from kv_bounce_planner.planning import TransportError
+from kv_bounce_planner.planning import HostCopier, TransportError
 from kv_bounce_planner.sessions import (
     BounceArena,
     CapacityExceeded,
@@ -354,6 +354,25 @@ def test_without_gathering_ahead_a_slot_is_taken_only_after_the_grant(make_lab):
     lab.network.let(lab.peer, lab.senders[0].self_id)
     assert lab.run() == ["TransferSucceeded", "MemoryReleased"]
     assert lab.senders[0]._arena.statistics().held_bytes == 0
+
+
+def test_a_grant_that_comes_while_the_gather_runs_is_used_in_the_same_poll(make_lab):
+    """The write does not wait for a turn of the host's loop."""
+    lab = make_lab(1)
+    sender = lab.senders[0]
+
+    class Meanwhile(HostCopier):
+        def submit(self, prepared):
+            lab.run(1, senders=[])
+            return super().submit(prepared)
+
+    sender._copier = Meanwhile()
+    (operation,) = lab.open(tier="bounce")
+    lab.run(3)
+    lab.ready()
+    sender.poll()
+    assert sender.state_of(operation) in ("POSTING", "IN_FLIGHT") and len(answers(lab, WriterResult)) == 1
+    assert lab.run() == ["TransferSucceeded", "MemoryReleased"] and lab.in_place()
 
 
 def test_a_free_slot_is_gathered_into_while_the_region_is_asked_for(make_lab):
