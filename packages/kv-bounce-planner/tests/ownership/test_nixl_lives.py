@@ -240,6 +240,15 @@ OF_PEERS = (
 )  # fmt: skip
 
 
+def grown(baseline, census):
+    """What there is more of than before, beyond what comes and goes."""
+    return {
+        each: census[each]
+        for each, spare in {"files": 2, "threads": 1}.items()
+        if census[each] > baseline[each] + spare
+    }
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("killed", "transport", "tiers", "lives"),
@@ -309,4 +318,11 @@ def test_peers_that_die_leave_everything_as_it_was(make_peer, together, killed, 
             released = 0
         if life == min(lives // 2, 20):
             baseline = census
-    assert census["files"] <= baseline["files"] + 2 and census["threads"] <= baseline["threads"] + 1, (baseline, census)
+    for _ in range(
+        100
+    ):  # UCX closes what it had to a dead peer when it next looks at it, which is later on a busy machine
+        if grown(baseline, census) == {}:
+            break
+        survivor("poll", seconds=0.2)
+        census = survivor("census")
+    assert grown(baseline, census) == {}, (baseline, census)
