@@ -240,7 +240,7 @@ for _kind in _stage_kinds():
 
 @nox.session(python=False)
 def clients(session: nox.Session) -> None:
-    """Other people's clients and tools against the service: openai, curl, litellm, schemathesis, aiperf (needs the index)."""
+    """Other people's clients and load tools against the service: openai, curl, litellm, … (needs the index)."""
     shared_environment(session)
     python(session, "tools/clients.py", *session.posargs)
 

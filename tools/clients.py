@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache" / "clients"
 PROGRAMS = ROOT / "tools" / "client_programs"
+CONSTRAINTS = ROOT / "constraints.txt"
 #: For an installation, and for a client's run (s).
 INSTALL_S, RUN_S = 600, 300
 #: For the service's drain (s), and what is kept of what it said (lines).
@@ -62,11 +63,13 @@ class Client:
 
     Attributes:
         package: In the package index; "" where nothing is installed.
+        pinned: Further packages, at the versions of ``constraints.txt``: of torch a small build.
         command: Words; PYTHON, BIN, URL, MODEL and TOKENIZER stand for what they say.
     """
 
     package: str
     command: tuple[str, ...]
+    pinned: tuple[str, ...] = ()
 
 
 CLIENTS = {
@@ -91,10 +94,13 @@ CLIENTS = {
             "--ui", "none",
         ),
     ),
+    "guidellm": Client(
+        "guidellm", ("PYTHON", str(PROGRAMS / "with_guidellm.py"), "URL", "MODEL", "TOKENIZER"), pinned=("torch",)
+    ),
 }  # fmt: skip
 
 
-def environment_of(name: str, package: str) -> Path | None:
+def environment_of(name: str, client: Client) -> Path | None:
     """The client's interpreter; None where it cannot be installed, with the reason said."""
     folder = CACHE / name
     python = folder / "bin" / "python"
@@ -103,10 +109,11 @@ def environment_of(name: str, package: str) -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     try:
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True, timeout=INSTALL_S)
-        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", package]
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", client.package]
+        install += [line for line in CONSTRAINTS.read_text("utf-8").split() if line.split("==")[0] in client.pinned]
         subprocess.run(install, check=True, capture_output=True, text=True, timeout=INSTALL_S)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"{name}: {package} cannot be installed: {str(getattr(error, 'stderr', '') or error)[-300:]}")
+        print(f"{name}: {client.package} cannot be installed: {str(getattr(error, 'stderr', '') or error)[-300:]}")
         return None
     (folder / "installed").touch()
     return python
@@ -178,7 +185,7 @@ def run(name: str, url: str, model: str, folder: Path) -> str:
             return "NO COVERAGE"
         return "passed" if run_curl(url, model) else "FAILED"
     client = CLIENTS[name]
-    python = environment_of(name, client.package)
+    python = environment_of(name, client)
     if python is None:
         return "NO COVERAGE"
     # aiperf takes an absolute path for a name in a hub.

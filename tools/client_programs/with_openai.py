@@ -31,6 +31,12 @@ def main() -> None:
     check("log probabilities of each token", all(len(c.logprobs.tokens) <= 4 for c in several.choices))
     told = client.chat.completions.create(model=model, messages=messages, max_tokens=3, logprobs=True, top_logprobs=2)  # type: ignore[call-overload]
     check("log probabilities of a chat", all(len(one.top_logprobs) >= 1 for one in told.choices[0].logprobs.content))
+    echo = client.completions.create(model=model, prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    told_of = echo.choices[0].logprobs.token_logprobs
+    check(
+        "log probabilities of an echoed prompt",
+        len(told_of) == 3 and told_of[0] is None and echo.choices[0].text == "abc",
+    )
     extra = client.completions.create(model=model, prompt="a", max_tokens=4, extra_body={"top_k": 5, "min_tokens": 4})
     check("extra_body reaches the sampler", extra.usage.completion_tokens == 4)
     for error, fields in (
