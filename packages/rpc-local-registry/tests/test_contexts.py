@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 from typing import Any
 
 import pytest
+import zmq
 
-from rpc_local_registry import RpcClient, RpcConfig, RpcConnectionError, RpcServer, new_key, rpc_method
+from rpc_local_registry import (
+    RpcAddressError,
+    RpcClient,
+    RpcConfig,
+    RpcConnectionError,
+    RpcServer,
+    new_key,
+    rpc_method,
+)
 from rpc_local_registry import _zmq as links
 from rpc_local_registry._zmq import Link
 from rpc_local_registry.testing import eventually
@@ -121,3 +131,57 @@ def test_a_borrower_is_told_to_hurry_until_the_socket_is_back(key: bytes) -> Non
                 link.calm()
         finally:
             link.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs a table of descriptors")
+@pytest.mark.parametrize("step", ["first", "socket", "second", "option", "gate", "monitor"])
+def test_a_link_that_is_half_made_leaves_nothing(key: bytes, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever there is no descriptor for; the server's context ends with its last whole link, and the error is ours."""
+    none_left = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    eventfd, made = os.eventfd, iter(range(1 << 20))
+
+    def few(*arguments: int) -> int:
+        if next(made) == (step == "second"):
+            raise none_left
+        return eventfd(*arguments)
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with RpcServer(Worker(), "ipc://", key) as server:
+        shared = context_of(server)
+        RpcClient(server.address, key).close()
+        before, links_before = descriptors(), shared._links
+
+        def attempt() -> None:
+            nonlocal made
+            for _ in range(3):
+                made = iter(range(1 << 20))
+                if step != "gate":
+                    with pytest.raises(RpcConnectionError, match="Too many open files"):
+                        Link.connect(server.address, RpcConfig())
+                made = iter(range(1 << 20))
+                with pytest.raises(RpcAddressError, match="Too many open files"):
+                    Link.bind("ipc://", RpcConfig(), admit=lambda *_: True)
+
+        with monkeypatch.context() as patch:
+            if step in ("first", "second"):
+                patch.setattr(os, "eventfd", few)
+            else:
+                owner, name = {
+                    "socket": (zmq.Context, "socket"),
+                    "option": (Link, "_set_options"),
+                    "gate": (Link, "_answer_gate"),
+                    "monitor": (zmq.Socket, "get_monitor_socket"),
+                }[step]
+                patch.setattr(owner, name, refuse)
+            attempt()
+        assert shared._links == links_before
+        eventually(lambda: descriptors() <= before, PATIENCE_S)
+        with RpcClient(server.address, key) as client:
+            assert client.ok().remote(timeout_s=PATIENCE_S) == os.getpid()
+    assert shared.zmq.closed

@@ -31,11 +31,16 @@ from rpc_local_registry.testing import eventually
 class Worker:
     def __init__(self) -> None:
         self.gate = threading.Event()
+        self.last_gate = threading.Event()
         self.source: StreamSource[int] = StreamSource()
 
     @rpc_method
     def wait(self) -> bool:
         return self.gate.wait(30)
+
+    @rpc_method
+    def wait_longer(self) -> bool:
+        return self.last_gate.wait(30)
 
     @rpc_method(non_blocking=True)
     def echo(self, value: int) -> int:
@@ -72,6 +77,7 @@ def worker() -> Iterator[Worker]:
     made = Worker()
     yield made
     made.gate.set()
+    made.last_gate.set()
 
 
 @pytest.fixture
@@ -165,6 +171,34 @@ class TestOnTheClientsOwnThread:
         assert other[0].result(timeout=30) == 2
         assert remote.echo(3).remote(timeout_s=30) == 3
         assert remote.statistics().pending == 0
+
+    def test_another_futures_outcome_is_refused(self, worker: Worker, remote: RpcClient) -> None:
+        """Only while it is not here, and only to who would wait; its call goes on."""
+        told: list[Any] = []
+        other = remote.wait_longer().remote_future(timeout_s=60)
+
+        def look(_: object) -> None:
+            for ask in (other.result, other.exception):
+                for timeout_s in (None, 60, 0):
+                    try:
+                        told.append(ask(timeout_s))
+                    except RpcUsageError as error:
+                        told.append((RpcUsageError, error.nothing_ran))
+                    except TimeoutError:
+                        told.append(TimeoutError)
+
+        def look_on_io_thread(count: int) -> None:
+            worker.gate.clear()
+            remote.wait().remote_future().add_done_callback(look)
+            worker.gate.set()
+            eventually(lambda: len(told) == count)
+
+        look_on_io_thread(6)
+        assert told == [(RpcUsageError, False), (RpcUsageError, False), TimeoutError] * 2
+        worker.last_gate.set()
+        assert other.result(timeout=30) is True
+        look_on_io_thread(12)
+        assert told[6:] == [True] * 3 + [None] * 3
 
     def test_a_streams_next_item_is_refused(self, worker: Worker, remote: RpcClient) -> None:
         """Only while there is none; the stream goes on."""

@@ -163,7 +163,8 @@ class Call(Generic[_R]):
     def remote_future(self, timeout_s: float | None = None) -> Future[_R]:
         """Call and return a ``concurrent.futures.Future``; its ``cancel`` reaches the server.
 
-        Callbacks of the future run on the client's I/O thread and must not block. On the local path the future is done.
+        Callbacks of the future run on the client's I/O thread and must not block: what waits there for another future's outcome
+        is refused. On the local path the future is done.
         """
         method = self._method
         core = method.core
@@ -181,6 +182,7 @@ class Call(Generic[_R]):
         pending = FuturePending(method.decoder, method.name)
         engine = core.live_engine()
         pending.future.anchor = method.handle
+        pending.future.brought_here = engine.on_own_thread
         pending.future.abandon = lambda: engine.abandon(pending.call_id)
         try:
             self._submit(engine, wire.CALL, pending, timeout_s)

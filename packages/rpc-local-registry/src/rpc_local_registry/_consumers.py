@@ -150,7 +150,7 @@ class RemoteStream(RpcStream[Any]):
         """
         if not len(self._inbox):
             self._make_room(self._pending.next_index, self._pending.received_bytes)
-            if self._engine.on_own_thread and not self._inbox.closed:
+            if self._engine.on_own_thread() and not self._inbox.closed:
                 raise RpcStreamingError(
                     f"{self.text}: a callback on the client's I/O thread cannot wait for an item: "
                     "use deliver_to, or another thread"

@@ -134,6 +134,30 @@ class RpcFuture(Future[_T]):
     abandon: Callable[[], bool] | None = None
     #: Keeps the client alive.
     anchor: object = None
+    #: Whether this thread is the one that brings the outcome.
+    brought_here: Callable[[], bool] | None = None
+
+    def result(self, timeout: float | None = None) -> _T:
+        """See ``concurrent.futures``.
+
+        Raises:
+            RpcUsageError: In a callback on the client's I/O thread, and the outcome is not here; the call goes on.
+        """
+        self._refuse_to_wait(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See ``concurrent.futures``; raises as :meth:`result` does."""
+        self._refuse_to_wait(timeout)
+        return super().exception(timeout)
+
+    def _refuse_to_wait(self, timeout: float | None) -> None:
+        brought_here = self.brought_here
+        if brought_here is not None and (timeout is None or timeout > 0) and not self.done() and brought_here():
+            raise RpcUsageError(
+                "a callback on the client's I/O thread cannot wait for a future's outcome: "
+                "use add_done_callback, or another thread"
+            )
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
         """See ``concurrent.futures``; what the callback raises ends nothing but the callback."""
@@ -149,7 +173,7 @@ class RpcFuture(Future[_T]):
         # Ours alone from here on: nobody else will end it. Whoever waits in ``concurrent.futures.wait`` is told as well.
         super().cancel()
         self.set_running_or_notify_cancel()
-        self.abandon = None
+        self.abandon = self.brought_here = None
         return True
 
 
@@ -174,7 +198,7 @@ class FuturePending(Pending):
         finally:
             # Not before: who cancels meanwhile must find the call gone. Without it the two would keep each other, and
             # whatever the future's callbacks hold, until a collection.
-            self.future.abandon = None
+            self.future.abandon = self.future.brought_here = None
 
 
 class StreamPending(Pending):
@@ -308,7 +332,6 @@ class Engine:
         """Start the I/O thread; the handshake begins."""
         start_thread(self._thread)
 
-    @property
     def on_own_thread(self) -> bool:
         """Whether this is the I/O thread: what is waited for here never comes."""
         return self._thread is threading.current_thread()
@@ -337,10 +360,11 @@ class Engine:
                 return
             if not pending.call_id:
                 # Not before: while the socket is lent no callback runs on that thread.
-                if self.on_own_thread:
+                if self.on_own_thread():
                     raise RpcUsageError(
                         f"{pending.text}: a callback on the client's I/O thread cannot wait for an answer: "
-                        "use remote_future, or another thread"
+                        "use remote_future, or another thread",
+                        nothing_ran=True,
                     )
                 self.submit(wire.CALL, pending, payload, flags, timeout_s, timed=False)
             left_s = -1.0 if deadline_s is None else max(0.0, deadline_s - time.monotonic())

@@ -69,9 +69,14 @@ class RpcStreamingError(RpcError):
 
 
 class RpcUsageError(RpcError, RuntimeError):
-    """A blocking call in a callback on the client's I/O thread, which would have to bring the answer. Nothing was sent."""
+    """A callback on the client's I/O thread would wait for what that thread has to bring: an answer, or a future's outcome.
 
-    nothing_ran = True
+    Of a call nothing was sent; that of a future goes on.
+    """
+
+    def __init__(self, message: str, *, nothing_ran: bool = False) -> None:
+        super().__init__(message)
+        self.nothing_ran = nothing_ran
 
 
 class RpcRemoteError(RpcError):

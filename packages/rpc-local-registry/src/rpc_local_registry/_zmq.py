@@ -7,6 +7,7 @@ protocol instead.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -215,6 +216,13 @@ _contexts_lock = threading.Lock()
 _contexts: dict[str, _Context] = {}
 
 
+def _wake_up(undo: contextlib.ExitStack) -> int:
+    """A descriptor whose writer wakes whoever polls it."""
+    descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    undo.callback(os.close, descriptor)
+    return descriptor
+
+
 class Link:
     """One socket with its wake-up descriptor and monitor."""
 
@@ -227,7 +235,6 @@ class Link:
         context: _Context | None = None,
         admit: Admit | None = None,
     ) -> None:
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_pending = False
         self._wake_lock = threading.Lock()
         self._closed = False
@@ -239,20 +246,45 @@ class Link:
         #: Descriptor that listens, for a forked child to close; -1 before ``bind`` and for in-process sockets.
         self.listener_fd = -1
         self.address = ""
-        _links.add(self)
         self._context = context
         self._admit = admit
         self._gate: zmq.Socket[bytes] | None = None
         self._gate_fd = -1
-        self._socket: zmq.Socket[bytes] = (zmq.Context.instance() if context is None else context.zmq).socket(kind)
-        socket: zmq.Socket[bytes] = self._socket
+        self._routed = kind == zmq.ROUTER
+        #: The first frame of a message that a borrower received and that is not yet read.
+        self._seen: deque[bytes] = deque()
+        # Descriptors run out, and then any of the following fails: what was opened before it is closed, the last one first.
+        with contextlib.ExitStack() as undo:
+            if context is not None:
+                undo.callback(context.leave)
+            self._wake_fd = _wake_up(undo)
+            self._socket: zmq.Socket[bytes] = (zmq.Context.instance() if context is None else context.zmq).socket(kind)
+            undo.callback(self._socket.close, linger=0)
+            self._set_options(config)
+            # The binding's poll without its wrapper, which costs as much again.
+            self._sources: list[tuple[Any, int]] = [(self._socket, _POLLIN), (self._wake_fd, _POLLIN)]
+            self._parked = select.poll()
+            self._parked.register(self._wake_fd, select.POLLIN)
+            # What a borrower of the socket waits for: a message, or that the socket's owner wants it back. Not for a short time
+            # in the socket itself: a timer that soon costs more than all of this package's part in a round trip.
+            self._hurry_fd = _wake_up(undo)
+            self._borrowed: list[tuple[Any, int]] = [(self._socket, _POLLIN), (self._hurry_fd, _POLLIN)]
+            if context is not None and admit is not None:
+                self._open_gate(context.zmq, undo)
+            if monitored:
+                self._open_monitor(undo)
+            undo.pop_all()
+        _links.add(self)
+
+    def _set_options(self, config: RpcConfig) -> None:
+        socket = self._socket
         socket.setsockopt(zmq.LINGER, 0)
         # Bounded by calls, bytes and credit in the protocol above; a drop at a high-water mark would break the
         # sequence.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, config.message_bytes_max + 65536)
-        if context is None or admit is not None:
+        if self._context is None or self._admit is not None:
             # Not beside the server: what would freeze one of the two freezes both.
             socket.setsockopt(zmq.HEARTBEAT_IVL, _option_milliseconds(config.heartbeat_s))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _option_milliseconds(config.peer_timeout_s))
@@ -261,37 +293,28 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, 10)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         socket.copy_threshold = _COPY_BYTES_MAX
-        self._routed = kind == zmq.ROUTER
         if self._routed:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        #: The first frame of a message that a borrower received and that is not yet read.
-        self._seen: deque[bytes] = deque()
-        # The binding's poll without its wrapper, which costs as much again.
-        self._sources: list[tuple[Any, int]] = [(socket, _POLLIN), (self._wake_fd, _POLLIN)]
-        self._parked = select.poll()
-        self._parked.register(self._wake_fd, select.POLLIN)
-        # What a borrower of the socket waits for: a message, or that the socket's owner wants it back. Not for a short time in
-        # the socket itself: a timer that soon costs more than all of this package's part in a round trip.
-        self._hurry_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._borrowed: list[tuple[Any, int]] = [(socket, _POLLIN), (self._hurry_fd, _POLLIN)]
-        if context is not None and admit is not None:
-            self._open_gate(context.zmq)
-        if monitored:
-            self._monitor = socket.get_monitor_socket(
-                zmq.Event.CONNECTED
-                | zmq.Event.ACCEPTED
-                | zmq.Event.DISCONNECTED
-                | zmq.Event.CLOSED
-                | zmq.Event.LISTENING
-                | zmq.Event.HANDSHAKE_FAILED_AUTH
-                | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-            )
-            # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
-            self._sources.append((int(self._monitor.getsockopt(zmq.FD)), _POLLIN))
-            self.events()
 
-    def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _open_monitor(self, undo: contextlib.ExitStack) -> None:
+        undo.callback(self._socket.disable_monitor)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.Event.CONNECTED
+            | zmq.Event.ACCEPTED
+            | zmq.Event.DISCONNECTED
+            | zmq.Event.CLOSED
+            | zmq.Event.LISTENING
+            | zmq.Event.HANDSHAKE_FAILED_AUTH
+            | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+        )
+        undo.callback(self._monitor.close, linger=0)
+        # Its descriptor, not the socket: polled at a third of the cost, and ``events`` always reads it empty.
+        self._sources.append((int(self._monitor.getsockopt(zmq.FD)), _POLLIN))
+        self.events()
+
+    def _open_gate(self, context: zmq.Context[zmq.Socket[bytes]], undo: contextlib.ExitStack) -> None:
         self._gate = gate = context.socket(zmq.REP)
+        undo.callback(gate.close, linger=0)
         gate.setsockopt(zmq.LINGER, 0)
         gate.bind(_GATE_ADDRESS)
         self._gate_fd = int(gate.getsockopt(zmq.FD))
@@ -319,13 +342,19 @@ class Link:
 
         Args:
             ticket: Name and password that a server behind a gate wants to see; unused in-process.
+
+        Raises:
+            RpcConnectionError: There is no descriptor left for it, or libzmq refuses the address.
         """
-        link = cls(
-            zmq.DEALER,
-            config,
-            monitored=not address.startswith("inproc://"),
-            context=_Context.of_server(address),
-        )
+        try:
+            link = cls(
+                zmq.DEALER,
+                config,
+                monitored=not address.startswith("inproc://"),
+                context=_Context.of_server(address),
+            )
+        except (OSError, zmq.ZMQError) as error:
+            raise RpcConnectionError(f"cannot connect to {address}: {error}") from error
         try:
             if ticket is not None and not address.startswith("inproc://"):
                 link._socket.setsockopt_string(zmq.PLAIN_USERNAME, ticket[0])
@@ -349,17 +378,20 @@ class Link:
 
         Raises:
             RpcAddressInUse: Somebody alive serves the address.
-            RpcAddressError: The address cannot be bound.
+            RpcAddressError: The address cannot be bound, or there is no descriptor left for it.
         """
         outside = not address.startswith("inproc://")
         gated = outside and admit is not None
-        link = cls(
-            zmq.ROUTER,
-            config,
-            monitored=outside,
-            context=_Context() if gated else None,
-            admit=admit if gated else None,
-        )
+        try:
+            link = cls(
+                zmq.ROUTER,
+                config,
+                monitored=outside,
+                context=_Context() if gated else None,
+                admit=admit if gated else None,
+            )
+        except (OSError, zmq.ZMQError) as error:
+            raise RpcAddressError(f"cannot bind {address}: {error}") from error
         try:
             if address.startswith("ipc://"):
                 link._bind_ipc(address)
