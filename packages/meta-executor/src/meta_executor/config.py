@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
@@ -447,12 +447,28 @@ def service_config(data: object) -> ServiceConfig:
 #: Keys of the field's files that stand at the top and belong elsewhere here.
 _MOVED = {"model": ("engine", "model")}
 _ROLES = ("context_servers", "generation_servers")
+#: What other servers of the field have and this one has elsewhere or not at all: what to do about it.
+_ELSEWHERE = {
+    "backend": "there is one engine, engine.kind: leave it out",
+    "cuda_graph_config": "has no counterpart here: leave it out",
+    "disable_overlap_scheduler": "steps always overlap with the host's work: leave it out",
+    "disagg_cluster": "it is discovery.store here",
+    "enable_chunked_prefill": "prompts beyond max_num_tokens are always computed in chunks: leave it out",
+    "free_gpu_memory_fraction": "it is kv_cache_config.free_gpu_memory_fraction",
+    "max_retries": "what an instance certainly has not received is sent to another by itself: leave it out",
+    "max_tokens_in_buffer": "transfers have arenas, bounce_arena_mib: leave it out",
+    "node_id": "ids need no configuration: leave it out",
+    "perf_metrics_max_requests": "it is front.perf_metrics_max_requests here",
+    "return_perf_metrics": "front.perf_metrics_max_requests above 0 switches them on here",
+    "use_tokens": "among instances front.context_router and front.generation_router choose, which have it",
+}
 #: Settings of a section that mean nothing at the top.
 _OWN = {"urls", "num_instances", "advertised_host"}
 
 
 def _spread(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The field's files name some settings once at the top: the model, and what both roles share. Each goes to its place.
+    """The field's files name some settings once at the top: the model, and what both roles share. Each goes to its place; an
+    instance's address may lack its scheme.
 
     Raises:
         ConfigError: It is there already, with another value.
@@ -474,7 +490,16 @@ def _spread(data: Mapping[Any, Any]) -> dict[Any, Any]:
             spread[section_name] = {**section, name: data[key]}
         if places:
             del spread[key]
+    for role in _ROLES:
+        section = spread.get(role)
+        if isinstance(section, Mapping) and isinstance(urls := section.get("urls"), (list, tuple)):
+            spread[role] = {**section, "urls": [_with_scheme(url) for url in urls]}
     return spread
+
+
+def _with_scheme(url: Any) -> Any:
+    """An address as the field's files have it, HOST:PORT; what is something else is told later."""
+    return f"http://{url}" if isinstance(url, str) and re.fullmatch(r"[^/\s:]{1,255}:[0-9]{1,5}", url) else url
 
 
 def apply_environment(config: ServiceConfig, environ: Mapping[str, str]) -> ServiceConfig:
@@ -541,8 +566,11 @@ def _refuse_unknown_keys(data: Mapping[Any, Any], section: type[_Section], at: s
         name = f"{at}{key}"
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.5)
-            hint = f"; did you mean {at}{near[0]}?" if near else f"; known here: {', '.join(sorted(fields))}"
-            raise ConfigError(name, f"unknown key{hint}")
+            if key in _ELSEWHERE:
+                hint = _ELSEWHERE[key]
+            else:
+                hint = f"did you mean {at}{near[0]}?" if near else f"known here: {', '.join(sorted(fields))}"
+            raise ConfigError(name, f"unknown key; {hint}")
         inner = _section_of(fields[key])
         if inner is not None and isinstance(value, Mapping):
             _refuse_unknown_keys(value, inner, f"{name}.")
@@ -557,7 +585,24 @@ def _named(error: msgspec.ValidationError, data: Mapping[Any, Any]) -> ConfigErr
         if not isinstance(value, Mapping) or part not in value:
             break
         value = value[part]
+    if choices := _choices(path):
+        also = (
+            "; among instances front.context_router and front.generation_router choose"
+            if path.endswith(".router.type")
+            else ""
+        )
+        return ConfigError(path, f"want {' or '.join(map(repr, choices))}, got {value!r}{also}")
     return ConfigError(path, f"{what[:1].lower()}{what[1:]}, got {value!r}")
+
+
+def _choices(path: str) -> tuple[Any, ...]:
+    """What may stand there, where that is one of a few values."""
+    found: Any = ServiceConfig
+    for part in path.split("."):
+        section = _section_of(found)
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(section)} if section else {}
+        found = fields.get(part)
+    return get_args(found) if get_origin(found) is Literal else ()
 
 
 def _check(config: ServiceConfig) -> None:

@@ -51,9 +51,9 @@ def test_nothing_is_the_default_topology():
         ({"max_batch_sise": 4}, "max_batch_sise", ["known here"]),
         ({"context_servers": {"urls": ["http://a:1"]}}, "key_file", ["is wanted with context_servers.urls"]),
         (
-            {"key_file": "k", "context_servers": {"urls": ["a:1"]}},
+            {"key_file": "k", "context_servers": {"urls": ["a"]}},
             "context_servers.urls",
-            ["http://HOST:PORT", "'a:1'"],
+            ["http://HOST:PORT", "'a'"],
         ),
         (
             {"key_file": "k", "context_servers": {"urls": ["http://a:1/x"]}},
@@ -69,6 +69,30 @@ def test_nothing_is_the_default_topology():
             "generation_servers.urls",
             ["twice"],
         ),
+        (
+            {"key_file": "k", "context_servers": {"urls": ["a:1"]}, "generation_servers": {"urls": ["http://a:1"]}},
+            "generation_servers.urls",
+            ["twice"],
+        ),
+        # As other servers of the field have it.
+        (
+            {"generation_servers": {"router": {"type": "kv_cache_aware"}}},
+            "generation_servers.router.type",
+            ["'balanced' or 'round_robin'", "'kv_cache_aware'", "front.generation_router"],
+        ),
+        (
+            {"context_servers": {"router": {"type": "load_balancing", "use_tokens": True}}},
+            "context_servers.router.use_tokens",
+            ["front.context_router"],
+        ),
+        (
+            {"context_servers": {"cache_transceiver_config": {"backend": "UCX"}}},
+            "context_servers.cache_transceiver_config.backend",
+            ["want 'NIXL', got 'UCX'"],
+        ),
+        ({"perf_metrics_max_requests": 5}, "perf_metrics_max_requests", ["it is front.perf_metrics_max_requests here"]),
+        ({"disagg_cluster": {}}, "disagg_cluster", ["it is discovery.store here"]),
+        ({"context_servers": {"backend": "pytorch"}}, "context_servers.backend", ["leave it out"]),
         (
             {"key_file": "k", "context_servers": {"urls": ["http://a:1", "http://a:2"], "num_instances": 3}},
             "context_servers.num_instances",
@@ -276,11 +300,11 @@ def test_what_the_fields_files_name_once_at_the_top_goes_to_its_place() -> None:
 
 
 def test_static_servers_count_by_their_addresses() -> None:
-    """They are used as they are given, and measure no memory here."""
+    """They are used as they are given, with or without a scheme, and measure no memory here."""
     config = service_config(
         {
             "key_file": "k",
-            "context_servers": {"urls": ["http://10.0.0.1:8101", "http://10.0.0.2:8101"]},
+            "context_servers": {"urls": ["http://10.0.0.1:8101", "10.0.0.2:8101"]},
             "generation_servers": {"kv_cache_config": {"max_tokens": None}},
         }
     )
@@ -290,4 +314,4 @@ def test_static_servers_count_by_their_addresses() -> None:
     )
     run = RunSpec(run_id="r", run_dir="/x", launcher_pid=1, service=config, instances=(spec, there))
     assert run.measuring_ranks == spec.config.world_size
-    assert len(config.context_servers.urls) == 2
+    assert config.context_servers.urls == ("http://10.0.0.1:8101", "http://10.0.0.2:8101")
