@@ -237,14 +237,14 @@ def test_a_handler_may_call_while_a_leader_s_voice_is_in_a_step():
             agreement.vote_terminal(key, Outcome.COMPLETED)
     settle(agreements)
     silence = leader._voice._core.silence
-    honest, calls = silence.heard_from, []
+    honest, calls = silence.news_of, []
 
     def interrupted(*arguments):
-        silence.heard_from = honest
+        silence.news_of = honest
         calls.append(leader.vote_terminal(key, Outcome.FAILED))
         honest(*arguments)
 
-    silence.heard_from = interrupted
+    silence.news_of = interrupted
     agreements[2]._voice.busy(0.0)  # a frame for the leader's voice, about nothing else
     events = settle(agreements)
     assert calls == [True] and all(a.stopped is None for a in agreements)

@@ -6,7 +6,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from math import frexp
 from types import TracebackType
 from typing import Any, cast
 
@@ -18,7 +17,6 @@ from pp_agreement._errors import (
     ConfigurationError,
     DomainStopped,
     LocalProtocolError,
-    RemoteProtocolError,
     TransportError,
     WouldBlock,
 )
@@ -38,12 +36,11 @@ from pp_agreement._events import (
     WithdrawResult,
 )
 from pp_agreement._evidence import evidence_of
-from pp_agreement._machine import NOTHING, PEER, SLOT, AgreementCore
+from pp_agreement._machine import NOTHING, PEER, AgreementCore
 from pp_agreement._state import ReadyState, RoundState
-from pp_agreement._statistics import AgreementStatistics, DrainReport
+from pp_agreement._statistics import WAITING_MAX, AgreementStatistics, DrainReport, Durations
 from pp_agreement._transport import Transport
 
-BUCKETS = 40
 _REVOCABLE = (ev.Prepared, ev.Released)
 
 
@@ -70,10 +67,8 @@ class BaseAgreement:
         self._ended = False
         self._clean = False
         self._polling = False
-        self.poll_sum_s = 0.0
-        self.poll_max_s = 0.0
         self.poll_gap_max_s = 0.0
-        self._poll_buckets = [0] * BUCKETS
+        self._spent = Durations()  # in polls that ended
         self._last_poll_s = math.inf  # the first poll follows none
         self._opened_at_s = 0.0
         self.busy_reason = ""
@@ -84,6 +79,7 @@ class BaseAgreement:
         """This is the core from now on."""
         self._core = core
         self._step: Callable[..., Any] = core.call  # a local call; its events wait in the core for the next poll
+        self._admit, self._vote = core.member.admit, core.member.vote
 
     def _take(self) -> tuple[AgreementEvent, ...]:
         """What the host has not been given yet, as far as it still binds."""
@@ -161,7 +157,7 @@ class BaseAgreement:
             LocalProtocolError: Out of order, in use, after the drain, or of a wrong type. Nothing changed.
             DomainStopped: After a fault, or by this call: the broadcast contradicts what peers said, or the drain.
         """
-        answer = self._step(self._core.admit, (request_id, incarnation, ready), self._clock())
+        answer = self._step(self._admit, (request_id, incarnation, ready), self._clock())
         if answer is NOTHING:  # the broadcast contradicts what peers said, or the drain
             raise DomainStopped(cast(Fault, self._core.fault))
         return cast(Key, answer)
@@ -243,7 +239,7 @@ class BaseAgreement:
             LocalProtocolError: A different vote was cast, readiness is open here, COMPLETED with QUARANTINE, or
                 QUARANTINE too early. Nothing changed.
         """
-        return self._step(self._core.member.vote, (key, outcome, disposition, reason), self._clock()) is True
+        return self._step(self._vote, (key, outcome, disposition, reason), self._clock()) is True
 
     def doubt(self, key: Key, reason: Reason = Reason.DOUBT) -> bool:
         """This rank has no proof of quiescence. The first call starts the deadline; later ones do not move it."""
@@ -305,12 +301,10 @@ class BaseAgreement:
                 self.poll_gap_max_s = gap_s
             self._last_poll_s = began_s
             self._turn(began_s)
-            spent_s = self._clock() - began_s
-            self.poll_sum_s += spent_s
-            if spent_s > self.poll_max_s:
-                self.poll_max_s = spent_s
-            bucket = frexp(spent_s * 1e6)[1] if spent_s > 1e-6 else 0
-            self._poll_buckets[bucket if bucket < BUCKETS else -1] += 1
+            spent_s = self._spent.waiting
+            spent_s.append(self._clock() - began_s)
+            if len(spent_s) > WAITING_MAX:
+                self._spent.count()
         except BaseException as error:  # a defect or an interrupt, with a frame in hand perhaps: nothing may follow it
             core.fail(FaultCode.INTERNAL, f"broken off: {error!r}", self._last_poll_s)
             raise
@@ -385,7 +379,7 @@ class BaseAgreement:
     @property
     def polls(self) -> int:
         """Polls that ended."""
-        return sum(self._poll_buckets)
+        return sum(self._spent.buckets) + len(self._spent.waiting)
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -398,13 +392,14 @@ class BaseAgreement:
     def statistics(self) -> AgreementStatistics:
         """Counters since construction; immutable."""
         sent, received, refused, outstanding = self._traffic()
+        spent = self._spent.counted()
         return AgreementStatistics(
             core=self._core.statistics(),
-            polls=self.polls,
-            poll_sum_s=self.poll_sum_s,
-            poll_max_s=self.poll_max_s,
+            polls=sum(spent.buckets),
+            poll_sum_s=spent.sum_s,
+            poll_max_s=spent.longest_s,
             poll_gap_max_s=self.poll_gap_max_s,
-            poll_buckets=tuple(self._poll_buckets),
+            poll_buckets=tuple(spent.buckets),
             bytes_sent=sent,
             bytes_received=received,
             refused_slots=refused,
@@ -548,32 +543,16 @@ class Agreement(BaseAgreement):
         core, transport = self._core, self._transport
         try:
             frames, empty = transport.receive(self._frames_max)
-            if frames:
-                self._hear(frames, empty, now_s)
-            else:
-                core.call(core.sweep, ((), empty), now_s, PEER)
+            core.call(core.sweep, (frames, self._codec.decode, empty), now_s, PEER)
             deaths = transport.deaths()
             if deaths or self._dead:
                 self._bury(deaths, empty, now_s)
         except TransportError as error:
             self.fail(str(error), FaultCode.TRANSPORT)
         core.settle(now_s)
-        wanting = core.streams.wanting()
-        if wanting or core.context.frames:  # frames: of a poll that was broken off
-            self._flush(wanting, now_s)
-
-    def _hear(self, frames: list[tuple[int, bytes]], empty: int, now_s: float) -> None:
-        """One step of the core for a whole sweep; bytes that are no frame stop the domain after what came before them."""
-        core, decode = self._core, self._codec.decode
-        decoded: list[tuple[int, Frame]] = []
-        try:
-            for peer, data in frames:
-                decoded.append((peer, decode(peer, data)))
-        except RemoteProtocolError as error:
-            core.call(core.hear, (decoded,), now_s, PEER)
-            core.notice(ev.FrameRejected(peer, str(error)), now_s)
-        else:
-            core.call(core.sweep, (decoded, empty), now_s, PEER)
+        speaking, beating = core.streams.wanting()
+        if speaking or beating or core.context.frames:  # frames: of a poll that was broken off
+            self._flush(speaking, beating, now_s)
 
     def _bury(self, deaths: Iterable[tuple[int, str]], empty: int, now_s: float) -> None:
         """Evidence of death counts once everything that the dead member said has been heard."""
@@ -587,29 +566,39 @@ class Agreement(BaseAgreement):
                 self._buried.add(member)
                 self._core.notice(ev.PeerDied(member, evidence), now_s)
 
-    def _flush(self, wanting: Iterable[int], now_s: float) -> None:
-        """One frame to each of these peers that can take one; also what a poll that was broken off has left."""
+    def _flush(self, speaking: Iterable[int], beating: Iterable[int], now_s: float) -> None:
+        """One frame to each of these peers that can take one; also what a poll that was broken off has left.
+
+        Args:
+            speaking: For whom something waits.
+            beating: Those for whom only a heartbeat is due, which needs that nothing is under way to them.
+        """
         core, transport = self._core, self._transport
         frames = core.context.frames
         if frames:
-            wanting = self._send_left(frames, wanting, now_s)
+            before = self._send_left(frames, now_s)
+            speaking = [peer for peer in speaking if peer not in before]
+            beating = [peer for peer in beating if peer not in before]
         left = len(frames)
         slots: list[tuple[int, int]] = []
-        for peer in wanting:
+        for peer in speaking:
             try:
-                outstanding = transport.outstanding(peer)
-                free = transport.can_send(peer)
+                if transport.can_send(peer):
+                    slots.append((peer, 0))
+                else:
+                    self._refused_slots += 1
+                    self._count_outstanding(peer)
             except TransportError as error:
                 core.notice(ev.SendFailed(peer, str(error)), now_s)
-                continue
-            if outstanding > self._outstanding_max:
-                self._outstanding_max = outstanding
-            if free:
-                slots.append((peer, outstanding))
-            else:
-                self._refused_slots += 1
+        for peer in beating:
+            try:
+                outstanding = self._count_outstanding(peer)
+                if transport.can_send(peer):
+                    slots.append((peer, outstanding))
+            except TransportError as error:
+                core.notice(ev.SendFailed(peer, str(error)), now_s)
         if slots:
-            core.call(core.streams.fill, (slots,), now_s, SLOT)
+            core.fill(slots)
         while len(frames) > left:
             peer, frame = frames.pop(left)
             self._send(peer, frame)
@@ -623,8 +612,14 @@ class Agreement(BaseAgreement):
             if not isinstance(error, (WouldBlock, TransportError)):
                 raise  # a defect, or an interrupt
 
-    def _send_left(self, frames: list[tuple[int, Frame]], wanting: Iterable[int], now_s: float) -> list[int]:
-        """What a poll that was broken off had made leaves first, and takes the slots; the peers that may be asked for more."""
+    def _count_outstanding(self, peer: int) -> int:
+        """How many frames the peer has not received yet, and the most of them that were ever found."""
+        outstanding = self._transport.outstanding(peer)
+        self._outstanding_max = max(self._outstanding_max, outstanding)
+        return outstanding
+
+    def _send_left(self, frames: list[tuple[int, Frame]], now_s: float) -> set[int]:
+        """What a poll that was broken off had made leaves first, and takes the slots of these peers."""
         before = {peer for peer, _frame in frames}
         for entry in tuple(frames):
             peer, frame = entry
@@ -636,7 +631,7 @@ class Agreement(BaseAgreement):
             if free:
                 frames.remove(entry)
                 self._send(peer, frame)
-        return [peer for peer in wanting if peer not in before]
+        return before
 
     def busy(self, max_s: float, reason: str = "") -> bool:
         """Declare that this rank will not poll for up to ``max_s``; its observers extend their patience.
@@ -648,7 +643,7 @@ class Agreement(BaseAgreement):
             raise LocalProtocolError("busy before open() or after close()", rank=self.rank)
         self._step(self._core.busy, (max_s,), self._clock())
         self.busy_reason = str(reason)[:200]
-        self._flush(self._core.streams.wanting(), self._clock())
+        self._flush(*self._core.streams.wanting(), self._clock())
         return not self._core.streams.busy_pending
 
     def peer_died(self, rank: int, evidence: str) -> None:

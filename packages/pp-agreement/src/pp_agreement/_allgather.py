@@ -19,7 +19,7 @@ from pp_agreement._agreement import BaseAgreement
 from pp_agreement._config import RECORD_BYTES, AgreementConfig, Domain
 from pp_agreement._errors import ConcurrentCallError, LocalProtocolError, TransportError
 from pp_agreement._events import AgreementEvent, FaultCode, Record
-from pp_agreement._machine import PEER, SLOT
+from pp_agreement._machine import PEER, as_it_is
 from pp_agreement._statistics import DrainReport
 from pp_agreement._streams import EXCHANGE
 from pp_agreement._words import TEXT_BYTES_MAX, text_of
@@ -152,7 +152,7 @@ class AllgatherAgreement(BaseAgreement):
         poison = self._core.fault is not None
         self._poisoned = poison
         if not poison:
-            self._core.call(self._core.streams.fill, (((EXCHANGE, 0),),), began_s, SLOT)
+            self._core.fill(((EXCHANGE, 0),))
         frames, self._core.context.frames = self._core.context.frames, []
         flags = _LEAVING if self._leaving else 0
         mark = _POISON if poison else _MARK
@@ -182,7 +182,7 @@ class AllgatherAgreement(BaseAgreement):
                 self._core.notice(ev.ExchangeCompleted(decoded), self._clock())
                 if self._core.fault is not None and any(d is None or isinstance(d, str) for d in decoded):
                     self._poisoned = True  # everybody saw the poison in this exchange
-                self._core.call(self._core.sweep, ((), 0), began_s, PEER)
+                self._core.call(self._core.sweep, ((), as_it_is, 0), began_s, PEER)
 
     def _decode(self, member: int, data: bytes) -> tuple[Record, ...] | str | None:
         """A member's records; what it said, of a failed one; None where the bytes are not this member's in this domain."""

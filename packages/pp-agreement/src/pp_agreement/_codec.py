@@ -25,7 +25,6 @@ MAGIC = b"PPAG"
 WIRE_VERSION = 4
 _HEADER = struct.Struct("<4sBBHIIHHQIQ")
 _RECORD = struct.Struct("<BBBBIQQ")
-_COUNT = struct.Struct("<H")
 _COUNT_OFFSET = 6
 _DOMAIN = struct.Struct("<I")
 _DOMAIN_OFFSET = 8
@@ -128,8 +127,5 @@ def frame_domain(frame: bytes | bytearray | memoryview) -> int:
 
 
 def frame_length(buffer: bytes | bytearray | memoryview) -> int:
-    """Bytes that the frame at the start of a padded ``buffer`` claims; at most the buffer's length."""
-    if len(buffer) < FRAME_BYTES:
-        return len(buffer)
-    claimed = FRAME_BYTES + int(_COUNT.unpack_from(buffer, _COUNT_OFFSET)[0]) * RECORD_BYTES
-    return min(claimed, len(buffer))
+    """Bytes that the frame at the start of a padded ``buffer`` of at least ``FRAME_BYTES`` claims; maybe more than it has."""
+    return FRAME_BYTES + RECORD_BYTES * (buffer[_COUNT_OFFSET] | buffer[_COUNT_OFFSET + 1] << 8)

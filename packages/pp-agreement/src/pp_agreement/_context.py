@@ -129,11 +129,7 @@ class Context:
 
     def tell(self, round_: Round) -> tuple[str, ...]:
         """A round's story, a line per entry."""
-        story = round_.story
-        return tuple(
-            f"{at_s:.6f} {what} (rank {self.name(source)})"
-            for at_s, what, source in zip(story[::3], story[1::3], story[2::3])
-        )
+        return tuple(f"{at_s:.6f} {what} (rank {self.name(source)})" for at_s, what, source in round_.story)
 
     def copy(self) -> Context:
         """An independent copy, for explorers."""

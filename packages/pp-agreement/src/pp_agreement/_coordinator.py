@@ -74,73 +74,101 @@ class Coordinator:
     def hear(
         self, source: int, records: Iterable[Record], kinds: list[int], deliver: Callable[[], None] | None
     ) -> None:
-        """A member speaks, this rank's own half included. One loop: of nearly all records it is the whole way.
+        """A member speaks, this rank's own half included. One loop: of a terminal vote it is the whole way.
 
         Args:
             source: The member.
             records: What it says, in its order.
             kinds: Where they are counted, by kind.
-            deliver: Empties this rank's own queue, which follows each decision; None: the caller is about to.
+            deliver: Empties this rank's own queue, to which each decision goes as well; None: the caller is about to.
         """
-        context, rounds, unsettled = self.context, self.rounds, self.unsettled
-        opened, local, all_mask, bit = rounds.open, self.streams.local, context.all_mask, 1 << source
+        context, unsettled, local = self.context, self.unsettled, self.streams.local
+        opened, all_mask, bit = self.rounds.open, context.all_mask, 1 << source
+        elapsed_s, voted_then = context.elapsed_s, (context.now_s, "terminal vote", source)
         for record in records:
-            kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+            kind, outcome, disposition, reason, _attempt, request_id, incarnation = record
             kinds[kind] += 1
-            if NEEDS_CHECK[kind] or outcome or disposition or reason:
-                self.check(source, record)
-                if not ABOUT_ROUNDS[kind]:
-                    self.on_the_domain(source, record)
-                    if local and deliver is not None:
-                        deliver()
-                    continue
+            if kind != _TERMINAL:
+                self._hear_other(source, record)
+                if local and deliver is not None:
+                    deliver()
+                continue
             round_ = opened.get(incarnation)
-            if round_ is None:
-                round_ = rounds.unheard(source, request_id, incarnation)
+            if round_ is None or round_.request_id != request_id:
+                round_ = self._round_named(source, request_id, incarnation)
                 if round_ is None:
                     continue
-            elif round_.request_id != request_id:
-                told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
-                context.blame(source, told, round_)
             tally = round_.tally
             if tally is None:
                 raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
             if unsettled is not None:
                 unsettled[incarnation] = None
-            if kind == _TERMINAL:
-                voted = tally.terminal_mask
-                if voted & bit:
-                    self._repeat_terminal(round_, tally, source, outcome, disposition, reason)
-                    continue
-                phase, uses_ready = tally.phase, round_.uses_ready
-                # The fence, as the coordinator sees it: whoever takes part in an attempt has activated, or it is over.
-                if (
-                    uses_ready
-                    and phase is not _FINAL
-                    and bit & ~tally.activated & (tally.votes | tally.withdrawn | tally.abort_acks)
-                ):
-                    context.blame(source, "voted terminal while its readiness attempt is open", round_)
-                if outcome or disposition or reason:
-                    if disposition and not outcome:
-                        context.blame(source, "voted COMPLETED with QUARANTINE", round_)
-                    tally.terminal_votes = {**tally.terminal_votes, source: (outcome, disposition, reason)}
-                tally.terminal_mask = voted = voted | bit
-                round_.touched_s = context.elapsed_s
-                round_.story += (context.now_s, "terminal vote", source)  # one of each member: bounded as it is
-                if uses_ready and phase is _GATHERING and (tally.votes or (voted != all_mask and round_.heard)):
-                    # The attempt cannot succeed any more: those who voted for it must let go, and nobody need join it.
-                    if tally.votes:
-                        self.abort(round_, tally, _TERMINAL_VOTE)
-                    else:
-                        self.end_attempt(round_)
-                elif voted == all_mask:
-                    self._commit(round_, tally)
-            elif kind == _DOUBT:
-                self._count_doubt(round_, tally, source, reason)
-            else:
-                self._count_ready(round_, tally, source, kind, reason, attempt)
-            if local and deliver is not None:
-                deliver()
+            voted = tally.terminal_mask
+            if voted & bit:
+                self._repeat_terminal(round_, tally, source, outcome, disposition, reason)
+                continue
+            if outcome or disposition or reason:
+                self.check(source, record)
+                if disposition and not outcome:
+                    context.blame(source, "voted COMPLETED with QUARANTINE", round_)
+                tally.terminal_votes = {**tally.terminal_votes, source: (outcome, disposition, reason)}
+            tally.terminal_mask = voted = voted | bit
+            round_.touched_s = elapsed_s
+            round_.story.append(voted_then)  # one of each member: bounded as it is
+            if round_.uses_ready and self._ends_attempt(round_, tally, source):
+                continue
+            if voted == all_mask:
+                self._commit(round_, tally)
+        if local and deliver is not None:
+            deliver()
+
+    def _hear_other(self, source: int, record: Record) -> None:
+        """Anything but a terminal vote."""
+        kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+        if NEEDS_CHECK[kind] or outcome or disposition or reason:
+            self.check(source, record)
+            if not ABOUT_ROUNDS[kind]:
+                self.on_the_domain(source, record)
+                return
+        round_ = self.rounds.open.get(incarnation)
+        if round_ is None or round_.request_id != request_id:
+            round_ = self._round_named(source, request_id, incarnation)
+            if round_ is None:
+                return
+        tally = round_.tally
+        if tally is None:
+            raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
+        if self.unsettled is not None:
+            self.unsettled[incarnation] = None
+        if kind == _DOUBT:
+            self._count_doubt(round_, tally, source, reason)
+        else:
+            self._count_ready(round_, tally, source, kind, reason, attempt)
+
+    def _round_named(self, source: int, request_id: int, incarnation: int) -> Round | None:
+        """The round of a record that is not open here, or under another request: one that opens now, or none any more."""
+        round_ = self.rounds.open.get(incarnation)
+        if round_ is not None:
+            told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
+            self.context.blame(source, told, round_)
+        return self.rounds.unheard(source, request_id, incarnation)
+
+    def _ends_attempt(self, round_: Round, tally: Tally, source: int) -> bool:
+        """A terminal vote beside readiness: where the attempt gathers votes it ends, and those who voted for it must let go."""
+        phase = tally.phase
+        # The fence, as the coordinator sees it: whoever takes part in an attempt has activated, or it is over.
+        part = (tally.votes | tally.withdrawn | tally.abort_acks) & ~tally.activated
+        if phase is not _FINAL and part >> source & 1:
+            self.context.blame(source, "voted terminal while its readiness attempt is open", round_)
+        if phase is not _GATHERING:
+            return False
+        if tally.votes:
+            self.abort(round_, tally, _TERMINAL_VOTE)
+        elif tally.terminal_mask != self.context.all_mask and round_.heard:
+            self.end_attempt(round_)  # nobody need join it
+        else:
+            return False
+        return True
 
     def check(self, source: int, record: Record) -> None:
         """Whether this member may say so: the kind, its author and its small fields."""

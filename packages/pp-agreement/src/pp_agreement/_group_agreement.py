@@ -170,9 +170,9 @@ class GroupAgreement(Agreement):
                 voice._events[:0] = voice.poll()
         finally:
             self._join()
-        wanting = self._core.streams.wanting()
-        if wanting:
-            self._flush(wanting, self._clock())
+        speaking, beating = self._core.streams.wanting()
+        if speaking or beating:
+            self._flush(speaking, beating, self._clock())
         return self._take()
 
     # -- leaving ----------------------------------------------------------------------------------------------------

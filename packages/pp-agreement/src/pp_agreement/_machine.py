@@ -8,15 +8,22 @@ one entry, who hears a record, and how a domain stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from pp_agreement import _events as ev
 from pp_agreement._config import AgreementConfig, Domain
 from pp_agreement._context import JUMP_MAX_S, Context, Violation
 from pp_agreement._coordinator import Coordinator
 from pp_agreement._ending import Ending
-from pp_agreement._errors import ConcurrentCallError, DomainStopped, LocalProtocolError, WouldBlock
+from pp_agreement._errors import (
+    ConcurrentCallError,
+    DomainStopped,
+    LocalProtocolError,
+    RemoteProtocolError,
+    WouldBlock,
+)
 from pp_agreement._events import (
     AdviceKind,
     AgreementEvent,
@@ -54,12 +61,13 @@ from pp_agreement._streams import EXCHANGE, Streams
 from pp_agreement._validate import InvariantViolation, validate
 from pp_agreement._words import chunk_of, records_of, text_of
 
-HOST, PEER, SLOT = range(3)
+HOST, PEER = range(2)
 """Whose doing a step is; see ``AgreementCore.call``."""
 _OPEN, _RUNNING, _FAILING, _STOPPED = range(4)
 """The gate before a step. OPEN: it may begin. RUNNING: another one is on its way. FAILING: the host said meanwhile that it
 failed, which comes first. STOPPED: after a fault or the end, when hardly anything may; see ``_may_step``."""
 
+_Came = TypeVar("_Came")
 NOTHING: Any = object()
 """In place of an answer: the call was no call, or it stopped the domain."""
 
@@ -99,7 +107,7 @@ class AgreementCore:
         self.streams = Streams(self.context)
         self._local = self.streams.local
         self.rounds = Rounds(self.context, self.streams)
-        self.member = Member(self.context, self.streams, self.rounds, self._coordinator_on_the_domain)
+        self.member = Member(self.context, self.streams, self.rounds, self._coordinator_on_the_domain, self._heard_late)
         self.coordinator = self.coordinator_type(
             self.context, self.streams, self.rounds, self._end_attempt, self._member_on_the_domain
         )
@@ -136,7 +144,8 @@ class AgreementCore:
         """
         effects: list[Effect] = []
         if isinstance(event, ev.SlotFreed):
-            self.call(self.streams.fill, (((event.peer, event.outstanding),),), now_s, SLOT)
+            self.call(lambda: None, (), now_s, PEER)  # time passes
+            self.fill(((event.peer, event.outstanding),))
             frames, self.context.frames = self.context.frames, []
             effects.extend(SendFrame(peer, frame) for peer, frame in frames)
         elif type(event) in _CALLS:
@@ -183,8 +192,7 @@ class AgreementCore:
         """One step: ``work`` of a room with what was given.
 
         Args:
-            who: After a fault the ``HOST`` is refused, what a ``PEER`` says is without effect, and a frame for a
-                free ``SLOT`` is made all the same: it says why.
+            who: After a fault the ``HOST`` is refused, and what a ``PEER`` says is without effect.
 
         Returns:
             The answer; ``NOTHING`` where the step stopped the domain or was without effect.
@@ -217,11 +225,32 @@ class AgreementCore:
             self._gate = self._gate_after
         return answer
 
+    def fill(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Slots are free: a step that makes frames, see ``Streams.fill``, at the time of the step before it.
+
+        Also after a fault, since they say why.
+        """
+        if self._gate == _RUNNING:
+            self._refuse_beside(self.fill)
+        self._gate = _RUNNING
+        try:
+            self.streams.fill(slots)
+        except Violation as violation:
+            self._stop(violation)
+        except BaseException as error:
+            self._stop(Violation(FaultCode.INTERNAL, f"broken off: {error!r}"))
+            raise
+        finally:
+            self._gate = self._gate_after
+
+    def _refuse_beside(self, work: Callable[..., Any]) -> NoReturn:
+        name = getattr(work, "__name__", "a call")
+        raise ConcurrentCallError(f"rank {self.rank}: {name} while another call runs")
+
     def _may_step(self, work: Callable[..., Any], now_s: float, who: int) -> bool:
         """Never in the middle of another step; after a fault only to say so; after its end nothing of the host."""
         if self._gate == _RUNNING:
-            name = getattr(work, "__name__", "a call")
-            raise ConcurrentCallError(f"rank {self.rank}: {name} while another call runs")
+            self._refuse_beside(work)
         self.settle(now_s)
         fault = self.context.fault
         if who == HOST:
@@ -229,7 +258,7 @@ class AgreementCore:
                 raise LocalProtocolError("after close()", rank=self.rank)
             if fault is not None:
                 raise DomainStopped(fault)
-        return who == SLOT or fault is None
+        return fault is None
 
     @property
     def stepping(self) -> bool:
@@ -240,24 +269,24 @@ class AgreementCore:
         """Empty this rank's own queue: never from inside a decision, always in decision order."""
         local, kinds = self._local, self.streams.local_kinds
         while local:
-            record = local.popleft()
-            if record[0] < _PREPARE:
-                self.coordinator.hear(self.me, (record,), kinds, None)
+            if local[0][0] < _PREPARE:
+                self.coordinator.hear(self.me, (local.popleft(),), kinds, None)
             else:
-                self.member.hear((record,), kinds)
+                self.member.hear(self._decided(), kinds)
+
+    def _decided(self) -> Iterator[Record]:
+        """Take the decisions with which this rank's own queue begins, one by one."""
+        local = self._local
+        while local and local[0][0] >= _PREPARE:
+            yield local.popleft()
 
     # -- local calls ------------------------------------------------------------------------------------------------
 
-    def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
-        """The authoritative broadcast named a request. For ``call``."""
-        heard = self.rounds.heard
-        round_ = self.member.admit(request_id, incarnation, ready)
-        if not ready or heard == self.rounds.heard:
-            return round_.key  # without readiness there is no attempt to end; or a repetition
+    def _heard_late(self, round_: Round) -> None:
+        """The authoritative broadcast named a request that peers have spoken of before."""
         tally = round_.tally
-        if tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
+        if round_.uses_ready and tally is not None and tally.terminal_mask and tally.phase is Phase.GATHERING:
             self._end_attempt(round_)
-        return round_.key
 
     def _end_attempt(self, round_: Round) -> None:
         """A terminal vote, and nobody is ready: nobody needs to become it. End the attempt, so that everybody votes terminal.
@@ -331,17 +360,34 @@ class AgreementCore:
 
     # -- from the transport -----------------------------------------------------------------------------------------
 
-    def hear(self, frames: Iterable[tuple[int, Frame]]) -> None:
-        """Frames came, each as in ``step(FrameReceived(peer, frame))``. For ``call``."""
-        accept, heard_from, kinds = self.streams.accept, self.silence.heard_from, self.streams.received_kinds
-        counts, member, coordinator = self.is_coordinator, self.member, self.coordinator
-        for peer, frame in frames:
-            if accept(peer, frame):
-                heard_from(peer, frame[1])
-                if counts:
-                    coordinator.hear(peer, frame[2], kinds, self._deliver_local)
-                else:
-                    member.hear(frame[2], kinds)
+    def hear(self, came: Iterable[tuple[int, _Came]], read: Callable[[int, _Came], Frame]) -> None:
+        """Frames came, each as in ``step(FrameReceived(peer, frame))``. For ``call``.
+
+        Args:
+            came: By peer, what came of it.
+            read: Makes a frame of it; what it refuses stops the domain after everything that was before it.
+        """
+        streams, silence = self.streams, self.silence
+        expected, sessions, kinds = streams.expected, streams.sessions, streams.received_kinds
+        counts, heard_s, looked_s = self.is_coordinator, silence.heard_s, silence.looked_s
+        for peer, data in came:
+            try:
+                sequence, busy_ms, records, session, content = read(peer, data)
+            except RemoteProtocolError as error:
+                raise Violation(FaultCode.BAD_FRAME, str(error), suspect=peer) from error
+            if (sequence != expected[peer] or session != sessions[peer]) and not streams.accept(
+                peer, sequence, session, content
+            ):
+                continue
+            expected[peer] = sequence + 1
+            streams.seen[peer].append(content)
+            heard_s[peer] = looked_s
+            if busy_ms or silence.awaited >> peer & 1:
+                silence.news_of(peer, busy_ms)
+            if counts:
+                self.coordinator.hear(peer, records, kinds, self._deliver_local)
+            else:
+                self.member.hear(records, kinds)
 
     def _on_exchange(self, event: ev.ExchangeCompleted) -> None:
         if len(event.contributions) != self.context.size:
@@ -374,12 +420,12 @@ class AgreementCore:
         told = f"rank {context.name(event.peer)} died: {event.evidence}"
         raise Violation(FaultCode.DEATH, told, suspect=event.peer)
 
-    def sweep(self, frames: Iterable[tuple[int, Frame]], empty: int) -> None:
-        """A whole receive sweep: its frames, then what ``step(SweepCompleted(empty))`` does. For ``call``."""
+    def sweep(self, came: Iterable[tuple[int, _Came]], read: Callable[[int, _Came], Frame], empty: int) -> None:
+        """A whole receive sweep: see ``hear``, then what ``step(SweepCompleted(empty))`` does. For ``call``."""
         silence, timers, now_s = self.silence, self.rounds.timers, self.context.elapsed_s
         since_s = silence.pass_time(now_s)
-        if frames:
-            self.hear(frames)
+        if came:
+            self.hear(came, read)
         if empty != silence.links_mask or silence.looked_s >= silence.due_s:  # else it would find nothing to do
             silence.sweep(empty, since_s)
         if now_s >= timers.due_s:
@@ -424,6 +470,10 @@ class AgreementCore:
         context = self.context
         if context.fault is not None:
             return
+        if self._local and violation.code is not FaultCode.INTERNAL:
+            # What was decided ahead of what is wrong, in the same frame: the others will hear it, and so does this rank.
+            with contextlib.suppress(Violation):  # the first diagnosis is the one that is kept
+                self.member.hear(self._decided(), self.streams.local_kinds)
         suspect, elsewhere = violation.suspect, violation.origin is not None
         origin = self.me if violation.origin is None else violation.origin
         round_ = violation.round
@@ -488,8 +538,8 @@ class AgreementCore:
             round_.terminal,
             round_.attempt,
             round_.heard,
-            OUTCOMES[round_.outcome] if voted else None,
-            DISPOSITIONS[round_.disposition] if voted else None,
+            OUTCOMES[round_.vote[0]] if voted else None,
+            DISPOSITIONS[round_.vote[1]] if voted else None,
         )
 
     def undecided(self) -> tuple[Key, ...]:
@@ -499,6 +549,7 @@ class AgreementCore:
     def statistics(self) -> CoreStatistics:
         """Counters since construction."""
         rounds, member, streams = self.rounds, self.member, self.streams
+        latencies = member.latencies.counted()
         return CoreStatistics(
             admitted=rounds.heard,
             committed=member.committed,
@@ -520,10 +571,10 @@ class AgreementCore:
             activated=member.activated_count,
             digest=member.digest.hex(),
             activation_digest=member.activation_digest.hex(),
-            latency_count=sum(member.latency_buckets),
-            latency_sum_s=member.latency_sum_s,
-            latency_max_s=member.latency_max_s,
-            latency_buckets=tuple(member.latency_buckets),
+            latency_count=sum(latencies.buckets),
+            latency_sum_s=latencies.sum_s,
+            latency_max_s=latencies.longest_s,
+            latency_buckets=tuple(latencies.buckets),
         )
 
     def _event_counts(self) -> tuple[tuple[str, int], ...]:
@@ -554,7 +605,9 @@ class AgreementCore:
         streams = twin.streams = self.streams.copy(context)
         twin._local = streams.local
         rounds = twin.rounds = self.rounds.copy(context, streams)
-        member = twin.member = self.member.copy(context, streams, rounds, twin._coordinator_on_the_domain)
+        member = twin.member = self.member.copy(
+            context, streams, rounds, twin._coordinator_on_the_domain, twin._heard_late
+        )
         twin.coordinator = self.coordinator.copy(
             context, streams, rounds, twin._end_attempt, twin._member_on_the_domain
         )
@@ -572,13 +625,18 @@ class AgreementCore:
         )  # fmt: skip
 
 
+def as_it_is(_peer: int, frame: Frame) -> Frame:
+    """What came is a frame already."""
+    return frame
+
+
 def _by_kind(counts: list[int]) -> tuple[tuple[str, int], ...]:
     return tuple((kind.name, counts[kind]) for kind in Kind if counts[kind])
 
 
 # What ``step`` makes of an input. Local calls answer; the rest is heard.
 _CALLS: dict[type, Callable[[AgreementCore, Any], Any]] = {
-    ev.RequestAdmitted: lambda core, event: core.admit(event.request_id, event.incarnation, event.ready),
+    ev.RequestAdmitted: lambda core, event: core.member.admit(event.request_id, event.incarnation, event.ready),
     ev.ReadyPublished: lambda core, event: core.member.publish(event.key),
     ev.WithdrawRequested: lambda core, event: core.member.withdraw(event.key, event.reason),
     ev.PrepareAcknowledged: lambda core, event: core.member.acknowledge_prepare(event.key),
@@ -594,9 +652,9 @@ _CALLS: dict[type, Callable[[AgreementCore, Any], Any]] = {
 }
 _HANDLERS: dict[type, Callable[[AgreementCore, Any], None]] = {
     ev.HostFailed: lambda core, event: core._on_failed(event.code, event.detail),
-    ev.FrameReceived: lambda core, event: core.hear(((event.peer, event.frame),)),
+    ev.FrameReceived: lambda core, event: core.hear(((event.peer, event.frame),), as_it_is),
     ev.FrameRejected: AgreementCore._on_rejected,
-    ev.SweepCompleted: lambda core, event: core.sweep((), event.empty),
+    ev.SweepCompleted: lambda core, event: core.sweep((), as_it_is, event.empty),
     ev.SendFailed: AgreementCore._on_send_failed,
     ev.PeerDied: AgreementCore._on_peer_died,
     ev.ExchangeCompleted: AgreementCore._on_exchange,

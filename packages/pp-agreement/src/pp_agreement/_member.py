@@ -28,7 +28,16 @@ from pp_agreement._events import (
     WithdrawResult,
     new,
 )
-from pp_agreement._round import NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW, Round
+from pp_agreement._round import (
+    EXPIRED_S,
+    NEXT_NOTHING,
+    NEXT_PUBLISH,
+    NEXT_WITHDRAW,
+    NO_COURSE,
+    PLAIN_VOTE,
+    Course,
+    Round,
+)
 from pp_agreement._rounds import Rounds
 from pp_agreement._state import (
     ACKNOWLEDGE_ANSWERS,
@@ -55,11 +64,11 @@ from pp_agreement._state import (
     TerminalState,
     too_great,
 )
+from pp_agreement._statistics import WAITING_MAX, Durations
 from pp_agreement._streams import DOUBT_SLOT, READY_SLOT, RECALL_SLOT, TERMINAL_SLOT, Streams
 
 NO_DIGEST = bytes(16)
 DIGESTED_AT_ONCE = 1024  # bytes of final decisions that are digested together
-LATENCY_BUCKETS = 40  # powers of two of a microsecond
 _FINAL_PACK = struct.Struct("<QQIBB").pack
 _KEY_PACK = struct.Struct("<QQI").pack
 _CLOSED_MARK = 0xC0  # stands where a COMMIT has its outcome
@@ -68,6 +77,7 @@ _PREPARE, _RELEASE, _ABORT, _FINALIZE = int(Kind.PREPARE), int(Kind.RELEASE), in
 _COMMIT, _REASONS, _TERMINAL = int(Kind.COMMIT), int(Kind.REASONS), int(Kind.TERMINAL)
 _VOTE, _ACK, _ACTIVATE_ACK = int(Kind.VOTE), int(Kind.ACK), int(Kind.ACTIVATE_ACK)
 _ABORT_ACK, _REVOKE, _RECALL, _DOUBT = int(Kind.ABORT_ACK), int(Kind.REVOKE), int(Kind.RECALL), int(Kind.DOUBT)
+_Committed = ev.Committed
 _COMPLETED, _RELEASE_BLOCKS, _NO_REASON = Outcome.COMPLETED, Disposition.RELEASE, Reason.NONE
 _VOTED = TerminalState.VOTED
 _AFTER_VOTE, _AFTER_COMMIT = TERMINAL_AFTER[TerminalInput.VOTE], TERMINAL_AFTER[TerminalInput.COMMIT]
@@ -86,15 +96,22 @@ class Member:
 
     Args:
         on_the_domain: Hears what the coordinator says beside decisions about rounds.
+        heard_late: Called when the broadcast has named a request that peers had spoken of.
     """
 
     def __init__(
-        self, context: Context, streams: Streams, rounds: Rounds, on_the_domain: Callable[[Record], None]
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        on_the_domain: Callable[[Record], None],
+        heard_late: Callable[[Round], None],
     ) -> None:
         self.context = context
         self.streams = streams
         self.rounds = rounds
         self.on_the_domain = on_the_domain
+        self.heard_late = heard_late
         self.ready_next = SCHEDULER_NEXT if context.is_scheduler else MEMBER_NEXT
         not_used = self.ready_next[ReadyState.IDLE][ReadyInput.NOT_USED]
         self.not_used = ReadyState.IDLE if not_used is None else not_used  # looked up here once, not at each admission
@@ -108,9 +125,7 @@ class Member:
         self.no_reasons = (REASONS[0],) * context.voices
         self.outcome_counts = [0, 0, 0]
         self.ignored = 0
-        self.latency_sum_s = 0.0
-        self.latency_max_s = 0.0
-        self.latency_buckets = [0] * LATENCY_BUCKETS
+        self.latencies = Durations()  # from this rank's terminal vote to COMMIT, and from its lease to COMPLETE
 
     @property
     def committed(self) -> int:
@@ -155,7 +170,7 @@ class Member:
 
     # -- admission --------------------------------------------------------------------------------------------------
 
-    def admit(self, request_id: int, incarnation: int, ready: bool) -> Round:
+    def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
         """The authoritative broadcast named a request."""
         rounds = self.rounds
         if (
@@ -168,26 +183,29 @@ class Member:
         ):
             repeated = self._check_admission(request_id, incarnation, ready)
             if repeated is not None:
-                return repeated
+                return repeated.key
         context, opened = self.context, rounds.open
         round_ = opened.get(incarnation)
+        unspoken = round_ is None
         if round_ is None:
             waits = request_id in rounds.by_request or len(opened) - len(rounds.held_back) >= rounds.credits
             if waits:
                 self._check_waiting(request_id, incarnation)
-            round_ = rounds.new(request_id, incarnation, waits)
+            round_ = rounds.new(request_id, incarnation, Course() if ready else NO_COURSE, waits)
         else:
             self._check_what_peers_said(round_, request_id, ready)
             if round_.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
-                context.emit(ev.Aborted(round_.key, REASONS[round_.aborted_for]))
+                context.emit(ev.Aborted(round_.key, REASONS[round_.course.aborted_for]))
         round_.heard = True
         if not ready:
             round_.uses_ready = False
             round_.ready = self.not_used  # it was IDLE
         rounds.heard = incarnation
         round_.touched_s = context.elapsed_s
-        round_.story += (context.now_s, "admitted", context.me)
-        return round_
+        round_.story.append((context.now_s, "admitted", context.me))
+        if not unspoken:
+            self.heard_late(round_)
+        return round_.key
 
     def _check_admission(self, request_id: int, incarnation: int, ready: bool) -> Round | None:
         """What is wrong with an admission; the round that was admitted before in the same words; None: it may go on."""
@@ -218,10 +236,10 @@ class Member:
         """An older round has to be decided first: the authority does not admit it yet, others hold it back."""
         context, rounds = self.context, self.rounds
         if context.is_scheduler:
-            others = rounds.by_request.get(request_id)
-            if others:
-                told = f"request is still undecided as incarnation {others[0]}"
-                context.refuse(told, Key(request_id, incarnation), rounds.open[others[0]])
+            other = rounds.by_request.get(request_id)
+            if other is not None:
+                told = f"request is still undecided as incarnation {other.incarnation}"
+                context.refuse(told, Key(request_id, incarnation), other)
             raise WouldBlock(f"all {rounds.credits} credits are spent")
         if len(rounds.held_back) >= rounds.credits:
             context.refuse("the authority spent more credits than there are", Key(request_id, incarnation))
@@ -294,8 +312,8 @@ class Member:
             answer = PublishResult.FINAL
         elif when is _NEXT:
             answer = PublishResult.DEFERRED
-            if round_.next_intent != NEXT_WITHDRAW:  # what was promised to end stays so
-                round_.next_intent = NEXT_PUBLISH
+            if round_.course.next_intent != NEXT_WITHDRAW:  # what was promised to end stays so
+                round_.course.next_intent = NEXT_PUBLISH
         else:
             answer = PUBLISH_ANSWERS[round_.ready]
             if self._can(round_, ReadyInput.PUBLISH):
@@ -362,10 +380,10 @@ class Member:
             if lasting and round_.terminal < TerminalState.VOTED:
                 self._end_next(round_, reason)
             return
-        grown = reason > round_.told_reason
-        round_.told_reason = max(round_.told_reason, reason)
+        grown = reason > round_.course.told_reason
+        round_.course.told_reason = max(round_.course.told_reason, reason)
         if lasting:
-            round_.next_intent = NEXT_NOTHING
+            round_.course.next_intent = NEXT_NOTHING
         self._move(round_, given)
         said = _SAID_WHEN_ENDING.get(round_.ready)
         if round_.ready is not before:
@@ -375,11 +393,11 @@ class Member:
         elif not grown or said is None or not self.streams.is_unsent(round_, READY_SLOT):
             return
         if said is not None:
-            self.streams.say(round_, READY_SLOT, said, reason=round_.told_reason)
+            self.streams.say(round_, READY_SLOT, said, reason=round_.course.told_reason)
 
     def _end_next(self, round_: Round, reason: int) -> None:
-        round_.next_intent = NEXT_WITHDRAW
-        round_.next_reason = max(round_.next_reason, reason)
+        round_.course.next_intent = NEXT_WITHDRAW
+        round_.course.next_reason = max(round_.course.next_reason, reason)
 
     def end_unscheduled(self, round_: Round) -> None:
         """The scheduling rank drains: what is not activated will never be."""
@@ -408,7 +426,7 @@ class Member:
             context.refuse("acknowledged a PREPARE that did not arrive, or twice", key, round_)
         if answer:
             self._move(round_, ReadyInput.ACK)
-            round_.leased_at_s = context.elapsed_s
+            round_.course.leased_at_s = context.elapsed_s
             if context.is_scheduler:
                 self.rounds.timers.leased(round_.incarnation, context.elapsed_s)
             if self.notes:
@@ -425,7 +443,7 @@ class Member:
         self._move(round_, ReadyInput.ABORT_ACK)
         if self.notes:
             self.rounds.note(round_, "abort ack", self.context.me)
-        self.streams.say(round_, READY_SLOT, _ABORT_ACK, reason=round_.told_reason)
+        self.streams.say(round_, READY_SLOT, _ABORT_ACK, reason=round_.course.told_reason)
 
     def activate(self, keys: tuple[Key, ...]) -> int:
         """The schedule names these requests, in this order: all of them, or none. How many there were."""
@@ -460,9 +478,9 @@ class Member:
             context.refuse("the scheduling rank revokes; it does not recall", key, round_)
         sent = False
         if round_ is not None and key.attempt == round_.attempt:
-            sent = round_.ready is ReadyState.LEASED and not round_.recalled
+            sent = round_.ready is ReadyState.LEASED and not round_.course.recalled
             if sent:
-                round_.recalled = True
+                round_.course.recalled = True
                 self.streams.say(round_, RECALL_SLOT, _RECALL, reason=reason)
         return sent
 
@@ -476,9 +494,11 @@ class Member:
             context.known(Outcome, outcome)
             context.known(Disposition, disposition)
             context.known(Reason, why)
-        round_ = self._round_of(key)
-        if round_ is None:
-            context.refuse("terminal vote for a decided request", key)
+        round_ = self.rounds.open.get(key[1]) if type(key) is Key and type(key[1]) is int else None
+        if round_ is None or round_.key is not key or not round_.heard:  # else it is the very key that this rank gave
+            round_ = self._round_of_equal(key)
+            if round_ is None:
+                context.refuse("terminal vote for a decided request", key)
         after = _AFTER_VOTE[round_.terminal][round_.ready]
         if after is None:
             self._check_same_vote(key, round_, outcome, disposition, why)
@@ -486,23 +506,25 @@ class Member:
         if disposition:
             self._check_quarantine(key, round_, outcome)
         round_.terminal = after
-        round_.next_intent = NEXT_NOTHING
-        round_.voted_at_s = context.elapsed_s
+        if round_.uses_ready:
+            round_.course.next_intent = NEXT_NOTHING
+        round_.voted_at_s = elapsed_s = context.elapsed_s
         if round_.doubt_at_s is not None:
             self.rounds.timers.doubts.drop(round_.incarnation)
         if self.notes:
-            self.rounds.note(round_, "terminal vote", context.me)
+            round_.touched_s = elapsed_s
+            round_.story.append((context.now_s, "terminal vote", context.me))  # one at most
         if plain:
             self.streams.say(round_, TERMINAL_SLOT, _TERMINAL)
         else:
-            round_.outcome, round_.disposition, round_.reason = int(outcome), int(disposition), int(why)
-            self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, round_.outcome, round_.disposition, round_.reason)
+            round_.vote = int(outcome), int(disposition), int(why)
+            self.streams.say(round_, TERMINAL_SLOT, _TERMINAL, *round_.vote)
         return True
 
     def _check_quarantine(self, key: Key, round_: Round, outcome: Outcome) -> None:
         if not outcome:
             self.context.refuse("COMPLETED with QUARANTINE", key, round_)
-        if not round_.doubt_expired and not self._doubt_is_due(round_):
+        if not self._doubt_is_due(round_):
             self.context.refuse("QUARANTINE before the deadline of a doubt", key, round_)
 
     def _check_same_vote(
@@ -511,7 +533,7 @@ class Member:
         """No vote is taken in this state: it is a repetition, or refused."""
         if round_.terminal < _VOTED:
             self.context.refuse("terminal vote while this rank's readiness attempt is open", key, round_)
-        if (outcome, disposition, why) != (round_.outcome, round_.disposition, round_.reason):
+        if (outcome, disposition, why) != round_.vote:
             self.context.refuse("a terminal vote is immutable", key, round_)
 
     def _doubt_is_due(self, round_: Round) -> bool:
@@ -540,7 +562,7 @@ class Member:
 
     def doubt_expired(self, round_: Round) -> None:
         """The deadline of this rank's first doubt has passed."""
-        round_.doubt_expired = True
+        round_.doubt_at_s = EXPIRED_S
         self.context.emit(ev.DoubtExpired(round_.key))
 
     # -- the coordinator's decisions --------------------------------------------------------------------------------
@@ -552,10 +574,10 @@ class Member:
             records: What it says, in its order.
             kinds: Where they are counted, by kind.
         """
-        context, rounds = self.context, self.rounds
+        context, rounds, undigested, latencies_s = self.context, self.rounds, self._undigested, self.latencies.waiting
         opened = rounds.open
         for record in records:
-            kind, outcome, disposition, reason, attempt, request_id, incarnation = record
+            kind, outcome, disposition, reason, _attempt, request_id, incarnation = record
             kinds[kind] += 1
             if not DECIDES[kind]:
                 self.on_the_domain(record)
@@ -567,37 +589,36 @@ class Member:
                 round_ = self._decided_unheard(kind, request_id, incarnation)
                 if round_ is None:
                     continue
-            if kind == _REASONS:
-                self._hear_reasons(round_, 8 * outcome, request_id)
+            if kind != _COMMIT:
+                self._readiness_decided(round_, record)
                 continue
             if round_.request_id != request_id or round_.held is not None:
                 self._contradicts(round_, kind, request_id)
-            if kind != _COMMIT:
-                self._readiness_decided(round_, kind, outcome, reason, attempt)
-                continue
-            key = round_.key
-            if outcome < round_.outcome or disposition < round_.disposition or (disposition and not outcome):
-                self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {round_.outcome}")
+            if outcome or disposition or round_.vote is not PLAIN_VOTE:
+                self._check_outcome(round_, outcome, disposition)
             after = _AFTER_COMMIT[round_.terminal][round_.ready]
             if after is None:
                 self._impossible(round_, _COMMIT, f"in {round_.terminal.name}, {round_.ready.name}")
             round_.terminal = after
-            latency_s = context.elapsed_s - round_.voted_at_s  # as in ``_measure``, without the call
-            self.latency_sum_s += latency_s
-            if latency_s > self.latency_max_s:
-                self.latency_max_s = latency_s
-            bucket = int(latency_s * 1e6).bit_length()
-            self.latency_buckets[bucket if bucket < LATENCY_BUCKETS else -1] += 1
+            latencies_s.append(context.elapsed_s - round_.voted_at_s)
             self.outcome_counts[outcome] += 1
-            self._undigested += _FINAL_PACK(*key, outcome, disposition)
+            undigested += _FINAL_PACK(request_id, incarnation, round_.attempt, outcome, disposition)
             reasons = self._reasons(round_.reasons) if round_.reasons else self.no_reasons
-            context.events.append(new(ev.Committed, (key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons)))
+            context.events.append(new(_Committed, (round_.key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons)))
             rounds.retire(round_)
             if disposition:
                 self._quarantine(round_)
-        if len(self._undigested) > DIGESTED_AT_ONCE:
-            self._finals.update(self._undigested)
-            self._undigested.clear()
+        if len(undigested) > DIGESTED_AT_ONCE:
+            self._finals.update(undigested)
+            undigested.clear()
+        if len(latencies_s) > WAITING_MAX:
+            self.latencies.count()
+
+    def _check_outcome(self, round_: Round, outcome: int, disposition: int) -> None:
+        """A COMMIT is at least what this rank has voted."""
+        voted, its_disposition, _reason = round_.vote
+        if outcome < voted or disposition < its_disposition or (disposition and not outcome):
+            self._impossible(round_, _COMMIT, f"{OUTCOMES[outcome].name} against this rank's {voted}")
 
     def _hear_reasons(self, round_: Round, first: int, packed: int) -> None:
         """The reasons of eight voices from the ``first`` on, ahead of their COMMIT."""
@@ -639,7 +660,14 @@ class Member:
             )
         self._impossible(round_, kind, "before an older round was decided here")
 
-    def _readiness_decided(self, round_: Round, kind: int, outcome: int, reason: int, attempt: int) -> None:
+    def _readiness_decided(self, round_: Round, record: Record) -> None:
+        """Anything but a COMMIT."""
+        kind, outcome, _disposition, reason, attempt, request_id, _incarnation = record
+        if kind == _REASONS:
+            self._hear_reasons(round_, 8 * outcome, request_id)
+            return
+        if round_.request_id != request_id or round_.held is not None:
+            self._contradicts(round_, kind, request_id)
         now = round_.attempt
         if attempt != now:
             if attempt < now:
@@ -665,8 +693,8 @@ class Member:
         round_.ready = after
         self.rounds.note(round_, name, context.coordinator)
         if kind == _ABORT:
-            round_.aborted_for = reason
-            round_.leased_at_s = None
+            round_.course.aborted_for = reason
+            round_.course.leased_at_s = None
             self.rounds.timers.leases.drop(round_.incarnation)
             if round_.heard:  # else the round is a tombstone until its broadcast, see ``admit``
                 context.emit(ev.Aborted(round_.key, REASONS[reason]))
@@ -679,8 +707,8 @@ class Member:
             context.emit(ev.Released(round_.key))
             context.may_lapse = True
         else:
-            if round_.leased_at_s is not None:
-                self._measure(context.elapsed_s - round_.leased_at_s)
+            if round_.course.leased_at_s is not None:
+                self.latencies.waiting.append(context.elapsed_s - round_.course.leased_at_s)
             context.emit(ev.Completed(round_.key))
 
     def _finalized(self, round_: Round, mode: FinalizeMode, reason: int) -> None:
@@ -694,9 +722,9 @@ class Member:
         self._move(round_, given)
         self.rounds.note(round_, f"FINALIZE {mode.name}", self.context.coordinator)
         self.context.emit(ev.Finalized(key, mode, REASONS[reason]))
-        round_.told_reason = 0
-        round_.aborted_for = 0
-        round_.recalled = False
+        round_.course.told_reason = 0
+        round_.course.aborted_for = 0
+        round_.course.recalled = False
         if mode is FinalizeMode.CLOSED:
             self.closed_rounds += 1
             self._undigested += _FINAL_PACK(*round_.key, _CLOSED_MARK, 0)
@@ -707,8 +735,8 @@ class Member:
     def _reopen(self, round_: Round) -> None:
         """The next attempt begins with what the host wanted of it."""
         round_.next_attempt()
-        intent, wanted = round_.next_intent, round_.next_reason
-        round_.next_intent, round_.next_reason = NEXT_NOTHING, 0
+        intent, wanted = round_.course.next_intent, round_.course.next_reason
+        round_.course.next_intent, round_.course.next_reason = NEXT_NOTHING, 0
         if self.rounds.last is not None and self.context.is_scheduler:
             self.end_unscheduled(round_)
         elif intent == NEXT_PUBLISH:
@@ -719,27 +747,25 @@ class Member:
     def _reasons(self, packed: int) -> tuple[Reason, ...]:
         return tuple([REASONS[(packed >> (8 * i)) & 0xFF] for i in range(self.context.voices)])
 
-    def _measure(self, latency_s: float) -> None:
-        """From this rank's lease to COMPLETE, as from its terminal vote to COMMIT: both are in one histogram."""
-        self.latency_sum_s += latency_s
-        if latency_s > self.latency_max_s:
-            self.latency_max_s = latency_s
-        bucket = int(latency_s * 1e6).bit_length()
-        self.latency_buckets[bucket if bucket < LATENCY_BUCKETS else -1] += 1
-
     # -- for explorers ----------------------------------------------------------------------------------------------
 
     def copy(
-        self, context: Context, streams: Streams, rounds: Rounds, on_the_domain: Callable[[Record], None]
+        self,
+        context: Context,
+        streams: Streams,
+        rounds: Rounds,
+        on_the_domain: Callable[[Record], None],
+        heard_late: Callable[[Round], None],
     ) -> Member:
         """An independent copy."""
         twin = Member.__new__(Member)
         twin.__dict__.update(self.__dict__)
-        twin.context, twin.streams, twin.rounds, twin.on_the_domain = context, streams, rounds, on_the_domain
+        twin.context, twin.streams, twin.rounds = context, streams, rounds
+        twin.on_the_domain, twin.heard_late = on_the_domain, heard_late
         twin._finals, twin._activations = self._finals.copy(), self._activations.copy()
         twin._undigested = self._undigested.copy()
         twin.outcome_counts = list(self.outcome_counts)
-        twin.latency_buckets = list(self.latency_buckets)
+        twin.latencies = self.latencies.copy()
         return twin
 
     def fingerprint(self, digests: bool) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from mpi4py import MPI
 from pp_agreement._codec import frame_length
 from pp_agreement._config import Domain, seconds, within
 from pp_agreement._errors import ConfigurationError, TransportError, WouldBlock
+from pp_agreement._events import new
 from pp_agreement._transport import Sweep
 
 TAG = 0
@@ -82,7 +83,6 @@ class MpiTransport:
         self._turns: list[tuple[_Stream, ...]] = []  # the streams, beginning with each in turn
         self._requests: list[Any] = []  # all posted receives, by peer and slot
         self._owners: list[tuple[_Stream, int]] = []  # whose they are
-        self._statuses: list[Any] = []
         self._broken: MPI.Exception | None = None  # found while frames were in hand
 
     def open(self, peers: tuple[int, ...], frame_bytes_max: int) -> None:
@@ -108,7 +108,6 @@ class MpiTransport:
         except MPI.Exception as error:
             self.close(False)
             raise TransportError(f"no persistent requests: {error}") from error
-        self._statuses = [MPI.Status() for _ in self._requests]
         streams = tuple(self._streams.values())
         self._turns = [(*streams[place:], *streams[:place]) for place in range(len(streams))]
 
@@ -157,10 +156,11 @@ class MpiTransport:
 
     def send(self, peer: int, frame: bytes) -> None:
         """See :class:`Transport`."""
-        if not self.can_send(peer):
+        stream = self._streams[peer]
+        if stream.count >= self._window and self.outstanding(peer) >= self._window:
             raise WouldBlock(f"{self._window} frames are outstanding")
         try:
-            self._streams[peer].send(frame)
+            stream.send(frame)
             self._sending = True
         except MPI.Exception as error:
             raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
@@ -173,17 +173,17 @@ class MpiTransport:
         order = self._order
         if not order:
             return Sweep(frames, 0)
-        look, requests, statuses = MPI.Request.Testsome, self._requests, self._statuses
+        look, requests, owners = MPI.Request.Testsome, self._requests, self._owners
         quiet = 0
         if self._waiting and self._move(frames, frames_max):
             return Sweep(frames, self._empty())
         try:
             while True:
-                found = look(requests, statuses)
+                found = look(requests)
                 if found:
-                    for index, status in zip(found, statuses):
-                        stream, slot = self._owners[index]
-                        stream.arrived[slot] = status.Get_count(MPI.BYTE)
+                    for index in found:
+                        stream, slot = owners[index]
+                        stream.arrived[slot] = True
                         stream.waiting += 1
                     self._waiting += len(found)
                     quiet = 0
@@ -192,7 +192,7 @@ class MpiTransport:
                 else:
                     quiet += 1
                     if quiet >= QUIET_ROUNDS or not self._sending or not self._is_sending():
-                        return Sweep(frames, self._all) if frames else self._nothing
+                        return new(Sweep, (frames, self._all)) if frames else self._nothing
         except MPI.Exception as error:
             if not frames:
                 raise TransportError(str(error)) from error
@@ -221,11 +221,13 @@ class MpiTransport:
         return sum(1 << peer for peer in self._order if not self._streams[peer].waiting)
 
     def _is_sending(self) -> bool:
+        """Whether a frame is outstanding. All are looked at, since each look also makes MPI handle a packet."""
+        sending = False
         for stream in self._streams.values():
             if stream.count and stream.outstanding():
-                return True
-        self._sending = False
-        return False
+                sending = True
+        self._sending = sending
+        return sending
 
     def deaths(self) -> tuple[tuple[int, str], ...]:
         """See :class:`Transport`."""
@@ -251,7 +253,7 @@ class MpiTransport:
         streams, self._streams = self._streams, {}
         comm, self._comm = self._comm, None
         self._order = ()
-        self._requests, self._owners, self._statuses = [], [], []
+        self._requests, self._owners = [], []
         try:
             for stream in streams.values():
                 if not stream.close(clean):
@@ -272,7 +274,10 @@ class _Stream:
         self._sizes = (*(s for s in SIZE_CLASSES if s < frame_bytes_max), frame_bytes_max)
         self._send_buffers = [bytearray(frame_bytes_max) for _ in range(window)]
         self._sends = [
-            [comm.Ssend_init([memoryview(buffer)[:size], size, MPI.BYTE], dest=peer, tag=TAG) for size in self._sizes]
+            [
+                (size, comm.Ssend_init([memoryview(buffer)[:size], size, MPI.BYTE], dest=peer, tag=TAG))
+                for size in self._sizes
+            ]
             for buffer in self._send_buffers
         ]
         self._active: list[Any] = [None] * window
@@ -281,7 +286,7 @@ class _Stream:
         self._buffers = [bytearray(frame_bytes_max) for _ in range(window)]
         self._views = [memoryview(buffer) for buffer in self._buffers]
         self.receives = [comm.Recv_init([b, len(b), MPI.BYTE], source=peer, tag=TAG) for b in self._buffers]
-        self.arrived: list[int] = [-1] * window  # bytes in each slot; -1: nothing yet
+        self.arrived = [False] * window  # whether there is something in each slot
         self.waiting = 0  # slots with something
         self._head = 0
         for request in self.receives:
@@ -298,7 +303,7 @@ class _Stream:
         slot = (self._first + self.count) % self._window
         length = len(frame)
         self._send_buffers[slot][:length] = frame
-        for size, request in zip(self._sizes, self._sends[slot]):
+        for size, request in self._sends[slot]:
             if length <= size:
                 request.Start()
                 self._active[slot] = request
@@ -309,12 +314,13 @@ class _Stream:
     def take(self) -> bytes | None:
         """The next frame in posting order, which MPI's matching order makes stream order; None: it has not come."""
         head = self._head
-        size = self.arrived[head]
-        if size < 0:
+        if not self.arrived[head]:
             return None
-        arrived = self._views[head][:size]
-        data = arrived[: frame_length(arrived)].tobytes()
-        self.arrived[head] = -1
+        view = self._views[head]
+        data = bytes(
+            view[: frame_length(view)]
+        )  # in a message that was shorter what is left of an older one stays: no frame
+        self.arrived[head] = False
         self.waiting -= 1
         self.receives[head].Start()
         self._head = (head + 1) % self._window
@@ -333,7 +339,7 @@ class _Stream:
                 idle = False
         self.outstanding()
         for slot, active in zip(self._sends, self._active):
-            for request in slot:
+            for _size, request in slot:
                 if request is not active:
                     request.Free()
                 else:  # an outstanding synchronous send is left alone

@@ -27,7 +27,7 @@ from pp_agreement._ending import Ending
 from pp_agreement._events import AdviceKind, Disposition, FaultCode, FinalizeMode, Key, Outcome, Reason
 from pp_agreement._groups import Groups
 from pp_agreement._machine import PEER, AgreementCore
-from pp_agreement._round import PLAIN_VOTE, Round, Tally
+from pp_agreement._round import EXPIRED_S, PLAIN_VOTE, Round, Tally
 from pp_agreement._state import (
     DISPOSITIONS,
     FENCE,
@@ -178,7 +178,7 @@ class OuterCore(AgreementCore):
         """The deadline of a doubt in the group has passed, as the doubting rank's own core has made sure."""
 
         def trusted() -> None:
-            round_.doubt_expired = True
+            round_.doubt_at_s = EXPIRED_S
 
         self.call(trusted, (), now_s, PEER)
 
@@ -194,11 +194,10 @@ class GroupCore(AgreementCore):
     def __init__(self, groups: Groups, rank: int, config: AgreementConfig, *, session: int = 0) -> None:
         super().__init__(groups.inner(rank), rank, config, session=session)
 
-    def admit(self, request_id: int, incarnation: int, ready: bool) -> Key:
+    def _heard_late(self, round_: Round) -> None:
         """See :class:`AgreementCore`. What the group said before its leader heard of the request can rise now."""
-        key = super().admit(request_id, incarnation, ready)
-        self.coordinator.unsettled[incarnation] = None
-        return key
+        super()._heard_late(round_)
+        self.coordinator.unsettled[round_.incarnation] = None
 
     def tell(self, event: ev.AgreementEvent) -> None:
         """At a leader: what it has heard outside and its own host is told as it is."""
@@ -407,7 +406,7 @@ class Bridge:
         if above.ready in UNSCHEDULED:
             self.calls.revoke(key, REASONS[reason])
         elif (above.ready in UNLEASED and above.terminal < TerminalState.VOTED) or (
-            above.ready in _REASON_MAY_GROW and reason > above.told_reason
+            above.ready in _REASON_MAY_GROW and reason > above.course.told_reason
         ):
             self.calls.withdraw(key, REASONS[reason])
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 from pp_agreement._events import Key, Record, new
 from pp_agreement._state import Phase, ReadyState, TerminalState
 
+Entry = tuple[float, str, int]
+"""An entry of a story: when, what, whose."""
 PLAIN_VOTE = (0, 0, 0)
 """COMPLETED, RELEASE, without a reason: what nearly all votes are."""
+EXPIRED_S = float("-inf")
 NO_VOTES: Mapping[int, tuple[int, int, int]] = MappingProxyType({})
 NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
 _IDLE, _OPEN, _GATHERING = ReadyState.IDLE, TerminalState.OPEN, Phase.GATHERING
@@ -68,70 +70,107 @@ class Tally:
         )  # fmt: skip
 
 
+class Course:
+    """What an attempt has come to at this rank, and what the host wants of the next one."""
+
+    __slots__ = ("aborted_for", "leased_at_s", "next_intent", "next_reason", "recalled", "told_reason")
+
+    def __init__(self) -> None:
+        self.aborted_for = 0  # reason of the ABORT
+        self.told_reason = 0  # greatest reason that this rank gave in this attempt
+        self.recalled = False  # this rank has said RECALL in this attempt
+        self.leased_at_s: float | None = None
+        self.next_intent = NEXT_NOTHING  # what the host wants of the next attempt
+        self.next_reason = 0
+
+    def copy(self) -> Course:
+        twin = Course.__new__(Course)
+        for name in Course.__slots__:
+            setattr(twin, name, getattr(self, name))
+        return twin
+
+    def fingerprint(self) -> tuple[object, ...]:
+        return self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.recalled
+
+
+class _NoCourse(Course):
+    """Of all rounds without readiness, which have no attempts: it stays as it is."""
+
+    __slots__ = ("is_made",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_made = True
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(self, "is_made"):
+            raise AttributeError(f"{name} of a round without readiness")
+        super().__setattr__(name, value)
+
+    def copy(self) -> Course:
+        return self
+
+
+NO_COURSE = _NoCourse()
+
+
 class Round:
     """Everything one rank knows about one admission: its own half, and at the coordinator the tally."""
 
     __slots__ = (
-        "aborted_for",
-        "attempt",
-        "disposition",
+        "course",
         "doubt_at_s",
-        "doubt_expired",
         "heard",
         "held",
         "incarnation",
         "key",
-        "leased_at_s",
-        "next_intent",
-        "next_reason",
-        "outcome",
+        "older",
         "ready",
-        "reason",
         "reasons",
-        "recalled",
         "request_id",
         "story",
         "tally",
         "terminal",
-        "told_reason",
         "touched_s",
         "uses_ready",
+        "vote",
         "voted_at_s",
     )
 
-    def __init__(self, request_id: int, incarnation: int, counts: bool, now_s: float) -> None:
+    def __init__(self, request_id: int, incarnation: int, tally: Tally | None, course: Course, now_s: float) -> None:
         self.request_id = request_id
         self.incarnation = incarnation
         self.key = new(Key, (request_id, incarnation, 0))  # of the attempt that runs: what hosts are given
+        self.older: Round | None = None  # the next older open one of this request
         self.heard = False
         # A list, of the records that wait: the round is held back, since an older one must be decided here first.
         self.held: list[tuple[int, Record]] | None = None
         self.uses_ready = True
-        self.tally = Tally() if counts else None
+        self.tally = tally
         self.touched_s = now_s  # last progress
-        self.story: list[Any] = []  # time, what and whose, three by three: no object per entry; told when it is read
+        self.story: list[Entry] = []  # told when it is read
         # this rank's own half
-        self.attempt = 0
+        self.course = course
         self.ready: ReadyState = _IDLE
         self.terminal: TerminalState = _OPEN
-        self.outcome = 0  # of this rank's terminal vote, as are the two below
-        self.disposition = 0
-        self.reason = 0
-        self.aborted_for = 0  # reason of the ABORT
-        self.told_reason = 0  # greatest reason that this rank gave in this attempt
-        self.next_intent = NEXT_NOTHING  # what the host wants of the next attempt
-        self.next_reason = 0
-        self.doubt_at_s: float | None = None
-        self.doubt_expired = False
-        self.leased_at_s: float | None = None
-        self.voted_at_s = 0.0  # when this rank voted terminal
-        self.recalled = False  # this rank has said RECALL in this attempt
+        self.vote = PLAIN_VOTE  # this rank's terminal one: outcome, disposition, reason
+        self.voted_at_s = 0.0
+        self.doubt_at_s: float | None = None  # EXPIRED_S: as long ago as its deadline
         self.reasons = 0  # packed, eight bits per member, from REASONS records
+
+    @property
+    def attempt(self) -> int:
+        """The one that runs."""
+        return self.key[2]
+
+    @property
+    def doubt_expired(self) -> bool:
+        """Whether the deadline of this rank's doubt has passed."""
+        return self.doubt_at_s == EXPIRED_S
 
     def next_attempt(self) -> None:
         """This rank's next attempt begins."""
-        self.attempt += 1
-        self.key = new(Key, (self.request_id, self.incarnation, self.attempt))
+        self.key = new(Key, (self.request_id, self.incarnation, self.attempt + 1))
 
     def copy(self) -> Round:
         """An independent copy, for the explorer."""
@@ -139,6 +178,7 @@ class Round:
         for name in Round.__slots__:
             setattr(twin, name, getattr(self, name))
         twin.tally = None if self.tally is None else self.tally.copy()
+        twin.course = self.course.copy()
         twin.story = list(self.story)
         twin.held = None if self.held is None else list(self.held)
         return twin
@@ -147,7 +187,6 @@ class Round:
         """All that decides the future, without times and stories."""
         return (
             self.request_id, self.incarnation, self.heard, self.held is not None, self.uses_ready, tuple(self.held or ()),
-            self.attempt, int(self.ready), int(self.terminal), self.outcome, self.disposition, self.reason,
-            self.aborted_for, self.told_reason, self.next_intent, self.next_reason, self.doubt_expired, self.recalled,
+            self.attempt, int(self.ready), int(self.terminal), self.vote, self.course.fingerprint(), self.doubt_expired,
             self.reasons, () if self.tally is None else self.tally.fingerprint(),
         )  # fmt: skip

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import REQUEST_ID_MAX, FaultCode
-from pp_agreement._round import Round
+from pp_agreement._round import Course, Entry, Round, Tally
 from pp_agreement._streams import Streams
 from pp_agreement._timers import NEVER_S, Timers
 
@@ -19,9 +17,9 @@ class Rounds:
         self.streams = streams
         self.timers = Timers(context.config)
         self.credits = context.config.credits
-        self.story_max = 3 * context.config.story_entries_max
+        self.story_max = context.config.story_entries_max
         self.open: dict[int, Round] = {}
-        self.by_request: dict[int, tuple[int, ...]] = {}  # an index: open incarnations of a request id, oldest first
+        self.by_request: dict[int, Round] = {}  # an index: the newest open round of a request id; see ``Round.older``
         self.held_back: list[int] = []
         self.heard = 0
         self.last: int | None = None  # the last incarnation that will be admitted, once a drain has said so
@@ -33,19 +31,22 @@ class Rounds:
         """Open rounds without those that are held back."""
         return len(self.open) - len(self.held_back)
 
-    def new(self, request_id: int, incarnation: int, held_back: bool) -> Round:
+    def new(self, request_id: int, incarnation: int, course: Course, held_back: bool) -> Round:
         """Open a round; one that is held back is not counted as open until ``_resume``."""
         context = self.context
         now_s = context.elapsed_s
-        self.open[incarnation] = round_ = Round(request_id, incarnation, context.is_coordinator, now_s)
-        siblings = self.by_request.get(request_id)
-        self.by_request[request_id] = (incarnation,) if siblings is None else (*siblings, incarnation)
+        round_ = Round(request_id, incarnation, Tally() if context.is_coordinator else None, course, now_s)
+        opened, by_request, held = self.open, self.by_request, self.held_back
+        opened[incarnation] = round_
+        if request_id in by_request:
+            round_.older = by_request[request_id]
+        by_request[request_id] = round_
         if self.timers.idle_due_s == NEVER_S:
             self.timers.opened(now_s)
         if held_back:
             round_.held = []
-            self.held_back.append(incarnation)
-        count = len(self.open) - len(self.held_back)
+            held.append(incarnation)
+        count = len(opened) - len(held)
         if count > self.open_max:
             self.open_max = count
         return round_
@@ -54,14 +55,26 @@ class Rounds:
         """The final decision: the round is over, and its credit free."""
         incarnation = round_.incarnation
         del self.open[incarnation]
-        siblings = self.by_request.pop(round_.request_id)
-        if len(siblings) > 1:
-            self.by_request[round_.request_id] = tuple([i for i in siblings if i != incarnation])
+        newest = self.by_request.pop(round_.request_id)
+        if newest is not round_ or round_.older is not None:
+            self._unlink(round_, newest)
         timers = self.timers
         if timers.doubts.live or timers.leases.live:
             timers.retired(incarnation)
         if self.held_back:
             self._resume()
+
+    def _unlink(self, round_: Round, newest: Round) -> None:
+        """Take a round out of the index that is not the only one of its request."""
+        if newest is round_:
+            if round_.older is not None:
+                self.by_request[round_.request_id] = round_.older
+            return
+        self.by_request[round_.request_id] = newest
+        above = newest
+        while above.older is not None and above.older is not round_:
+            above = above.older
+        above.older = round_.older
 
     def _resume(self) -> None:
         """A round is over: those held back that need not wait any longer, oldest first."""
@@ -69,7 +82,7 @@ class Rounds:
             if self.open_count >= self.credits:
                 return
             round_ = self.open[incarnation]
-            if self.by_request[round_.request_id][0] != incarnation:
+            if round_.older is not None:
                 continue
             self.held_back.remove(incarnation)
             held, round_.held = round_.held or (), None  # no more open rounds than before: one has just been retired
@@ -99,19 +112,19 @@ class Rounds:
             )
         if self.open_count >= credits:
             context.blame(source, "opens more rounds than there are credits")
-        return self.new(request_id, incarnation, False)
+        return self.new(request_id, incarnation, Course(), False)
 
     def note(self, round_: Round, what: str, source: int) -> None:
         """Progress of a round: an entry of its story, and its time without progress starts anew."""
         context, story = self.context, round_.story
         round_.touched_s = context.elapsed_s
-        story += (context.now_s, what, source)
+        story.append((context.now_s, what, source))
         if len(story) > self.story_max:
             self._shorten(story)
 
-    def _shorten(self, story: list[Any]) -> None:
+    def _shorten(self, story: list[Entry]) -> None:
         """The first four entries stay, and the newest."""
-        oldest = max(0, min(12, self.story_max - 3))
+        oldest = max(0, min(4, self.story_max - 1))
         del story[oldest : oldest + len(story) - self.story_max]
 
     def copy(self, context: Context, streams: Streams) -> Rounds:
@@ -121,7 +134,10 @@ class Rounds:
         twin.context, twin.streams = context, streams
         twin.timers = self.timers.copy()
         twin.open = {i: r.copy() for i, r in self.open.items()}
-        twin.by_request = dict(self.by_request)
+        twin.by_request = {i: twin.open[r.incarnation] for i, r in self.by_request.items()}
+        for round_ in twin.open.values():
+            if round_.older is not None:
+                round_.older = twin.open[round_.older.incarnation]
         twin.held_back = list(self.held_back)
         return twin
 

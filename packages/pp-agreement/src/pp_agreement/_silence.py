@@ -48,14 +48,9 @@ class Silence:
         self.looked_s += since_s
         return since_s
 
-    def heard_from(self, peer: int, busy_ms: int) -> None:
-        """A frame came."""
-        self.heard_s[peer] = self.looked_s
-        if busy_ms or self.awaited >> peer & 1:
-            self._news_of(peer, 1 << peer, busy_ms)
-
-    def _news_of(self, peer: int, bit: int, busy_ms: int) -> None:
-        """How long it may be silent changes, or it was silent."""
+    def news_of(self, peer: int, busy_ms: int) -> None:
+        """A frame came that says how long its sender may be silent, or the first one after its silence."""
+        bit = 1 << peer
         busy_s, longest_s = busy_ms / 1000, self.context.config.busy_max_s
         self.busy_s[peer] = busy_s if busy_s < longest_s else longest_s
         self.spoken |= bit

@@ -2,9 +2,61 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from pp_agreement._events import Fault, Key
+
+BUCKETS = 40
+"""Of a histogram of durations, by powers of two of a microsecond; the last one takes what is longer."""
+_BOUNDS_S = [2.0**power * 1e-6 for power in range(BUCKETS - 1)] + [float("inf")]
+WAITING_MAX = 1024
+"""Durations that are counted together."""
+
+
+class Durations:
+    """Durations in seconds: how many, their sum, the longest, and a histogram.
+
+    Whoever measures one appends it to ``waiting``, and calls ``count`` once that has become long. Looking changes nothing: a
+    signal handler may look at any moment, and a look may be interrupted.
+    """
+
+    __slots__ = ("buckets", "longest_s", "sum_s", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: list[float] = []
+        self.sum_s = 0.0
+        self.longest_s = 0.0
+        self.buckets = [0] * BUCKETS
+
+    def count(self) -> None:
+        """Count what waits."""
+        waiting, self.waiting = self.waiting, []  # first, so that what an interrupt breaks off is not counted twice
+        self._add(waiting)
+
+    def _add(self, found: list[float]) -> None:
+        found.sort()
+        self.sum_s += sum(found)
+        self.longest_s = max(self.longest_s, found[-1] if found else 0.0)
+        below = 0
+        for bucket, bound_s in enumerate(_BOUNDS_S):
+            if below == len(found):
+                return
+            before, below = below, bisect_left(found, bound_s, below)
+            self.buckets[bucket] += below - before
+
+    def copy(self) -> Durations:
+        """An independent copy."""
+        twin = Durations()
+        twin.waiting, twin.buckets = list(self.waiting), list(self.buckets)
+        twin.sum_s, twin.longest_s = self.sum_s, self.longest_s
+        return twin
+
+    def counted(self) -> Durations:
+        """A copy in which nothing waits."""
+        twin = self.copy()
+        twin.count()
+        return twin
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ before is a repetition only with the content that it had.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import FaultCode, Frame, Record, new
@@ -132,23 +132,25 @@ class Streams:
 
     # -- what leaves ------------------------------------------------------------------------------------------------
 
-    def wanting(self) -> list[int] | tuple[int, ...]:
-        """Peers for whom something waits, or who are due a heartbeat."""
+    def wanting(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Peers for whom something waits, and those who are due a heartbeat and nothing else."""
         context, pending = self.context, self.busy_pending
+        if not self.counts_own and (self.intents or pending):
+            return context.peers, ()
         due_s = context.elapsed_s - self.heartbeat_s
         if self.muted or context.fault is not None:
             due_s = NO_TIME_S  # heartbeats are over
+        sent_s = self.last_sent_s
         if self.counts_own:
-            sent_s = self.last_sent_s
-            found = []
+            speaking, beating = [], []
             for peer, queue in self.queues.items():
-                if queue or sent_s[peer] <= due_s or peer in pending:
-                    found.append(peer)
-            return found
+                if queue or peer in pending:
+                    speaking.append(peer)
+                elif sent_s[peer] <= due_s:
+                    beating.append(peer)
+            return speaking, beating
         peers = context.peers
-        if self.intents or pending or (peers and self.last_sent_s[peers[0]] <= due_s):
-            return peers
-        return ()
+        return (), peers if peers and sent_s[peers[0]] <= due_s else ()
 
     def is_beat_due(self, peer: int) -> bool:
         """Whether the peer should hear that this rank lives. ``wanting`` asks the same without a call per peer."""
@@ -161,19 +163,25 @@ class Streams:
         """Slots are free: to each of these peers one frame of what waits, or a heartbeat when nothing else is under way.
 
         Args:
-            slots: A peer, and how many earlier frames it has not received yet.
+            slots: A peer, and how many earlier frames it has not received yet: where something waits for it, nobody asks.
         """
         context, kinds, sequences = self.context, self.sent_kinds, self.next_sequence
-        intents = self.intents
+        intents, counts_own, pending = self.intents, self.counts_own, self.busy_pending
         for peer, outstanding in slots:
-            if self.counts_own:
-                records = self._take_from_queue(peer)
+            if counts_own:
+                queue = self.queues[peer]
+                count = len(queue)
+                if count > self.queue_max or count > self.limit:
+                    records = self._take_from_queue(peer, queue)
+                else:
+                    records = tuple(queue)
+                    queue.clear()
             elif len(intents) > 1:
                 records = self._take_intents()
             else:
                 records = tuple(intents.values())
                 intents.clear()
-            busy_ms = self.busy_pending.pop(peer, 0) if self.busy_pending else 0
+            busy_ms = pending.pop(peer, 0) if pending else 0
             if records:
                 for record in records:
                     kinds[record[0]] += 1
@@ -186,8 +194,8 @@ class Streams:
             self.last_sent_s[peer] = context.elapsed_s
             context.frames.append((peer, new(Frame, (sequence, busy_ms, records, context.session, b""))))
 
-    def _take_from_queue(self, peer: int) -> tuple[Record, ...]:
-        queue, limit = self.queues[peer], self.limit
+    def _take_from_queue(self, peer: int, queue: list[Record]) -> tuple[Record, ...]:
+        limit = self.limit
         if len(queue) > self.queue_max:
             self.queue_max = len(queue)
             if len(queue) > self.queue_limit and self.context.fault is None:
@@ -218,16 +226,15 @@ class Streams:
 
     # -- what comes -------------------------------------------------------------------------------------------------
 
-    def accept(self, peer: int, frame: Frame) -> bool:
-        """Whether the frame is the next one of its stream; False: an exact repetition, ignored."""
-        sequence, _busy_ms, _records, session, content = frame
+    def accept(self, peer: int, sequence: int, session: int, content: bytes) -> bool:
+        """Whether a frame is the next one of its stream although it is of another session, or out of turn; False: an exact
+        repetition, ignored. A frame whose session and number are the expected ones needs no asking.
+        """
         if session != self.sessions[peer]:
             self._meet(peer, sequence, session)
         if sequence != self.expected[peer]:
             self._expect_repetition(peer, sequence, content)
             return False
-        self.expected[peer] = sequence + 1
-        self.seen[peer].append(content)
         return True
 
     def _meet(self, peer: int, sequence: int, session: int) -> None:

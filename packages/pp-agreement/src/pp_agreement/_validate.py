@@ -43,7 +43,12 @@ def validate(core: AgreementCore) -> None:
         need(len(queue) <= core.config.queue_records_max, "a destination's queue is too long")
     for incarnation, round_ in rounds.open.items():
         need(round_.incarnation == incarnation <= rounds.heard + credits, "outside the credit window", round_)
-        need(incarnation in rounds.by_request.get(round_.request_id, ()), "the index lost a round", round_)
+        linked, newest = [], rounds.by_request.get(round_.request_id)
+        while newest is not None:
+            linked.append(newest.incarnation)
+            newest = newest.older
+        same = [i for i, other in rounds.open.items() if other.request_id == round_.request_id]
+        need(sorted(linked) == sorted(same), "the index lost a round", round_)
         need(
             round_.heard or round_.ready in (ReadyState.IDLE, ReadyState.ABORTING), "state before the broadcast", round_
         )
@@ -56,7 +61,7 @@ def validate(core: AgreementCore) -> None:
             or round_.ready in _ABORTED  # it voted while idle, and the attempt of the others was aborted
         )
         need(fenced, "a terminal vote beside an open readiness attempt", round_)
-        need(not (round_.disposition and not round_.outcome), "COMPLETED with QUARANTINE", round_)
+        need(not (round_.vote[1] and not round_.vote[0]), "COMPLETED with QUARANTINE", round_)
         need((round_.held is not None) == (incarnation in rounds.held_back), "records are held without need", round_)
         need((round_.tally is not None) == core.context.is_coordinator, "a tally at the wrong rank", round_)
         if round_.tally is not None:
