@@ -57,6 +57,19 @@ def test_a_commit_is_one_step():
     assert not coordinator.rounds.open and coordinator.step(ev.SlotFreed(0, 0), 0.0) == ()
 
 
+def test_what_a_frame_decides_ahead_of_its_violation_is_told():
+    """The other ranks will hear the decision, so this one's host does as well; the first diagnosis is kept."""
+    coordinator = core()
+    coordinator.step(ev.RequestAdmitted(5, 1, False), 0.0)
+    coordinator.step(ev.TerminalVoted(Key(5, 1), Outcome.COMPLETED, Disposition.RELEASE, Reason.NONE), 0.0)
+    vote, forged = (int(Kind.TERMINAL), 1, 0, 0, 0, 5, 1), (int(Kind.PREPARE), 0, 0, 0, 0, 5, 1)
+    committed, fault = coordinator.step(frame(coordinator, 0, vote, forged), 0.0)
+    assert committed == Committed(Key(5, 1), Outcome.FAILED, Disposition.RELEASE, (Reason.NONE,) * 2)
+    assert fault.code is FaultCode.PROTOCOL and "may not send kind 32" in fault.detail
+    (sent,) = coordinator.step(ev.SlotFreed(0, 0), 0.0)
+    assert [record[0] for record in sent.frame.records] == [Kind.COMMIT, Kind.FAIL_STOP]
+
+
 def test_the_digest_is_of_all_final_decisions():
     """However many are digested together, and whoever looks meanwhile: a signal handler, for instance, between two lines."""
     one = core(0, AgreementConfig(credits=4), Domain(1, (0,)))
