@@ -264,6 +264,41 @@ def test_a_stopped_rank_is_not_dead(short_folder):
     assert not [line for line in lines if "died" in line]
 
 
+@pytest.mark.parametrize("victim", ["gen-0/rank1", pytest.param("ctx-0/rank1", marks=pytest.mark.slow)])
+def test_a_rank_that_stands_still_for_good_is_a_death(short_folder, victim):
+    """First nobody calls the service well any more, then the rank is named, and its instance is started again."""
+    plain = settings(short_folder / "u")
+    for section in ("context_servers", "generation_servers"):
+        plain[section].setdefault("cache_transceiver_config", {})["silence_s"] = 12.0
+    launcher = Launcher(apply_environment(service_config(plain), {}), say=lambda _line: None, restart="instance")
+    with launcher.started():
+        url = launcher.front_url
+
+        def health():
+            return httpx.get(f"{url}/health", timeout=10, trust_env=False)
+
+        def until(condition, limit_s):
+            end = time.monotonic() + limit_s
+            while not condition():
+                assert time.monotonic() < end, (health().text, launcher.deaths)
+                launcher.turn(0.1)
+
+        assert health().status_code == 200
+        stopped = ProcessIdentity.of(launcher.processes()[victim])
+        stopped.kill(signal.SIGSTOP)
+        until(lambda: health().status_code == 503, 30)
+        owner, number = victim.split("/rank")
+        if not launcher.restarts:
+            assert f"rank {number}" in health().json()["why"][owner]
+        until(lambda: launcher.restarts == 1, 60)
+        until(lambda: health().status_code == 200, 60)
+        assert not stopped.alive()
+        model = httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0]["id"]
+        body = {"model": model, "prompt": "abc", "max_tokens": 4, "ignore_eos": True}
+        for _ in range(4):
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code == 200
+
+
 @pytest.mark.slow
 def test_ten_starts_and_stops_leave_everything_as_it_was(short_folder):
     """Process table, /dev/shm and the temporary folder."""

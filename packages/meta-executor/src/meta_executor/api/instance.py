@@ -6,8 +6,6 @@ the same parts, put together here once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from meta_executor.addresses import Place, place_of
@@ -48,7 +46,6 @@ class InstanceApi:
         spec, instance: Which one.
         worker: The worker's RPC address.
         endpoint: Whether requests may come in; told where the front's stream ends.
-        fault: The worker's first diagnosis, "" while it is well.
 
     Raises:
         RuntimeError: The HTTP server did not start.
@@ -62,8 +59,6 @@ class InstanceApi:
         instance: InstanceSpec,
         worker: str,
         endpoint: Endpoint,
-        *,
-        fault: Callable[[], str] = lambda: "",
     ) -> None:
         self._worker = client_of(spec, instance, worker)
         place = door_place(spec, instance)
@@ -76,7 +71,6 @@ class InstanceApi:
             spec.key().hex(),
             config=msgspec.structs.replace(instance.config, http=within_descriptors(instance.config.http)),
             keys=api_keys(spec.service.front),
-            fault=fault,
             drain_timeout_s=spec.service.drain_timeout_s,
         )
         self._server = ServerThread(api, instance.config.hostname, instance.port)

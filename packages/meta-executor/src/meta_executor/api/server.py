@@ -70,7 +70,6 @@ class ApiServer:
         key: The run's key, hex.
         config: Bounds of the listener; None: the defaults.
         keys: API keys of operators; None: there are none.
-        fault: The worker's first diagnosis, "" while it is well.
         drain_timeout_s: Longest drain when the request names none.
     """
 
@@ -83,7 +82,6 @@ class ApiServer:
         *,
         config: InstanceConfig | None = None,
         keys: KeyFile | None = None,
-        fault: Callable[[], str] = lambda: "",
         drain_timeout_s: float = 60.0,
     ) -> None:
         self._worker = worker
@@ -93,7 +91,6 @@ class ApiServer:
         self._config = config = InstanceConfig() if config is None else config
         self._access = Access(key, keys)
         self._ledger = Ledger(config.http)
-        self._fault = fault
         self._drain_timeout_s = drain_timeout_s
         self._http: httpx.AsyncClient | None = None
         self._peers: dict[str, asyncio.Task[None]] = {}
@@ -316,7 +313,7 @@ class ApiServer:
 
     async def _health(self, request: Request) -> Response:
         info = self._endpoint.info()
-        fault = self._fault() or ("the worker is gone" if self._proxy.lost else "")
+        fault = "the worker is gone" if self._proxy.lost else await self._worker.condition()
         status = "failed" if fault else "draining" if info.state == "DRAINING" else "ok" if info.ready else "starting"
         health = wire.Health(status=status, role=info.role, endpoint_generation=info.generation, detail=fault or None)  # type: ignore[arg-type]
         return _json(health, 200 if status == "ok" else 503)

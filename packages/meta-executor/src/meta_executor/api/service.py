@@ -62,6 +62,7 @@ class ExecutorService:
         endpoint: Whether requests may come in, and what the instance says of itself.
         statistics: The instance's counters, as JSON of :class:`meta_executor.wire.InstanceStatistics`.
         routing: The newest decisions, at most so many, as JSON of :class:`meta_executor.wire.InstanceRouting`.
+        condition: Why the instance cannot serve now; "" while it can.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class ExecutorService:
         endpoint: OwnedEndpoint,
         statistics: Callable[[], bytes],
         routing: Callable[[int], bytes],
+        condition: Callable[[], str] = lambda: "",
     ) -> None:
         self._desk = desk
         self._role = role
         self._endpoint = endpoint
         self._statistics = statistics
         self._routing = routing
+        self._condition = condition
         self._lock = threading.Lock()
         self._subscribers: dict[str, _Subscriber] = {}
         self._owned: dict[int, _Owned] = {}
@@ -294,6 +297,11 @@ class ExecutorService:
     def routing(self, count_max: int) -> bytes:
         """Why the last requests went where they did. Made by the calling thread; the loop does nothing for it."""
         return self._routing(count_max)
+
+    @rpc_method(non_blocking=True)
+    def condition(self) -> str:
+        """Why the instance cannot serve now; "" while it can."""
+        return self._condition()
 
     def close(self) -> None:
         """End every stream."""

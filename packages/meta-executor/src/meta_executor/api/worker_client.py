@@ -22,6 +22,7 @@ PEER_TIMEOUT_S = 60.0
 #: question that an instance's start waits for.
 _SUBMIT_S = 30.0
 _CALL_S = 10.0
+_CONDITION_S = 2.0
 _LOOK_S = 5.0
 _RECORD_S = 30.0
 
@@ -113,6 +114,13 @@ class WorkerClient:
     async def record(self) -> bytes:
         """The endpoint record (JSON)."""
         return bytes(await self._client.record().remote_async(timeout_s=_RECORD_S))
+
+    async def condition(self) -> str:
+        """Why the worker cannot serve now; "" while it can. A worker that does not answer is a reason."""
+        try:
+            return str(await self._client.condition().remote_async(timeout_s=_CONDITION_S))
+        except RpcError as error:
+            return f"the worker does not answer: {error}"
 
     def counts(self) -> SubmitCounts:
         """Since construction."""

@@ -176,6 +176,8 @@ class RankLoop:
         self.drained = False
         self.fault = ""
         self.taken_count = 0
+        #: Ranks that sent anything, until somebody who counts their silence clears it.
+        self.heard: set[int] = set()
 
     # -- the list -----------------------------------------------------------------------------------------------------
 
@@ -210,6 +212,7 @@ class RankLoop:
     def _take_new_work(self, now_s: float) -> bool:
         arrived = self._link.poll()
         for frame in arrived:
+            self.heard.add(frame.source_rank)
             body = frame.body
             if isinstance(body, Work):
                 self._work.deliver(body)

@@ -52,6 +52,7 @@ from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, Servers, TokenLimits, limits_of
 from meta_executor.front.stories import Stories, Story
 from meta_executor.front.tenants import Tenants
+from meta_executor.front.wellness import Wellness
 from meta_executor.listener.access import CALLER, Access, Caller, Guard, KeyFile, Need, table
 from meta_executor.listener.bounds import Ledger
 from meta_executor.listener.reading import BodyDecoder, BodyTooLarge, body_decoded, read_body
@@ -140,6 +141,7 @@ class FrontService:
         self.ledger = Ledger(config.http)
         self.metrics = FrontMetrics(self.ledger, served_name)
         self.stories = Stories(_STORIES_MAX, config.perf_metrics_max_requests)
+        self.wellness = Wellness(directory, legs)
         self.choices = Choices(directory, self.servers, legs, routers, clock)
         self.dispatch = Dispatch(
             directory, routers, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices,
@@ -198,7 +200,7 @@ class FrontService:
 
     def can_serve(self) -> bool:
         """Whether a request that came now would find both its legs."""
-        return not self.draining and self.directory.ready(context=1, generation=1)
+        return not self.draining and all(self.wellness.serves(role) for role in ("context", "generation"))
 
     @contextlib.contextmanager
     def admitted(self, caller: Caller, answers: int) -> Iterator[None]:
@@ -376,8 +378,9 @@ class FrontService:
         if self.can_serve():
             return _json({"status": "ok"})
         status = "draining" if self.draining else "unavailable"
-        ready = {role: self.directory.ready(**{role: 1}) for role in ("context", "generation")}
-        return _json({"status": status, "ready": ready}, 503)
+        ready = {role: self.wellness.serves(role) for role in ("context", "generation")}
+        why = {self.servers.owner_of(url): why for url, why in self.wellness.unwell.items()}
+        return _json({"status": status, "ready": ready, **({"why": why} if why else {})}, 503)
 
     async def live(self, request: Request) -> Response:
         """``GET /live``: the process answers."""

@@ -30,6 +30,7 @@ _ASK_S = 3.0
 
 _CONTEXT_RESPONSE = msgspec.json.Decoder(wire.ContextResponse)
 _ERROR = msgspec.json.Decoder(wire.ErrorBody)
+_HEALTH = msgspec.json.Decoder(wire.Health)
 _ROUTING = msgspec.json.Decoder(wire.InstanceRouting)
 
 
@@ -83,6 +84,22 @@ class HttpLegs:
             return _ROUTING.decode(response.content)
         except msgspec.DecodeError as error:
             raise LegError("", server, MALFORMED, str(error), status=200, received=True) from error
+
+    async def condition(self, server: str) -> str:
+        """Why an instance cannot serve now, or does not say; "" while it can. Bounded in time."""
+        try:
+            async with asyncio.timeout(_ASK_S):
+                response = await self._send("", server, "GET", "/health")
+        except TimeoutError:
+            return f"no answer within {_ASK_S:g} s"
+        except LegError as error:
+            return str(error)
+        if response.status_code == 200:
+            return ""
+        with contextlib.suppress(msgspec.DecodeError):
+            health = _HEALTH.decode(response.content)
+            return health.detail or health.status
+        return f"/health answered {response.status_code}"
 
     async def context(self, server: str, request: Request, generation: str) -> Prefilled:
         """Run a context leg to its end.

@@ -63,6 +63,10 @@ class LegClient:
         """
         return await self._http.routing(server, count_max)
 
+    async def condition(self, server: str) -> str:
+        """Why an instance cannot serve now, or does not say; "" while it can. Bounded in time."""
+        return await self._http.condition(server)
+
     async def context(self, server: str, request: Request, generation: str) -> Prefilled:
         """Run a context leg to its end.
 

@@ -124,6 +124,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stack.push_async_callback(_stop, server, serving)
+        await stack.enter_async_context(service.wellness.followed())
         await _instances_ready(service, drain, serving)
         reporter.send("ready", url=url_of(listener, tls=tls is not None))
         await _first(drain.wait(), _ended(serving))

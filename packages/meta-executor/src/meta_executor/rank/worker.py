@@ -33,6 +33,7 @@ from meta_executor.executor.account import Lifetime, rank_evidence, rank_statist
 from meta_executor.executor.admission import GenerationAdmission
 from meta_executor.executor.desk import Desk
 from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, TURN_EDGES_S, Turns, drive
+from meta_executor.executor.liveness import BEAT_S, SILENT_S, Liveness
 from meta_executor.executor.messages import Status
 from meta_executor.executor.request import Answers
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
@@ -80,7 +81,7 @@ class InstanceServers:
         if instance.config.proxy == "spawn":
             self._api = SpawnedServer(spec, instance, address)
         else:
-            self._api = InstanceApi(spec, instance, address, endpoint, fault=lambda: rank.loop.fault)
+            self._api = InstanceApi(spec, instance, address, endpoint)
         self.url = self._api.url
         self._registration: Registration | None = None
 
@@ -128,6 +129,7 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
             endpoint=endpoint,
             statistics=statistics.instance_json,
             routing=lambda count_max: _routing_json(rank, count_max),
+            condition=statistics.condition,
         )
         servers = InstanceServers(rank, doorway.service, endpoint)
     _install_signals(rank, servers)
@@ -194,6 +196,11 @@ class _Statistics:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._stamp: tuple[object, ...] = ()
+        identity = rank.identity
+        self._liveness = Liveness(range(1, identity.size) if identity.rank == 0 else (0,))
+        self._silence_s = max(identity.instance.config.cache_transceiver_config.silence_s, SILENT_S)
+        self._looked_s = time.monotonic()
+        self._said_s = 0.0
         self.turns = Turns()
         self.latest = wire.RankStatistics(rank=rank.identity.rank)
 
@@ -203,6 +210,7 @@ class _Statistics:
         if rank.watch is not None and not rank.loop.left:
             for dead, evidence in rank.watch.dead():
                 rank.loop.fault = rank.loop.fault or f"rank {dead} has died: {evidence}"
+        self._look(now_s)
         made = rank.made
         blocks, counters = made.blocks, made.transceiver.counters
         stamp = (
@@ -217,6 +225,7 @@ class _Statistics:
             made.transceiver.links_away_count,
         )
         if stamp == self._stamp and not rank.loop.left:
+            self._beat(now_s)
             return
         self._stamp = stamp
         self.latest = msgspec.structs.replace(
@@ -229,7 +238,57 @@ class _Statistics:
         if rank.desk is not None:
             rank.desk.take_statistics(0, data)
         else:
+            self._said_s = now_s
             rank.link.send(0, Status(rank.identity.rank, data))
+        self._beat(now_s)
+
+    def _beat(self, now_s: float) -> None:
+        """Say something to whoever counts this rank's silence: the others to rank 0, rank 0 to the others."""
+        rank = self._rank
+        if now_s - self._said_s < BEAT_S or rank.loop.left:
+            return
+        self._said_s = now_s
+        number = rank.identity.rank
+        for target in range(1, rank.identity.size) if number == 0 else (0,):
+            rank.link.send(target, Status(number, b""))
+
+    def _look(self, now_s: float) -> None:
+        """Whom this rank has heard: rank 0 the others, they rank 0. Silence for too long is a fault like a death.
+
+        An asynchronous agreement judges silence, too, where it waits for somebody; here it is judged at rest as well.
+        """
+        loop = self._rank.loop
+        self._liveness.look(now_s, loop.heard)
+        loop.heard = set()
+        self._looked_s = now_s
+        silent, silent_s = self._liveness.longest()
+        if silent_s > self._silence_s and not loop.left:
+            loop.fault = loop.fault or f"rank {silent} was not heard for {silent_s:.0f} s"
+
+    def condition(self) -> str:
+        """Why this instance cannot serve now, as rank 0 can tell (any thread); "" while it can."""
+        rank = self._rank
+        if rank.loop.fault:
+            return rank.loop.fault
+        silent, silent_s = self._liveness.longest()
+        stood_s = time.monotonic() - self._looked_s
+        if stood_s > SILENT_S:
+            return f"the loop of rank 0 has not turned for {stood_s:.0f} s"
+        if silent_s > SILENT_S:
+            return f"rank {silent} was not heard for {silent_s:.0f} s"
+        away = {
+            number: statistics.links_away_now
+            for number, statistics in self._ranks().items()
+            if statistics.links_away_now > 0
+        }
+        if away:
+            return ", ".join(f"rank {number}: {count} control links are away" for number, count in away.items())
+        return ""
+
+    def _ranks(self) -> dict[int, wire.RankStatistics]:
+        """What each rank said last (any thread)."""
+        known = dict(self._rank.desk.rank_statistics) if self._rank.desk is not None else {}
+        return {number: msgspec.json.decode(data, type=wire.RankStatistics) for number, data in known.items()}
 
     @staticmethod
     def _turns_longer(name: str, counts: list[int]) -> dict[str, int]:
@@ -241,13 +300,8 @@ class _Statistics:
         desk = rank.desk
         if desk is None:
             return b"{}"
-        known = dict(desk.rank_statistics)
-        ranks = [
-            msgspec.json.decode(known[number], type=wire.RankStatistics)
-            if number in known
-            else wire.RankStatistics(rank=number)
-            for number in range(identity.size)
-        ]
+        known = self._ranks()
+        ranks = [known.get(number) or wire.RankStatistics(rank=number) for number in range(identity.size)]
         counts = desk.statistics()
         steps_ms = sorted(1000.0 * s for s in list(rank.loop.compute.step_times_s))
         admission = rank.made.admission
