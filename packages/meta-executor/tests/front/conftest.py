@@ -114,6 +114,8 @@ class FakeInstance:
         self.disconnects: list[int] = []
         self.info_calls = 0
         self.ready = True
+        #: What it says of itself when it is asked for its health; "": it is well.
+        self.unwell = ""
         #: Wait for this before answering.
         self.gate: asyncio.Event | None = None
         #: Wait for this before each line after the first.
@@ -135,6 +137,7 @@ class FakeInstance:
         self.app = Starlette(
             routes=[
                 Route("/server_info", self._info),
+                Route("/health", self._health),
                 Route("/internal/context", self._context, methods=["POST"]),
                 Route("/internal/generation", self._generation, methods=["POST"]),
                 Route("/internal/abort", self._abort, methods=["POST"]),
@@ -194,6 +197,11 @@ class FakeInstance:
                 limits=self.limits,
             )
         )
+
+    async def _health(self, request: Request) -> Response:
+        if self.unwell:
+            return _json(wire.Health(status="failed", role=self.role, detail=self.unwell), 503)
+        return _json(wire.Health(status="ok" if self.ready else "starting", role=self.role), 200 if self.ready else 503)
 
     def _refused(self, request: Request, body: Any) -> Response | None:
         assert request.headers[wire.KEY_HEADER] == KEY

@@ -76,6 +76,16 @@ async def test_serves_drains_and_leaves(make_cluster: Any, tmp_path: Path, how: 
         cluster.generation.line_gate = asyncio.Event()
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await client.get(f"{url}/health")).status_code == 200
+            cluster.generation.unwell = "rank 1 was not heard for 7 s"
+            async with asyncio.timeout(10):
+                while (health := await client.get(f"{url}/health")).status_code != 503:
+                    await asyncio.sleep(0.02)
+            assert health.json()["why"] == {"gen-0": "rank 1 was not heard for 7 s"}
+            assert health.json()["ready"] == {"context": True, "generation": False}
+            cluster.generation.unwell = ""
+            async with asyncio.timeout(10):
+                while (await client.get(f"{url}/health")).status_code != 200:
+                    await asyncio.sleep(0.02)
             body = {"model": "tiny", "prompt": "abc", "max_tokens": 40, "stream": True}
             async with client.stream("POST", f"{url}/v1/completions", json=body) as stream:
                 pieces = stream.aiter_text()
