@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from meta_executor.executor.bell import RankBell
 from meta_executor.executor.drive import AGAIN_S, FIRST_WAIT_S, Turns, drive
 from meta_executor.executor.loop import RankLoop
@@ -16,8 +18,9 @@ from meta_executor.executor.request import AnswerBook
 from meta_executor.executor.transceiver import (
     EXPOSED_CAP_S,
     MOVING_CAP_S,
+    RECEIVING_STEP_CAP_S,
     ROUND_CAP_S,
-    STEPPING_CAP_S,
+    SENDING_STEP_CAP_S,
 )
 from meta_executor.executor.work import BroadcastWork
 
@@ -103,28 +106,30 @@ def test_turns_are_counted_by_how_long_they_took() -> None:
     assert turns.worked_longer == [2, 1, 1, 0, 0, 0]
 
 
-def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often() -> None:
-    """Nothing that comes could be used before the step's end, which rings; frames of MPI are polled as before."""
+@pytest.mark.parametrize(("sends", "step_cap_s"), [(False, RECEIVING_STEP_CAP_S), (True, SENDING_STEP_CAP_S)])
+def test_while_the_engine_has_a_step_transfers_are_looked_at_less_often(sends: bool, step_cap_s: float) -> None:
+    """Nothing that comes could be used before the step's end, which rings; frames of MPI are polled as before. A rank that
+    sends is the one that moves the bytes, and looks more often."""
     compute = SimpleNamespace(stepping=False)
-    transceiver = SimpleNamespace(poll_cap_s=MOVING_CAP_S)
+    transceiver: Any = SimpleNamespace(poll_cap_s=MOVING_CAP_S)
     link: Any = SimpleNamespace(busy=False)
     loop = RankLoop(
         rank=0,
-        registry=Registry("generation"),
+        registry=Registry("context" if sends else "generation"),
         compute=compute,  # type: ignore[arg-type]
         answers=AnswerBook(),
         link=link,
         work=BroadcastWork(None, 0),
-        sending=None,
-        receiving=transceiver,  # type: ignore[arg-type]
+        sending=transceiver if sends else None,
+        receiving=None if sends else transceiver,
         desk=None,
         on_fault=lambda diagnosis: None,
     )
     assert loop.poll_cap_s == MOVING_CAP_S
     compute.stepping = True
     for cap_s, polled_s in (
-        (MOVING_CAP_S, STEPPING_CAP_S),
-        (EXPOSED_CAP_S, STEPPING_CAP_S),
+        (MOVING_CAP_S, step_cap_s),
+        (EXPOSED_CAP_S, step_cap_s),
         (ROUND_CAP_S, ROUND_CAP_S),
         (None, None),
     ):

@@ -13,6 +13,7 @@ from meta_executor.executor import decode
 from meta_executor.executor.messages import Status, Stop
 from meta_executor.executor.ownership import Outcome, State
 from meta_executor.executor.testing import Pair, PairConfig
+from meta_executor.executor.transceiver_generation import PUBLISHED_PER_TURN_MAX
 
 PROMPT = [3 + (7 * i) % 900 for i in range(21)]
 
@@ -95,17 +96,18 @@ def test_one_token_answers_need_no_generation_leg(pairs: list[Pair]) -> None:
     assert [r.agreement.statistics().core.outcomes[0] for r in pair.context.ranks] == [1] * 4
 
 
-def test_an_iteration_publishes_one_destination(pairs: list[Pair]) -> None:
-    """Three requests that come together own blocks one iteration after the other: no step waits for all their plans."""
+def test_an_iteration_publishes_few_destinations(pairs: list[Pair]) -> None:
+    """Requests that come together own blocks over several iterations: no step waits for all their plans."""
     pair = make(pairs, PairConfig(generation_ranks=1))
     (rank,) = pair.generation.ranks
-    for request_id in (1, 2, 3):
+    count = 2 * PUBLISHED_PER_TURN_MAX + 1
+    for request_id in range(1, count + 1):
         start_generation_first(pair, request_id)
     opened = []
-    while rank.transceiver.counters.opened < 3 and len(opened) < 50:
+    while rank.transceiver.counters.opened < count and len(opened) < 50:
         pair.step(rank)
         opened.append(rank.transceiver.counters.opened)
-    assert opened[-3:] == [1, 2, 3]
+    assert opened[-3:] == [PUBLISHED_PER_TURN_MAX, 2 * PUBLISHED_PER_TURN_MAX, count]
     pair.run(pair.idle)
 
 

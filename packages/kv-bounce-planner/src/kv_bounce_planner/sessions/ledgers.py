@@ -25,9 +25,8 @@ class ExposureLedger:
 
     def __init__(self) -> None:
         self._holder: dict[object, TransferIdentity] = {}
-        self._starts = np.empty(0, np.int64)
-        self._ends = np.empty(0, np.int64)
-        self._owners = np.empty(0, np.int64)
+        #: Rows: start, end, number of the transfer; a column for each range, ascending.
+        self._ranges = np.empty((3, 0), np.int64)
         self._numbers: dict[TransferIdentity, int] = {}
         self._left: set[int] = set()  # transfers that left; their ranges go with the next one that enters
         self._drawn = 0
@@ -65,22 +64,24 @@ class ExposureLedger:
         self, identity: TransferIdentity, blocks: Sequence[object], starts: Int64Array, ends: Int64Array
     ) -> None:
         self._drop_left()
-        if len(self._starts) + len(starts) > RANGES_MAX:
+        held_starts, held_ends, _ = self._ranges
+        if len(held_starts) + len(starts) > RANGES_MAX:
             self.unchecked += 1
             self._enter_blocks(identity, blocks)
             return
-        at = np.searchsorted(self._starts, starts, side="right")
+        at = np.searchsorted(held_starts, starts, side="right")
         before = at > 0
-        clash = bool((self._ends[at[before] - 1] > starts[before]).any())
-        after = at < len(self._starts)
-        if clash or bool((self._starts[at[after]] < ends[after]).any()):
+        clash = bool((held_ends[at[before] - 1] > starts[before]).any())
+        after = at < len(held_starts)
+        if clash or bool((held_starts[at[after]] < ends[after]).any()):
             raise AddressStillExposed(f"{identity}: addresses that an earlier transfer of this process still exposes")
         self._enter_blocks(identity, blocks)
         self._drawn += 1
         self._numbers[identity] = self._drawn
-        self._starts = np.insert(self._starts, at, starts)
-        self._ends = np.insert(self._ends, at, ends)
-        self._owners = np.insert(self._owners, at, self._drawn)
+        fresh = np.empty((3, len(starts)), np.int64)
+        fresh[0], fresh[1], fresh[2] = starts, ends, self._drawn
+        ranges = np.concatenate((self._ranges, fresh), axis=1)
+        self._ranges = ranges.take(ranges[0].argsort(kind="stable"), axis=1)
 
     def _enter_blocks(self, identity: TransferIdentity, blocks: Sequence[object]) -> None:
         for block in blocks:
@@ -102,8 +103,10 @@ class ExposureLedger:
     def _drop_left(self) -> None:
         if not self._left:
             return
-        keep = ~np.isin(self._owners, list(self._left))
-        self._starts, self._ends, self._owners = self._starts[keep], self._ends[keep], self._owners[keep]
+        owners = self._ranges[2]
+        left = next(iter(self._left)) if len(self._left) == 1 else None
+        keep = owners != left if left is not None else ~np.isin(owners, list(self._left))
+        self._ranges = self._ranges.compress(keep, axis=1)
         self._left.clear()
 
     def __len__(self) -> int:

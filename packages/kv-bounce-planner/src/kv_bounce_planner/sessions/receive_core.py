@@ -725,11 +725,12 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     def _advance(self, now_s: float) -> None:
         """What follows from the records as they are now."""
         for record in self._records.values():
-            if record.state is _S.LANDED and record.report_valid:
+            state = record.machine.state
+            if state is _S.LANDED and record.report_valid:
                 record.machine.fire(_T.REPORT_VALID)
                 record.succeeded = True
                 self._proven(record, record.spec.operation, ProofKind.DONE)
-            if record.state in _DOUBTFUL and record.required <= record.evidence:
+            elif state in _DOUBTFUL and record.required <= record.evidence:
                 record.machine.fire(_T.CLASS_PROOF, ", ".join(sorted(e.value for e in record.evidence)))
                 self._proven(record, record.spec.operation, ProofKind.CLASS)
                 if record.pulls:

@@ -297,6 +297,8 @@ class Shell(Generic[OpenT]):
 
     def _each(self, queue: deque[ItemT], limit: int, handle: Callable[[ItemT], None]) -> None:
         """Handle items in order; an error ends its item. An interrupt goes up and leaves it where it was: order is kept."""
+        if not queue:
+            return
         for _ in range(min(len(queue), limit)):
             item = queue[0]
             try:

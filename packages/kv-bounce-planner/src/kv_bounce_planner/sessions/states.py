@@ -223,8 +223,8 @@ SEND_TRANSITIONS: Final[Mapping[SendState, Mapping[SendTrigger, SendState]]] = {
     _SS.QUARANTINED: {},
 }
 
-StateT = TypeVar("StateT", bound=enum.Enum)
-TriggerT = TypeVar("TriggerT", bound=enum.Enum)
+StateT = TypeVar("StateT", bound=enum.StrEnum)
+TriggerT = TypeVar("TriggerT", bound=enum.StrEnum)
 
 
 class IllegalTransition(LocalProtocolError):
@@ -266,7 +266,8 @@ class Machine(Generic[StateT, TriggerT]):
         if target is None:
             raise IllegalTransition(self.subject, self.state.value, trigger.value, self.story)
         self.state = target
-        entry = f"{trigger.value} → {target.value}" + (f" ({note[:80]})" if note else "")
+        # Members are text themselves: asking for their values takes a call each, several times in every operation's life.
+        entry = f"{trigger} → {target}" + (f" ({note[:80]})" if note else "")
         self.story = (*self.story[-STORY_MAX + 1 :], entry)
         return target
 

@@ -336,6 +336,8 @@ class _Agent:
     jobs: dict[OperationIdentity, _Job] = field(default_factory=dict)
     queue: deque[OperationIdentity] = field(default_factory=deque)
     paces: dict[tuple[str, str, bool, bool], PostPace] = field(default_factory=dict)
+    #: Jobs of which something may have changed since a poll told of them.
+    news: dict[OperationIdentity, _Job] = field(default_factory=dict)
     in_flight: int = 0
     in_flight_s: float = 0.0  # what these posts were predicted to take: what progressing them may take at once
     progressed_s: float = 0.0  # spent on work of posts in flight, not yet ascribed to one of them
@@ -566,7 +568,7 @@ class NixlTransport:
             raise TransportError(f"{job.peer} is not connected")
         if job.operation in agent.jobs:
             raise LocalProtocolError(f"{job.operation} has a job already")
-        agent.jobs[job.operation] = _Job(job, self.config)
+        agent.jobs[job.operation] = agent.news[job.operation] = _Job(job, self.config)
         agent.queue.append(job.operation)
         self._counters.jobs += 1
 
@@ -575,6 +577,7 @@ class NixlTransport:
             job = agent.jobs.get(operation)
             if job is not None:
                 job.stopped = True
+                agent.news[operation] = job
 
     def forget(self, operation: OperationIdentity) -> None:
         for agent in self._agents.values():
@@ -585,6 +588,7 @@ class NixlTransport:
                 raise LocalProtocolError(f"{operation} is {job.state}: its handles stay")
             self._release_lists(job)
             del agent.jobs[operation]
+            agent.news.pop(operation, None)
 
     def active(self) -> frozenset[OperationIdentity]:
         return frozenset(
@@ -610,13 +614,14 @@ class NixlTransport:
             # A post may only have begun: its notification leaves when the library is asked, now rather than a poll later.
             self._check_all(agents, started)
         for agent in agents:
-            for job in agent.jobs.values():
+            for job in agent.news.values():
                 report = (job.posted, job.completed, job.state)
                 if report != job.reported:
                     job.reported = report
                     writes.append(
                         JobProgress(job.job.operation, job.posted, job.completed, job.total, job.state, job.detail)
                     )
+            agent.news.clear()
             lost.extend(agent.lost)
             agent.lost.clear()
         self._counters.marks += len(marks)
@@ -648,7 +653,13 @@ class NixlTransport:
 
         Each poll begins with another job, so one that stands still hides no other.
         """
-        jobs = [(agent, job) for agent in agents for job in agent.jobs.values() if len(job.handles) > len(job.failed)]
+        jobs = [
+            (agent, job)
+            for agent in agents
+            if agent.in_flight
+            for job in agent.jobs.values()
+            if len(job.handles) > len(job.failed)
+        ]
         if not jobs:
             return
         self._turn = (self._turn + 1) % len(jobs)
@@ -680,6 +691,7 @@ class NixlTransport:
 
     def _finish(self, agent: _Agent, job: _Job, part: int, handle: Any) -> None:
         job.completed += job.extents.pop(part)
+        agent.news[job.job.operation] = job
         self._landed(agent, job, part)
         del job.handles[part]
         try:
@@ -717,6 +729,7 @@ class NixlTransport:
 
     def _fail(self, agent: _Agent, job: _Job, error: Exception | None) -> None:
         job.error = True
+        agent.news[job.job.operation] = job
         job.detail = job.detail or (
             f"{type(error).__name__}: {error}" if error is not None else "the write ended in an error"
         )
@@ -816,6 +829,7 @@ class NixlTransport:
             return False
         job.handles[first] = handle
         job.extents[first] = extent
+        agent.news[job.job.operation] = job
         job.posted += extent  # before the call: from here on this part may be going on
         agent.in_flight += 1
         self._counters.posts += 1

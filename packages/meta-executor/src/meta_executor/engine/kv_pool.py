@@ -217,8 +217,9 @@ class BlockPool:
         if block_count > len(self._free):
             raise KVPoolExhausted(block_count, len(self._free))
         taken = [self._free.popitem(last=False)[0] for _ in range(block_count)]
-        for block in taken:
-            self._forget_hash(block)
+        if self._by_hash:
+            for block in taken:
+                self._forget_hash(block)
         self._move(taken, BlockState.OWNED, "allocated by", holder)
         for block in taken:
             self._holders[block].add(holder)
@@ -327,13 +328,15 @@ class BlockPool:
             Blocks that had no other holder: they are PROVEN now.
         """
         proven = []
+        told = "left by", holder
+        holders, states, stories = self._holders, self._state, self._stories
         for block in self._tables.pop(holder, ()):
-            self._holders[block].discard(holder)
-            if self._state[block] is not BlockState.OWNED:
-                continue
-            self._stories[block].append(("left by", holder))
-            if not self._holders[block]:
-                proven.append(block)
+            left = holders[block]
+            left.discard(holder)
+            if states[block] is BlockState.OWNED:
+                stories[block].append(told)
+                if not left:
+                    proven.append(block)
         self._move(proven, BlockState.PROVEN, "proven by", holder)
         return tuple(proven)
 
@@ -347,10 +350,11 @@ class BlockPool:
         blocks = list(block_ids)[::-1]
         self._move(blocks, BlockState.FREE, "reclaimed", "")
         self._reclaimed_total += len(blocks)
+        free, hash_of = self._free, self._hash_of
         for block in blocks:
-            self._free[block] = None
-            if self._hash_of[block] is None:
-                self._free.move_to_end(block, last=False)
+            free[block] = None
+            if hash_of[block] is None:
+                free.move_to_end(block, last=False)
             else:
                 self._cached_free += 1
 
@@ -486,12 +490,14 @@ class BlockPool:
         if len(set(blocks)) != len(blocks):
             twice = next(block for block in blocks if blocks.count(block) > 1)
             raise OwnershipError(f"block {twice} is named twice", twice, self.story(twice))
-        for block in blocks:
-            if state not in TRANSITIONS[states[block]]:
-                words = f"block {block}: no way from {states[block].value} to {state.value}"
+        before = [states[block] for block in blocks]
+        for one in dict.fromkeys(before):
+            if state not in TRANSITIONS[one]:
+                block = blocks[before.index(one)]
+                words = f"block {block}: no way from {one.value} to {state.value}"
                 raise OwnershipError(words, block, self.story(block))
-        for before in [states[block] for block in blocks]:
-            self._counts[before] -= 1
+        for one in dict.fromkeys(before):
+            self._counts[one] -= before.count(one)
         self._counts[state] += len(blocks)
         for block in blocks:
             states[block] = state

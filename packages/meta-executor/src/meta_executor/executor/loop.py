@@ -40,7 +40,8 @@ from meta_executor.executor.ownership import Outcome, Registry, Sequence, State
 from meta_executor.executor.request import AnswerBook, Answers, Notice, Role
 from meta_executor.executor.transceiver import (
     MOVING_CAP_S,
-    STEPPING_CAP_S,
+    RECEIVING_STEP_CAP_S,
+    SENDING_STEP_CAP_S,
     Arrived,
     Ended,
     Expired,
@@ -205,7 +206,9 @@ class RankLoop:
         if self._link.busy or self._work.busy:
             return MOVING_CAP_S
         cap_s = self._transceiver.poll_cap_s
-        return cap_s if cap_s is None or not self.compute.stepping else max(cap_s, STEPPING_CAP_S)
+        if cap_s is None or not self.compute.stepping:
+            return cap_s
+        return max(cap_s, RECEIVING_STEP_CAP_S if self._sending is None else SENDING_STEP_CAP_S)
 
     # -- take new work ------------------------------------------------------------------------------------------------
 

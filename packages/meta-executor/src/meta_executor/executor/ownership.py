@@ -375,7 +375,7 @@ class Registry:
             legs = ", ".join(sorted(leg.value for leg in sequence.legs))
             raise self._illegal(sequence, event, f"open legs: {legs}")
         sequence.state = edge.target
-        sequence.story.append(f"{event.value}:{edge.target.value}")
+        sequence.story.append(f"{event}:{edge.target}")
         if edge.target is State.TERMINAL:
             self._bury(sequence)
         return edge.target
@@ -387,7 +387,7 @@ class Registry:
             raise self._illegal(sequence, leg, "nothing may touch its memory any more")
         if leg not in sequence.legs:
             sequence.legs.add(leg)
-            sequence.story.append(f"+{leg.value}")
+            sequence.story.append(f"+{leg}")
 
     def end_leg(self, sequence: Sequence, leg: Leg) -> bool:
         """That party is done. Returns whether its leg was open; another party's leg is never touched."""
@@ -395,7 +395,7 @@ class Registry:
         if leg not in sequence.legs:
             return False
         sequence.legs.remove(leg)
-        sequence.story.append(f"-{leg.value}")
+        sequence.story.append(f"-{leg}")
         return True
 
     def end(self, sequence: Sequence, outcome: Outcome, reason: str = "", error_code: str = "") -> bool:

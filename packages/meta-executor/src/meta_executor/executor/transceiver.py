@@ -92,11 +92,12 @@ class Fault:
     diagnosis: str
 
 
-#: Longest wait while bytes move; while they move and the engine has a step, whose end rings and before which nothing that comes
-#: could be used; while a peer may begin to move them; while a round of the agreement is open, whose frames ring but whose send
-#: slots do not (s).
+#: Longest wait while bytes move; while they move and the engine has a step, whose end rings, for a rank that sends (each look
+#: moves some) and for one that receives (nothing that comes could be used before the step's end); while a peer may begin to
+#: move them; while a round of the agreement is open, whose frames ring but whose send slots do not (s).
 MOVING_CAP_S = 0.0005
-STEPPING_CAP_S = 0.004
+SENDING_STEP_CAP_S = 0.004
+RECEIVING_STEP_CAP_S = 0.008
 EXPOSED_CAP_S = 0.002
 ROUND_CAP_S = 0.01
 
