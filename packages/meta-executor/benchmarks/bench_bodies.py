@@ -1,8 +1,9 @@
 """Eight bodies of 16 MB at once beside a stream: the longest time between two of its pieces, with them and without.
 
-A whole service on the synthetic engine, 20 ms a step. Windows of ``WINDOW_S`` in turn, without and with: eight bodies, each of
-another kind (millions of ids, of members, of brackets), sent by a process of its own at the window's beginning; each must be
-refused. A round's ratio is that of the two longest gaps; where there are few cores it contains the sender's own processor time.
+A whole service on the synthetic engine, 20 ms a step. Windows of ``WINDOW_S`` in turn: with the bodies, eight of as many kinds
+(millions of ids, of members, of brackets), sent by a process of its own at the window's beginning, each to be refused; without
+them; and with the same bytes sent to a process that throws them away, because where there are few cores sending them takes
+the stream's time, whoever reads them. A round's ratio is that of two longest gaps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from meta_executor.config import service_config
 from meta_executor.supervise.launch import Launcher
 
 ROUNDS, WARM_UP = 11, 1
-WINDOW_S = float(os.environ.get("WINDOW_S", "5"))
+WINDOW_S = float(os.environ.get("WINDOW_S", "4"))
 GOAL = "<= 3"
 _BYTES = 16_000_000
 
@@ -72,34 +73,82 @@ def send() -> None:
         print(json.dumps(asyncio.run(send_all(line.strip()))), flush=True)
 
 
-async def windows(url: str) -> tuple[list[float], list[float], Counter[str]]:
-    """Longest gaps (s) with and without, by round, and what the bodies got."""
+async def sink() -> None:
+    """A process that answers at an address, which it prints, and throws away what it reads."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = _BYTES
+        while left > 0 and (data := await reader.read(1 << 18)):
+            left -= len(data)
+        writer.write(b"HTTP/1.1 400 \r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(swallow, "127.0.0.1", 0, limit=1 << 18)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+class Child:
+    """A process of this file that takes lines, or says one."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("a process without pipes")
+        self._writer, self._reader = process.stdin, process.stdout
+
+    @staticmethod
+    async def start(what: str) -> Child:
+        """Start it."""
+        return Child(
+            await asyncio.create_subprocess_exec(
+                sys.executable, __file__, what, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        )
+
+    def tell(self, line: str) -> None:
+        """A line to it."""
+        self._writer.write(line.encode() + b"\n")
+
+    async def hear(self) -> str:
+        """A line of it."""
+        return (await self._reader.readline()).decode().strip()
+
+    async def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        await self._process.wait()
+
+
+async def windows(url: str) -> tuple[dict[str, list[float]], Counter[str]]:
+    """Longest gaps (s) of each kind of window, by round, and what the bodies got."""
     streams = Streams(url)
     await streams.start(1)
-    sender = await asyncio.create_subprocess_exec(
-        sys.executable, __file__, "--send", stdin=subprocess.PIPE, stdout=subprocess.PIPE, limit=1 << 20
-    )
-    if sender.stdin is None or sender.stdout is None:
-        raise RuntimeError("the sender has no pipes")
+    sender, thrower = await Child.start("--send"), await Child.start("--sink")
+    elsewhere = await thrower.hear()
     told: Counter[str] = Counter()
 
-    async def attacked() -> None:
-        sender.stdin.write(url.encode() + b"\n")
-        statuses, _ = await asyncio.gather(sender.stdout.readline(), asyncio.sleep(WINDOW_S))
-        told.update(f"{name}: {status}" for name, status in json.loads(statuses).items())
+    async def sent(to: str) -> None:
+        sender.tell(to)
+        statuses, _ = await asyncio.gather(sender.hear(), asyncio.sleep(WINDOW_S))
+        if to == url:
+            told.update(f"{name}: {status}" for name, status in json.loads(statuses).items())
 
-    beside: list[float] = []
-    alone: list[float] = []
+    kinds = {
+        "beside": lambda: sent(url),
+        "alone": lambda: asyncio.sleep(WINDOW_S),
+        "elsewhere": lambda: sent(elsewhere),
+    }
+    gaps: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(-WARM_UP, ROUNDS):
-        for with_bodies in (True, False) if number % 2 else (False, True):
-            during = attacked() if with_bodies else asyncio.sleep(WINDOW_S)
-            gap_s = await streams.longest_gap_s(asyncio.ensure_future(during))
+        for kind in reversed(kinds) if number % 2 else kinds:
+            gap_s = await streams.longest_gap_s(asyncio.ensure_future(kinds[kind]()))
             if number >= 0:
-                (beside if with_bodies else alone).append(gap_s)
+                gaps[kind].append(gap_s)
     streams.stop()
-    sender.stdin.close()
-    await sender.wait()
-    return beside, alone, told
+    await sender.end()
+    await thrower.end()
+    return gaps, told
 
 
 def stream_beside_bodies() -> list[dict[str, object]]:
@@ -116,7 +165,7 @@ def stream_beside_bodies() -> list[dict[str, object]]:
     )
     launcher = Launcher(service, say=lambda line: print(line, file=sys.stderr))
     with launcher.started():
-        beside, alone, told = asyncio.run(windows(launcher.front_url))
+        gaps, told = asyncio.run(windows(launcher.front_url))
     for name, count in sorted(told.items()):
         print(f"{name:40} {count:4}")
     taken = [name for name in told if not name.rpartition(": ")[2].startswith("4")]
@@ -124,14 +173,20 @@ def stream_beside_bodies() -> list[dict[str, object]]:
         raise SystemExit(f"not refused: {', '.join(taken)}")
     return [
         ratio(
-            "stream_gap_beside_eight_bodies", beside, alone, unit="ms", scale=1e3, goal=GOAL,
+            "stream_gap_beside_eight_bodies", gaps["beside"], gaps["alone"], unit="ms", scale=1e3, goal=GOAL,
             against="the longest gap of the same stream without them",
-        )
+        ),
+        ratio(
+            "stream_gap_front_or_elsewhere", gaps["beside"], gaps["elsewhere"], unit="ms", scale=1e3, goal=None,
+            against="that beside the same bytes sent to a process that throws them away",
+        ),
     ]  # fmt: skip
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--send"]:
         send()
+    elif sys.argv[1:2] == ["--sink"]:
+        asyncio.run(sink())
     else:
         run_benchmark(stream_beside_bodies)

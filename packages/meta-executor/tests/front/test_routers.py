@@ -208,6 +208,83 @@ async def test_two_of_each_role_take_turns(make_cluster: Any) -> None:
         await cluster.settled()
 
 
+class Oracle:
+    """Each policy once more, as dumb as it can be: over the tokens themselves, with nothing forgotten."""
+
+    def __init__(self, kind: str, block_tokens: int) -> None:
+        self._kind = kind
+        self._block_tokens = block_tokens
+        self._turn = 0
+        self._homes: dict[str, str] = {}
+        self._sent: dict[str, list[list[int]]] = {}
+
+    def pick(self, loads: dict[str, tuple[int, int]], tokens: list[int], conversation: str) -> str:
+        """Loads: server to (tokens, requests), in the order in which they can be picked."""
+        least = min(loads, key=lambda server: loads[server])
+        if self._kind == "round_robin":
+            least = list(loads)[self._turn % len(loads)]
+            self._turn += 1
+        elif self._kind == "conversation":
+            least = self._homes.setdefault(conversation, least)
+        elif self._kind == "kv_cache_aware":
+            costs = {s: (loads[s][0] // 2 - self._found(s, tokens), loads[s]) for s in loads}
+            least = min(costs, key=lambda server: costs[server])
+            self._sent.setdefault(least, []).append(tokens)
+        return least
+
+    def _found(self, server: str, tokens: list[int]) -> int:
+        whole = [
+            count
+            for count in range(0, len(tokens) + 1, self._block_tokens)
+            for other in self._sent.get(server, [])
+            if other[:count] == tokens[:count]
+        ]
+        return max(whole, default=0)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["round_robin", "load_balancing", "conversation", "kv_cache_aware"])
+async def test_every_decision_under_load_is_the_rules(
+    make_cluster: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Ninety requests, twenty-four at a time, three instances of each role: each choice is what an oracle makes from the
+    loads of its moment; and the loads were unlike."""
+    picked: list[tuple[str, int, dict[str, tuple[int, int]], str]] = []
+    pick = Routers.pick
+
+    def noted(self: Routers, candidates: Any, asked: PickRequest) -> Any:
+        loads = {one.server: (one.weight, one.count) for one in candidates}
+        found = pick(self, candidates, asked)
+        picked.append((asked.role, asked.request_id, loads, found.server))
+        return found
+
+    monkeypatch.setattr(Routers, "pick", noted)
+    router = FrontRouterConfig(type=kind, tokens_per_block=8)
+    chance = random.Random(kind)
+    async with make_cluster(contexts=3, generations=3, context_router=router, generation_router=router) as cluster:
+        slots = asyncio.Semaphore(24)
+
+        async def one(number: int) -> None:
+            family = number % 5
+            prompt = "abcde"[family] * chance.randrange(8, 120) + "xyz" * chance.randrange(8)
+            async with slots:
+                asked = cluster.complete(prompt, conversation_id=f"c{number % 11}", max_tokens=chance.randrange(1, 30))
+                assert (await asked).status_code == 200
+
+        await asyncio.gather(*(one(number) for number in range(90)))
+        await cluster.settled()
+        bodies = {(i.role, b.request_id): b for i in cluster.instances for b in i.received}
+    for role in ("context", "generation"):
+        oracle = Oracle(kind, 8)
+        mine = [one for one in picked if one[0] == role]
+        assert len(mine) > 60
+        for _, request_id, loads, server in mine:
+            body = bodies[role, request_id]
+            assert server == oracle.pick(loads, body.token_ids, body.conversation_id), (role, loads)
+        assert len({server for *_, server in mine}) == 3
+        assert sum(len(set(loads.values())) > 1 for _, _, loads, _ in mine) > 20
+
+
 @pytest.mark.asyncio
 async def test_conversations_stick_under_load(make_cluster: Any) -> None:
     """Many at once, several turns each: every conversation has one context and one generation instance; all are used."""
