@@ -8,6 +8,7 @@ test sessions count what ran.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -44,6 +45,9 @@ TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
 CHECK_TOOLS = ("ruff", "mypy", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 # pyenv's launchers answer only for the versions that this variable (or a file) names; the first is what `python` means.
 _PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -125,7 +129,8 @@ def bring_etcd(session: nox.Session) -> None:
 def hand_over(session: nox.Session, *arguments: str) -> None:
     """Run a tool that owns its exit codes and leave with exactly its code (nox would turn 3 into 1).
 
-    After Ctrl-C the tool says what is known and ends; nox waits for that instead of killing it.
+    After Ctrl-C or SIGTERM the tool says what is known and ends; nox waits for that instead of killing it. A nox that is
+    killed itself interrupts the tool, too: the kernel does it.
     """
     environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
     sys.stdout.flush()
@@ -133,20 +138,24 @@ def hand_over(session: nox.Session, *arguments: str) -> None:
     interrupted = False
 
     def pass_on(_number: int, _frame: object) -> None:
-        # A terminal has told the tool, too; kill -INT of nox alone has not. It may come before the tool's start is known.
+        # A terminal has told the tool, too; a kill of nox alone has not. It may come before the tool's start is known.
         nonlocal interrupted
         interrupted = True
         if tool is not None:
             tool.send_signal(signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, pass_on)
+    def bind() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment)
+        tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment, preexec_fn=bind)
         if interrupted:
             tool.send_signal(signal.SIGINT)
         code = tool.wait()
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -58,8 +58,8 @@ def test_an_interpreter_is_not_chosen_for_its_cpu_torch_where_a_gpu_is(tmp_path,
     assert ("a GPU is here" in done.stderr) is gpu
 
 
-def interrupted(command, **options):
-    """Start it, wait until its tool has begun, interrupt it alone; exit code and output."""
+def interrupted(command, number=signal.SIGINT, **options):
+    """Start it, wait until its tool has begun, send the signal to it alone; exit code, and all that it and its tool print."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **options
     )
@@ -68,7 +68,7 @@ def interrupted(command, **options):
         line = process.stdout.readline()
         assert line, seen
         seen += line
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest, _ = process.communicate(timeout=60)
     return process.returncode, seen + rest
 
@@ -90,11 +90,12 @@ def test_ctrl_c_through_bootstrap_is_the_tools_exit_code(tmp_path):
     assert "Traceback" not in output
 
 
-def test_ctrl_c_through_nox_is_the_tools_exit_code(tmp_path):
-    """nox waits for the tool's own end, and hands its code on."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_tool_of_nox_ends_as_after_ctrl_c_whatever_ends_nox(tmp_path, number):
+    """nox waits for the tool's own end, and hands its code on; a killed one cannot, but its tool ends all the same."""
     pytest.importorskip("nox", reason="NO COVERAGE: nox is not installed")
     (tmp_path / "python").write_text(TOOL)
     (tmp_path / "python").chmod(0o755)
     script = f"import noxfile, pathlib\nnoxfile.BIN = pathlib.Path({str(tmp_path)!r})\nnoxfile.hand_over(None, 'x')\n"
-    code, output = interrupted([sys.executable, "-c", script], cwd=ROOT)
-    assert (code, output) == (3, "begun\nbundle\n")
+    code, output = interrupted([sys.executable, "-c", script], number, cwd=ROOT)
+    assert (code, output) == (-number if number == signal.SIGKILL else 3, "begun\nbundle\n")
