@@ -246,7 +246,7 @@ class Model(ABC):
 
     def clock_of(self, core: sc.SendTransfer) -> bool:
         """Whether time can do anything to that sender."""
-        return core.clock_runs
+        return core.due_s is not None
 
     def _actions_of(self, rank: int) -> list[tuple[Any, ...]]:
         scope, live, here, core = self.scope, self.alive[rank], self.receiver_alive, self.tx[rank]

@@ -4,10 +4,16 @@ Theory. A transfer (receiver) or request (sender) has one record per operation. 
 memory, its evidence what was learned about the peer and about our own agent, its proof why nothing touches the memory any
 more. A core takes one event in and returns effects; what follows from the records as they are then (``_advance``) comes
 after every event, so no event needs to know what else it decides.
+
+A step is taken whole or not at all. A core is a function of its events, so it keeps them, and its one commit is one assignment:
+the event, the time and the effects, in front of the earlier ones. What an interrupt or an error broke off before that is undone
+by making the records again from what was committed; what was committed is performed, though an interrupt came right after it,
+because the core also knows which of its effects were handed out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -119,6 +125,10 @@ EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
 
 
+#: The steps of a core, the latest first: (the earlier ones, event, time, effects).
+_Log = tuple[Any, Any, float, tuple[Any, ...]]
+
+
 class Core(Generic[RecordT, EventT, EffectT]):
     """Base of ``ReceiveTransfer`` and ``SendTransfer``."""
 
@@ -126,6 +136,10 @@ class Core(Generic[RecordT, EventT, EffectT]):
         self.settled = False
         self._records = records
         self._effects: list[EffectT] = []
+        self._stepping = False
+        self._log: _Log | None = None
+        #: The step whose effects are handed out, and how many of them were.
+        self.told: tuple[_Log | None, int] = (None, 0)
 
     # -- reading
 
@@ -149,18 +163,55 @@ class Core(Generic[RecordT, EventT, EffectT]):
             Effects, to be performed in order.
 
         Raises:
-            IllegalTransition: A bug of ours, with the record's story. State is unchanged.
+            IllegalTransition: A bug of ours, with the record's story. State is unchanged, as after whatever else is raised.
         """
-        self._effects = []
-        if isinstance(event, PeerEvidenced):
-            for record in self._records.values():
-                if record.peer == event.peer:
-                    record.evidence.add(event.evidence)
-        else:
-            self._take(event, now_s)
-        self._advance(now_s)
-        effects, self._effects = tuple(self._effects), []
+        if self._stepping:
+            self._undo()
+        self._stepping = True
+        try:
+            self._effects = []
+            if isinstance(event, PeerEvidenced):
+                for record in self._records.values():
+                    if record.peer == event.peer:
+                        record.evidence.add(event.evidence)
+            else:
+                self._take(event, now_s)
+            self._advance(now_s)
+            effects, self._effects = tuple(self._effects), []
+            self._log = (self._log, event, now_s, effects)
+            self._stepping = False
+        except BaseException:
+            self._undo()
+            raise
         return effects
+
+    def _undo(self) -> None:
+        """Back to what was committed."""
+        steps, entry = [], self._log
+        while entry is not None:
+            steps.append(entry)
+            entry = entry[0]
+        again = self._anew()
+        for _, event, now_s, _ in reversed(steps):
+            again.step(event, now_s)
+        again._log, again.told = self._log, self.told
+        self.__dict__.update(again.__dict__)
+
+    def next_effect(self) -> tuple[EffectT, tuple[_Log, int]] | None:
+        """The oldest effect that was not handed out yet, and what to assign to ``told`` when it is."""
+        step, count = self.told
+        while step is None or count == len(step[3]):
+            if step is self._log:
+                return None
+            entry = self._log
+            while entry is not None and entry[0] is not step:
+                entry = entry[0]
+            step, count = entry, 0
+        return step[3][count], (step, count + 1)
+
+    def _anew(self) -> Core[RecordT, EventT, EffectT]:
+        """This core as it was made."""
+        raise NotImplementedError
 
     def _take(self, event: EventT, now_s: float) -> None:
         raise NotImplementedError
@@ -171,6 +222,9 @@ class Core(Generic[RecordT, EventT, EffectT]):
 
     def _proven(self, record: RecordT, operation: OperationIdentity, kind: ProofKind) -> None:
         record.proof = _prove(kind, operation, record.evidence if kind in _EVIDENCED else ())
+
+    def _stories(self, operations: Iterable[OperationIdentity]) -> tuple[str, ...]:
+        return tuple(line for operation in operations for line in self.story_of(operation))
 
     def _in_state(self, state: Any) -> tuple[OperationIdentity, ...]:
         return tuple(op for op, record in self._records.items() if record.machine.state is state)

@@ -267,6 +267,7 @@ class Quarantine:
 
     reason: str
     operations: tuple[OperationIdentity, ...]
+    story: tuple[str, ...]
 
 
 ReceiveEffect = (
@@ -346,6 +347,7 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         self.reason = ""
         self.drain_until_s: float | None = None
         self._drain_deadline_s = drain_deadline_s
+        self._required, self._required_of_reader = required, required_of_reader
         super().__init__(
             {
                 spec.operation: _Record(
@@ -358,6 +360,8 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         )
         if len(self._records) != len(operations):
             raise LocalProtocolError(f"{identity} names an operation twice")
+        #: Requests were handed out: addresses may have left, or loans been asked for.
+        self.published = False
         self._region = Region.NONE
         self._scatter = ScatterState.NONE
         self._torn = False  # the scatter failed: what it was to fill is not filled
@@ -382,9 +386,18 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
 
     # -- stepping
 
+    def _anew(self) -> ReceiveTransfer:
+        return ReceiveTransfer(
+            self.identity,
+            self.operations,
+            required=self._required,
+            required_of_reader=self._required_of_reader,
+            drain_deadline_s=self._drain_deadline_s,
+        )
+
     def step(self, event: ReceiveEvent, now_s: float) -> tuple[ReceiveEffect, ...]:
         """Take one event in, as ``Core.step``; after the transfer settled nothing follows from anything."""
-        return () if self.settled else super().step(event, now_s)
+        return () if self.settled and not self._stepping else super().step(event, now_s)
 
     def _take(self, event: ReceiveEvent, now_s: float) -> None:
         match event:
@@ -422,8 +435,9 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     # -- one event each
 
     def _published(self, required: Mapping[PeerId, tuple[frozenset[Evidence], frozenset[Evidence]]]) -> None:
-        if self.outcome is not Outcome.PENDING:
+        if self.outcome is not Outcome.PENDING or self.published:
             return
+        self.published = True
         for record in self._records.values():
             if record.peer in required:
                 record.required = required[record.peer][record.pulls]
@@ -634,6 +648,8 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         self._effects.append(BindAndGrant(record.spec.operation, record.spec.peer))
 
     def _region_reserved(self) -> None:
+        if self._region in (Region.RESERVED, Region.BOUND):
+            return  # said again after an interrupt
         if self._region is not Region.ASKED:
             raise LocalProtocolError(f"{self.identity}: a region arrived in state {self._region.value!r}")
         self._region = Region.RESERVED
@@ -662,8 +678,8 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         record.report_valid = True
 
     def _scatter_ended(self, event: ScatterEnded, now_s: float) -> None:
-        if self._scatter is ScatterState.BROKEN:
-            return  # it came after the drain clock: what was given up stays so
+        if self._scatter in (ScatterState.BROKEN, ScatterState.DONE):
+            return  # it came after the drain clock: what was given up stays so; or it is said again after an interrupt
         if self._scatter is not ScatterState.RUNNING:
             raise LocalProtocolError(f"{self.identity}: a scatter ended that was not running")
         if event.succeeded:
@@ -769,8 +785,10 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         doubtful = self._in_state(_S.QUARANTINED)
         self.settled = True
         if self._scatter is ScatterState.BROKEN:
-            self._effects.append(Quarantine("scatter in doubt", tuple(self._records)))
+            self._effects.append(Quarantine("scatter in doubt", tuple(self._records), self._stories(self._records)))
         elif doubtful:
-            self._effects.append(Quarantine("no proof at the end of the drain clock", doubtful))
+            self._effects.append(
+                Quarantine("no proof at the end of the drain clock", doubtful, self._stories(doubtful))
+            )
         else:
             self._effects.append(Release(self._proofs))

@@ -49,7 +49,7 @@ from kv_bounce_planner.sessions.messages import (
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import OwnedMemory
+from kv_bounce_planner.sessions.proof import OwnedMemory, ProvenMemory
 from kv_bounce_planner.sessions.shell import OVER_MAX, PeerLife, PeerState, Shell, bound
 from kv_bounce_planner.sessions.states import Outcome, ReceiveState
 from kv_bounce_planner.transports.interface import ArrivedMark, Int64Array, TransferJob
@@ -74,7 +74,7 @@ class _Receive:
         "offers",
         "owned",
         "prepared",
-        "published",
+        "proven",
         "regions",
         "reservation",
         "transfers",
@@ -93,11 +93,11 @@ class _Receive:
         self.claim = claim
         self.exposed = exposed
         self.owned: OwnedMemory[Any] = OwnedMemory(claim, expected, sum(each.byte_count for each in expected.values()))
-        self.published = False
         self.addresses: tuple[Any, Any] | None = None
         self.introduced_until_s = 0.0
         #: The life of the peer that each operation was published to: nobody else can say anything about it.
         self.lives: dict[OperationIdentity, PeerLife] = {}
+        self.proven: ProvenMemory[Any] | None = None
         self.reservation: Reservation | None = None
         self.advertised: AdvertisedReservation | None = None
         self.regions: dict[OperationIdentity, BoundRegion] = {}
@@ -318,11 +318,13 @@ class Receiver(Shell[_Receive]):
         leftover = self._leftover_reads() if self._unpublished else False
         for _ in range(len(self._unpublished)):
             with self._lock:
-                record = self._unpublished.popleft()
-                if record.core.settled or record.core.outcome is not Outcome.PENDING:
+                record = self._unpublished[0]  # it leaves the queue after its step: an interrupt keeps it there
+                if record.core.published or record.core.settled or record.core.outcome is not Outcome.PENDING:
+                    self._unpublished.popleft()
                     continue
                 if leftover:
                     self._step(record, shared.FailAsked("reads of an earlier session of this receiver are not over"))
+                    self._unpublished.popleft()
                     continue
                 lives = {spec.operation: self._lives.get(spec.peer) for spec in record.core.operations}
                 refused = next(
@@ -335,7 +337,6 @@ class Receiver(Shell[_Receive]):
                 ) is not None:
                     self._step(record, shared.FailAsked(f"peer {dead.peer} has died"))
                 elif all(each is not None and each.ready for each in lives.values()):
-                    record.published = True
                     record.lives = {operation: each for operation, each in lives.items() if each is not None}
                     required = {
                         each.peer: (each.transport.required, each.transport.required_of_reader)
@@ -348,10 +349,12 @@ class Receiver(Shell[_Receive]):
                     reason = f"not introduced within {self.config.introduction_timeout_s:g} s: {', '.join(missing[:3])}"
                     self._step(record, shared.FailAsked(reason))
                 else:
-                    self._unpublished.append(record)
+                    self._unpublished.rotate(-1)
                     for spec in record.core.operations:
                         if lives[spec.operation] is None:
                             self._introduce(spec.peer)  # its earlier life was replaced while this transfer waited
+                    continue
+                self._unpublished.popleft()
 
     def _leftover_reads(self) -> bool:
         """Whether reads go on that another session object began over this transport, perhaps into the very same memory.
@@ -483,19 +486,18 @@ class Receiver(Shell[_Receive]):
             try:
                 done = all(handle.done() for handle in handles)
             except Exception as error:  # noqa: BLE001 - a copier's, in any shape: its memory is in doubt and stays owned
-                self._copying.popleft()
                 self._scattered(record, f"{type(error).__name__}: {error}")
+                self._copying.popleft()
                 continue
             except BaseException:
                 self._copying.rotate(-1)
                 raise
-            self._copying.popleft()
-            if record.core.settled:
-                continue  # given up at the end of the drain clock
-            if done:
-                self._scattered(record, "")
+            if done or record.core.settled:
+                if not record.core.settled:  # else it was given up at the end of the drain clock
+                    self._scattered(record, "")
+                self._copying.popleft()
             else:
-                self._copying.append((record, handles))
+                self._copying.rotate(-1)
 
     def _prepare(self) -> None:
         """Make the copy lists of granted regions while their writers gather and write."""
@@ -544,19 +546,22 @@ class Receiver(Shell[_Receive]):
             for identity, record in list(self._waiting.items()):
                 if record.wait_until_s is None:
                     del self._waiting[identity]
+                elif record.reservation is not None:  # an interrupt came before the core was told
+                    self._reserved(record.reservation)
                 elif now_s >= record.wait_until_s:
-                    del self._waiting[identity]
+                    if self._arena is not None:
+                        self._counters["bounce_no_space"] += self._arena.withdraw(identity)
+                    self._step(record, rc.RegionRefused("no_space"))
                     record.wait_until_s = None
-                    if self._arena is not None and self._arena.withdraw(identity):
-                        self._counters["bounce_no_space"] += 1
-                        self._step(record, rc.RegionRefused("no_space"))
+                    self._waiting.pop(identity, None)
             while self._expiries and now_s >= self._expiries[0][0]:
-                _, _, identity = heapq.heappop(self._expiries)
+                identity = self._expiries[0][2]
                 late = self._transfers.get(identity)
                 if late is not None and late.core.outcome is Outcome.PENDING:
                     states = ", ".join(sorted({late.core.state_of(op).value for op in late.expected}))
                     self._counters["timed_out"] += 1
                     self._step(late, shared.FailAsked(f"timed out in {states}"))
+                heapq.heappop(self._expiries)  # after its step: an interrupt keeps it due
             for record in list(self._draining.values()):
                 if record.core.drain_until_s is not None and now_s >= record.core.drain_until_s:
                     self._step(record, shared.Ticked())
@@ -567,13 +572,13 @@ class Receiver(Shell[_Receive]):
             reservation.abandon()
             return
         record.reservation = reservation
-        record.wait_until_s = None
         self._step(record, rc.RegionReserved())
+        record.wait_until_s = None
 
     def _peer_gone(self, peer: PeerId, reason: str) -> None:
         with self._lock:
             for record in list(self._transfers.values()):
-                if not record.published and any(spec.peer == peer for spec in record.core.operations):
+                if not record.core.published and any(spec.peer == peer for spec in record.core.operations):
                     self._step(record, shared.FailAsked(reason))
 
     def _peers(self) -> set[PeerId]:
@@ -593,6 +598,8 @@ class Receiver(Shell[_Receive]):
         return self._of_operation.get(operation)
 
     # -- performing effects (under the lock)
+
+    _once = (rc.ReserveRegion, rc.BindAndGrant, rc.WithdrawRegion, rc.Quarantine)
 
     def _perform(self, record: _Receive, effect: Any) -> None:
         identity = record.core.identity
@@ -618,7 +625,8 @@ class Receiver(Shell[_Receive]):
             case rc.CheckReport():
                 self._checks.append((record, effect))
             case rc.Scatter():
-                self._scatters.append((record, effect))
+                if (record, effect) not in self._scatters:
+                    self._scatters.append((record, effect))
             case shared.Resolve(operation):
                 self._resolves.append((record, operation))
             case rc.StartRead(operation):
@@ -630,19 +638,21 @@ class Receiver(Shell[_Receive]):
             case rc.EndOutcome(outcome, reason):
                 self._ended(record, outcome, reason)
             case rc.Release(proofs):
+                unfilled = self._unfilled(record)
                 if record.advertised is not None:
                     record.advertised.release(proofs)
-                proven = record.owned.prove(proofs)
+                    record.advertised = None
+                if record.proven is None:
+                    record.proven = record.owned.prove(proofs)
                 self._ledger.leave(identity, record.exposed)
                 self._forget(record)
                 self._counters["released"] += 1
-                self._settle(MemoryReleased(identity, record.claim, proven, self._unfilled(record)))
-            case rc.Quarantine(reason, operations):
+                self._settle(MemoryReleased(identity, record.claim, record.proven, unfilled))
+            case rc.Quarantine(reason, _, story):
                 byte_count = record.owned.byte_count
                 if record.advertised is not None:
                     byte_count += record.advertised.quarantine()
                 record.owned.quarantine(reason)
-                story = tuple(line for operation in operations for line in record.core.story_of(operation))
                 self._forget(record)
                 self._counters["quarantined"] += 1
                 self._settle(MemoryQuarantined(identity, record.claim, reason))
@@ -715,11 +725,11 @@ class Receiver(Shell[_Receive]):
             self._events.append(TransferFailed(identity, reason))
 
     def _forget(self, record: _Receive) -> None:
-        del self._transfers[record.core.identity]
+        self._transfers.pop(record.core.identity, None)
         self._draining.pop(record.core.identity, None)
         self._waiting.pop(record.core.identity, None)
         for operation in record.expected:
-            del self._of_operation[operation]
+            self._of_operation.pop(operation, None)
         self._over[record.core.identity] = None
         bound(self._over, OVER_MAX)
 

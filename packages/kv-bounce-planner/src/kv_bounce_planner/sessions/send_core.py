@@ -210,6 +210,7 @@ class DropSlot:
 @dataclass(frozen=True)
 class QuarantineSlot:
     operation: OperationIdentity
+    story: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ class ReleaseSource:
 class QuarantineSource:
     reason: str
     operations: tuple[OperationIdentity, ...]
+    story: tuple[str, ...]
 
 
 SendEffect = (
@@ -373,11 +375,10 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
         return tuple(op for op, record in self._records.items() if not record.machine.terminal)
 
     @property
-    def clock_runs(self) -> bool:
-        """Whether some operation will be quarantined unless a proof comes: then time matters."""
-        return any(
-            record.drain_until_s is not None and not record.machine.terminal for record in self._records.values()
-        )
+    def due_s(self) -> float | None:
+        """When time alone decides next: some operation is quarantined then unless a proof comes. None: never."""
+        clocks = (record.drain_until_s for record in self._records.values() if not record.machine.terminal)
+        return min((until_s for until_s in clocks if until_s is not None), default=None)
 
     @property
     def served(self) -> bool:
@@ -409,6 +410,11 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
         return self._snapshot
 
     # -- stepping
+
+    def _anew(self) -> SendTransfer:
+        core = SendTransfer(self.request, drain_deadline_s=self._drain_deadline_s)
+        core.expected = self.expected
+        return core
 
     def _take(self, event: SendEvent, now_s: float) -> None:
         match event:
@@ -597,8 +603,8 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
 
     def _gathered(self, event: GatherEnded, now_s: float) -> None:
         record = self._records[event.operation]
-        if record.machine.terminal:
-            return  # it came after the drain clock: what was quarantined stays so
+        if record.state not in (_S.AHEAD, _S.GATHERING, _S.SEALING):
+            return  # said again after an interrupt, or it came after the drain clock: what was quarantined stays so
         if not event.succeeded and not event.idle_proven:
             # The copy may go on reading the source and writing the slot: both stay owned until quarantine.
             record.machine.fire(_T.GATHER_BROKEN, event.reason)
@@ -752,7 +758,7 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
             if record.proof is not None:
                 self._effects.append(DropSlot(operation, record.proof))
             else:
-                self._effects.append(QuarantineSlot(operation))
+                self._effects.append(QuarantineSlot(operation, self.story_of(operation)))
             record.slot = False
         self._effects.append(OperationEnded(operation, _DISPOSITIONS[record.state], record.bounced, record.reason))
 
@@ -764,6 +770,8 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
             return
         doubtful = self._in_state(_S.QUARANTINED)
         if doubtful:
-            self._effects.append(QuarantineSource("no proof at the end of the drain clock", doubtful))
+            self._effects.append(
+                QuarantineSource("no proof at the end of the drain clock", doubtful, self._stories(doubtful))
+            )
         else:
             self._effects.append(ReleaseSource(self._proofs))

@@ -46,7 +46,7 @@ from kv_bounce_planner.sessions.messages import (
     Sealed,
     WriterResult,
 )
-from kv_bounce_planner.sessions.proof import OwnedMemory, WriteExecutor
+from kv_bounce_planner.sessions.proof import OwnedMemory, ProofKind, WriteExecutor, _prove
 from kv_bounce_planner.sessions.send_core import TerminalSnapshot
 from kv_bounce_planner.sessions.shell import OVER_MAX, RECEIPTS_MAX, PeerLife, Shell, bound
 from kv_bounce_planner.sessions.states import SendState
@@ -340,20 +340,22 @@ class Sender(Shell[_Send]):
             if receipt is not None:
                 self._queue(peer, receipt)
             return
-        self._high_water[key] = operation.operation
         refusal = self._objects(life, request)
         if refusal:
             self._counters["requests_refused"] += 1
             self._reply(peer, Sealed(operation, refusal[:500]))
-            return
-        self._counters["requests"] += 1
-        record = self._record(operation.request)
-        self._arrived += 1
-        heapq.heappush(self._expiries, (self._clock() + self.config.operation_timeout_s, self._arrived, operation))
-        self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
-        mine = life.transport if life.transport is not None else self._transport.transport_class
-        record.agents[operation] = life.agent
-        self._step(record, sc.RequestArrived(peer, request, mine.required))
+        else:
+            record = self._record(operation.request)
+            mine = life.transport if life.transport is not None else self._transport.transport_class
+            if operation not in record.agents:
+                record.agents[operation] = life.agent
+                self._counters["requests"] += 1
+                self._arrived += 1
+                until_s = self._clock() + self.config.operation_timeout_s
+                heapq.heappush(self._expiries, (until_s, self._arrived, operation))
+                self._events.append(ReceiveRequested(operation.request, operation, peer, request.byte_count))
+            self._step(record, sc.RequestArrived(peer, request, mine.required))
+        self._high_water[key] = operation.operation  # last: what an interrupt broke off is taken again
 
     def _objects(self, life: PeerLife, request: ReceiveRequest) -> str:
         """Why a request is not served, or nothing. Whatever it is: nothing was posted for it, and never will be."""
@@ -388,8 +390,9 @@ class Sender(Shell[_Send]):
             return
         record = self._requests.get(operation.request)
         if record is not None and record.core.knows(operation):
-            if not record.core.cancelled(operation):
-                self._events.append(CancelReceived(operation.request, operation, message.reason))
+            news = CancelReceived(operation.request, operation, message.reason)
+            if not record.core.cancelled(operation) and news not in self._events:
+                self._events.append(news)
             self._step(record, sc.CancelArrived(operation, message.reason))
             return
         receipt = self._receipts.get(operation)
@@ -506,8 +509,14 @@ class Sender(Shell[_Send]):
             slot.bind_writer(operation, 0)
             record.slots[operation] = slot
             self._ahead[operation] = record
+            try:
+                self._step(record, sc.SlotOffered(operation))
+            except BaseException:
+                if record.core.state_of(operation) is SendState.WANTED:  # not taken: no copy has begun
+                    del record.slots[operation], self._ahead[operation]
+                    slot.release((_prove(ProofKind.NEVER_POSTED, operation),))
+                raise
             self._counters["gathers_ahead"] += 1
-            self._step(record, sc.SlotOffered(operation))
         return True
 
     def _prepare(self) -> bool:
@@ -517,12 +526,12 @@ class Sender(Shell[_Send]):
         """
         ahead = False
         for _ in range(min(len(self._asking), self.config.copies_per_poll_max)):
-            record, operation = self._asking.popleft()
+            record, operation = self._asking[0]
             transfer = record.transfers.get(operation)
-            if transfer is None or self._arena is None:
-                continue
-            if self._gather_ahead(record, operation, transfer):
-                ahead = True
+            begun = transfer is not None and self._gather_ahead(record, operation, transfer)
+            self._asking.popleft()
+            if begun or transfer is None or self._arena is None:
+                ahead = ahead or begun
                 continue
             address = self._arena.peek(transfer.total_bytes)
             if address is not None:
@@ -549,17 +558,18 @@ class Sender(Shell[_Send]):
             try:
                 done = handle.done()
             except Exception as error:  # noqa: BLE001 - a copier's, in any shape: its memory is in doubt and stays owned
-                self._gathering.popleft()
                 self._gathered(record, operation, f"{type(error).__name__}: {error}")
+                self._gathering.popleft()
                 continue
             except BaseException:
                 self._gathering.rotate(-1)
                 raise
-            self._gathering.popleft()
+            if not done and operation in record.slots:
+                self._gathering.rotate(-1)
+                continue
             if done:
                 self._gathered(record, operation, "")
-            elif operation in record.slots:
-                self._gathering.append((record, operation, handle))
+            self._gathering.popleft()
 
     def _gather(self, item: tuple[_Send, OperationIdentity]) -> None:
         record, operation = item
@@ -586,23 +596,27 @@ class Sender(Shell[_Send]):
         now_s = self._clock()
         with self._lock:
             while self._expiries and now_s >= self._expiries[0][0]:
-                _, _, operation = heapq.heappop(self._expiries)
+                operation = self._expiries[0][2]
                 late = self._requests.get(operation.request)
                 if late is not None and late.core.knows(operation):
                     self._step(late, sc.TimedOut(operation, self.config.operation_timeout_s))
+                heapq.heappop(self._expiries)  # after its step: an interrupt keeps it due
             for key, record in list(self._clocked.items()):
-                self._step(record, shared.Ticked())
-                if not record.core.clock_runs:
+                due_s = record.core.due_s
+                if due_s is None:
                     del self._clocked[key]
-            stepped, self._stepped = self._stepped, {}
-            for record in stepped.values():
-                if record.core.clock_runs:
-                    self._clocked[record.core.request] = record
+                elif now_s >= due_s:
+                    self._step(record, shared.Ticked())
+            # Each is looked at before it leaves, so that an interrupt keeps it.
+            for key, record in list(self._stepped.items()):
+                if record.core.due_s is not None:
+                    self._clocked[key] = record
                 if record.core.served and not record.served:
                     record.served = True
-                    self._events.append(RequestServed(record.core.request))
-                if record.core.settled and record.core.request in self._requests:
-                    self._settled[record.core.request] = None
+                    self._events.append(RequestServed(key))
+                if record.core.settled and key in self._requests:
+                    self._settled[key] = None
+                self._stepped.pop(key, None)
             while len(self._settled) > self.config.transfers_max:
                 self._drop(next(iter(self._settled)))
 
@@ -637,6 +651,8 @@ class Sender(Shell[_Send]):
 
     # -- performing effects (under the lock)
 
+    _once = (sc.ReserveSlot, sc.DropSlot, sc.QuarantineSlot)
+
     def _step(self, record: _Send, event: Any) -> None:
         self._stepped[record.core.request] = record
         super()._step(record, event)
@@ -665,13 +681,14 @@ class Sender(Shell[_Send]):
                     slot.release((proof,))
                 elif self._arena is not None:
                     self._arena.withdraw(operation)
-            case sc.QuarantineSlot(operation):
+            case sc.QuarantineSlot(operation, story):
                 self._ahead.pop(operation, None)
                 slot = record.slots.pop(operation, None)
                 if slot is not None:
-                    self._charge(slot.quarantine(), record.core.story_of(operation))
+                    self._charge(slot.quarantine(), story)
             case sc.Gather(operation):
-                self._gathers.append((record, operation))
+                if (record, operation) not in self._gathers:
+                    self._gathers.append((record, operation))
             case sc.Post(operation, bounce):
                 self._posts.append((record, operation, bounce))
             case sc.SendReportAgain(operation):
@@ -686,13 +703,12 @@ class Sender(Shell[_Send]):
                 owned: OwnedMemory[Any] = OwnedMemory(record.claim, record.core.operations)
                 self._counters["released"] += 1
                 self._settle(SourceReleased(request, record.claim, owned.prove(proofs)))
-            case sc.QuarantineSource(reason, operations):
+            case sc.QuarantineSource(reason, _, story):
+                core = record.core
+                byte_count = max((core.request_of(operation).byte_count for operation in core.operations), default=0)
                 self._counters["quarantined"] += 1
+                self._charge(byte_count, story)
                 self._settle(SourceQuarantined(request, record.claim, reason))
-                byte_count = max(
-                    (record.core.request_of(operation).byte_count for operation in record.core.operations), default=0
-                )
-                self._charge(byte_count, tuple(line for op in operations for line in record.core.story_of(op)))
             case shared.NoteConflict():
                 self._counters["conflicts"] += 1
 

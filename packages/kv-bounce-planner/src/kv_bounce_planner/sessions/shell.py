@@ -222,7 +222,7 @@ class Shell(Generic[OpenT]):
         self._jobs: deque[JobProgress] = deque()
         self._marks: deque[ArrivedMark] = deque()
         self._resolves: deque[tuple[OpenT, OperationIdentity]] = deque()
-        self._effects: deque[tuple[OpenT, Any]] = deque()  # that an interrupt left unperformed
+        self._unfinished: deque[OpenT] = deque()  # what is being stepped, and what an interrupt left
         self._receipts: OrderedDict[OperationIdentity, LastWord] = OrderedDict()
         self._strangers: OrderedDict[tuple[PeerId, bytes], None] = OrderedDict()
         self._events: list[SessionEvent] = []
@@ -700,10 +700,10 @@ class Shell(Generic[OpenT]):
         now_s = self._clock()
         for life in list(self._lives.values()):
             if life.lost_until_s is not None and now_s >= life.lost_until_s:
-                life.lost_until_s = None
                 self._peer_in_doubt(
                     life.peer, f"the control link was away for {self.config.link_timeout_s:g} s: {life.reason}"
                 )
+                life.lost_until_s = None
         if self._beat_at_s is None:
             self._beat_at_s = now_s
         if now_s - self._beat_at_s < self.config.heartbeat_s:
@@ -788,26 +788,37 @@ class Shell(Generic[OpenT]):
 
     def _step(self, record: OpenT, event: Any) -> None:
         """One event into a core, and its effects, in order; under the lock."""
-        self._perform_all(deque((record, effect) for effect in record.core.step(event, self._clock())))
+        self._unfinished.append(record)  # until its effects were performed; the next poll does what an interrupt left
+        record.core.step(event, self._clock())
+        self._perform_all(record)
+        self._unfinished.pop()
 
-    def _perform_all(self, effects: deque[tuple[OpenT, Any]]) -> None:
-        try:
-            while effects:
-                record, effect = effects.popleft()
-                try:
-                    self._perform(record, effect)
-                except LocalProtocolError:
-                    raise
-                except Exception as error:  # noqa: BLE001 - a foreign error in one effect does not lose the others
-                    self._contain(error)
-        finally:
-            if effects and effects is not self._effects:  # interrupted: the next poll performs the others
-                self._effects.extend(effects)
+    def _perform_all(self, record: OpenT) -> None:
+        core = record.core
+        while (found := core.next_effect()) is not None:
+            effect, told = found
+            once = isinstance(effect, self._once)
+            if once:
+                core.told = (
+                    told  # before: what an interrupt breaks off in the middle of this one is not performed again
+                )
+            error: Exception | None = None
+            try:
+                self._perform(record, effect)
+            except Exception as raised:  # noqa: BLE001 - a foreign error in one effect does not lose the others
+                error = raised
+            if not once:
+                core.told = told
+            if isinstance(error, LocalProtocolError):
+                raise error
+            if error is not None:
+                self._contain(error)
 
     def _perform_left(self) -> None:
-        if self._effects:
-            with self._lock:
-                self._perform_all(self._effects)
+        with self._lock:
+            while self._unfinished:
+                self._perform_all(self._unfinished[0])
+                self._unfinished.popleft()
 
     def _step_all(self, event: Any) -> None:
         with self._lock:
@@ -882,6 +893,10 @@ class Shell(Generic[OpenT]):
         record.transfers[request.operation] = transfer
 
     # -- to be provided
+
+    #: Effects that are not performed twice (some step their core again); the others change nothing the second time, or say
+    #: the same once more.
+    _once: tuple[type, ...] = ()
 
     @property
     def _phases(self) -> tuple[Callable[[], None], ...]:
