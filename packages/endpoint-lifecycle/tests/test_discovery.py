@@ -312,6 +312,80 @@ def test_nothing_is_registered_before_publication_or_after_retirement() -> None:
     run_virtual(main())
 
 
+def test_a_publisher_that_is_closed_while_it_registers_leaves_nothing() -> None:
+    """The store has the registration, its answer has not come: the lease that it hangs on is given back."""
+
+    class Slow(MemoryLeaseStore):
+        async def put(self, key: str, value: bytes, lease_id: int, if_revision: int | None = None) -> int | None:
+            revision = await super().put(key, value, lease_id, if_revision)
+            await asyncio.sleep(1.0)
+            return revision
+
+    async def main() -> None:
+        store = Slow()
+        publisher = AsyncLeasePublisher(store, FakeWorker(A, "context", "ctx-0").owner, A)
+        async with publisher:
+            await asyncio.sleep(0.5)
+            assert (await store.snapshot("/")).items
+        assert not (await store.snapshot("/")).items
+
+    run_virtual(main())
+
+
+def test_a_publisher_is_closed_whatever_its_store_raises_and_registers_anew() -> None:
+    """Closing is not the store's to prevent; entered again, it is waited for again."""
+
+    class Foreign(MemoryLeaseStore):
+        broken = False
+
+        async def compare_and_delete(self, key: str, revision: int) -> bool:
+            if self.broken:
+                raise ZeroDivisionError("no store at all")
+            return await super().compare_and_delete(key, revision)
+
+    async def main() -> None:
+        store = Foreign()
+        publisher = AsyncLeasePublisher(store, FakeWorker(A, "context", "ctx-0").owner, A)
+        async with publisher:
+            await publisher.wait_registered()
+            store.broken = True
+        assert isinstance(publisher.last_error, ZeroDivisionError) and publisher.statistics().failures == 1
+        store.broken = False
+        await asyncio.sleep(60)
+        assert not (await store.snapshot("/")).items
+        async with publisher:
+            await publisher.wait_registered()
+            assert (await store.snapshot("/")).items and publisher.statistics().registered
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("leaves_first", [0, 1])
+def test_two_names_of_one_address_leave_nothing_when_both_have_left(leaves_first: int) -> None:
+    """An instance restarted under another name, inside its lease; then it stops. Nobody is left to be picked."""
+
+    async def main() -> None:
+        store = MemoryLeaseStore()
+        workers = [FakeWorker(A, "context", name) for name in ("ctx-0", "ctx-1")]
+        directory = directory_of()  # nothing answers at the address
+        async with AsyncReconciler(store, directory) as reconciler:
+            publishers = [AsyncLeasePublisher(store, worker.owner, A) for worker in workers]
+            for publisher in publishers:
+                await publisher.__aenter__()
+                await publisher.wait_registered()
+                await asyncio.sleep(0.1)
+            assert directory.record(A).generation == workers[1].generation
+            await publishers[leaves_first].aclose()
+            await asyncio.sleep(0.1)
+            assert directory.ready(context=1) is (leaves_first == 0), "the later lifetime is the live one"
+            await publishers[1 - leaves_first].aclose()
+            await asyncio.sleep(0.1)
+            assert directory.servers() == () and reconciler.statistics().failures == 0
+        await directory.aclose()
+
+    run_virtual(main())
+
+
 def test_late_withdrawal_leaves_the_successor_alone() -> None:
     async def main() -> None:
         store = MemoryLeaseStore()

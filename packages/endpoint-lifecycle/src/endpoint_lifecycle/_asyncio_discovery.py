@@ -495,12 +495,19 @@ class AsyncLeasePublisher:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        if self._value is None:
+        self._done.clear()  # used again, it is waited for again
+        if self._superseded:
+            self._done.set()
+        if self._value is None and not self._lease:
             return
         try:
             async with asyncio.timeout(2.0):
-                await self._withdraw()
-        except (StoreError, TimeoutError) as error:
+                if self._value is not None:
+                    await self._withdraw()
+                else:  # cancelled while it wrote, perhaps after the store had it: what hangs on our lease goes with it
+                    await self._store.revoke(self._lease)
+                    self._lease = 0
+        except Exception as error:  # noqa: BLE001 - a store may fail in any way; the lease runs out then
             self._failures += 1
             self.last_error = error
 

@@ -172,6 +172,7 @@ class RegistryBook:
     _aside: dict[str, bytes] = field(default_factory=dict)
     _known: dict[str, Registration] = field(default_factory=dict)
     _suspects: dict[str, float] = field(default_factory=dict)
+    _asked: set[str] = field(default_factory=set)
     _revision: int = 0
     _sets: int = 0
     _deletes: int = 0
@@ -271,12 +272,18 @@ class RegistryBook:
             self._drop(known)
 
     def _drop(self, registration: Registration) -> None:
-        if any(other.server == registration.server for other in self._known.values()):
-            return  # another key speaks for the same address now
+        server = registration.server
+        other = next((other for other in self._known.values() if other.server == server), None)
         if registration.record is not None:
-            self.target.apply_delete(registration.server, registration.record.generation)
-        elif registration.server in self.target.servers():
-            self.target.remove_server(registration.server)
+            self.target.apply_delete(server, registration.record.generation)
+            if other is not None and server not in self.target.servers():
+                # Another key speaks for the same address, of a lifetime before this one: who lives there now is asked.
+                self.target.add_server(server, other.role)
+                self._asked.add(server)
+        if other is None and (registration.record is None or server in self._asked) and server in self.target.servers():
+            self.target.remove_server(server)
+        if other is None:
+            self._asked.discard(server)
 
     def statistics(self) -> BookStatistics:
         """Counters so far."""
