@@ -731,6 +731,37 @@ def test_release_hook_hears_of_every_way_off_the_books() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("inside", ["fetch", "hook"])
+def test_a_directory_can_be_closed_from_inside_its_own_tasks(inside: str) -> None:
+    """A host whose fetch or hook finds that all is over closes it there: nobody waits for himself, every waiter is answered."""
+
+    async def main() -> None:
+        closed = []
+
+        async def close(_asked: object) -> Any:
+            await directory.aclose()
+            closed.append(inside)
+            raise ConnectionResetError("all is over")
+
+        worker = FakeWorker(A, "context", "a")
+        fetch = close if inside == "fetch" else FakeTransport(worker).fetch
+        directory = AsyncEndpointDirectory(fetch, DirectoryConfig(probe_ready_s=None), on_release=close)
+        directory.add_server(A, "context")
+        if inside == "fetch":
+            with pytest.raises(DirectoryClosed):
+                await directory.refresh(A)
+        else:
+            await directory.prepare()
+            async with directory.reserve("context", request_id=1):
+                pass
+            await until(lambda: closed == ["hook"])
+        await directory.aclose()
+        await until(lambda: directory.task_count == 0)
+        assert directory.core.closed
+
+    run_virtual(main())
+
+
 def test_policy_error_reaches_the_caller() -> None:
     async def main() -> None:
         def policy(candidates: Any, request: Any) -> Any:

@@ -127,20 +127,22 @@ class AsyncEndpointDirectory:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel every task, answer every waiter with DirectoryClosed, take every reservation off the books. Idempotent."""
+        """Cancel every task, answer every waiter with DirectoryClosed, take every reservation off the books. Idempotent.
+
+        From anywhere, also from inside a fetch (which is cancelled then) or a hook.
+        """
         self._perform(self.core.close())
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-        tasks = [*self._tasks.values()]
-        if self._maintenance is not None:
-            self._maintenance.cancel()
-            tasks.append(self._maintenance)
-        for task in self._tasks.values():
+        # Whoever closes from inside a fetch or a hook is one of these tasks, and does not wait for itself.
+        caller = asyncio.current_task()
+        cancelled = [task for task in (self._maintenance, *self._tasks.values()) if task not in (None, caller)]
+        for task in cancelled:
             task.cancel()
-        tasks.extend(self._hook_tasks)
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(
+            *cancelled, *(task for task in self._hook_tasks if task is not caller), return_exceptions=True
+        )
 
     def _now_s(self) -> float:
         loop = self._loop
