@@ -48,6 +48,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "meta-executor/explore_composition": ("--states", "10000", "--seconds", "12", "--walks", "15"),
     "meta-executor/fuzz": ("--count", "10000", "--seconds", "10"),
     "meta-executor/random_pairs": ("--count", "200"),
+    "meta-executor/simulate_service": ("--count", "1200"),
     "pp-agreement/explore": (),  # the larger worlds are slow tests, which stand beside each other
     "pp-agreement/fuzz": ("--count", "300000"),
     "pp-agreement/simulate": ("--seeds", "15000", "--jobs", "1"),

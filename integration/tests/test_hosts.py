@@ -34,6 +34,8 @@ pytestmark = [
     pytest.mark.skipif(ETCD is None, reason="NO COVERAGE: no etcd binary (Debian: apt-get install etcd-server)"),
 ]
 
+#: A client hears of what cannot be finished within this time (s): a link's silence, and how long it may be away, 5 and 30.
+TOLD_WITHIN_S = 45.0
 #: Requests sent from a host: (address, bodies on stdin) to what came of each, on stdout.
 CLIENT = """
 import concurrent.futures, json, sys, time
@@ -138,7 +140,7 @@ class Site:
 
     def configured(self, **more):
         """One configuration for all parts."""
-        pool = {"tokens_per_block": 16, "max_tokens": 4096}
+        pool = {"tokens_per_block": 16, "max_tokens": 16384}
         transceiver = {"transport": "tcp"}
         settings = {
             "port": 0,
@@ -291,4 +293,39 @@ def test_serving_goes_on_without_the_etcd_and_an_instance_that_starts_again_is_f
     while (told := site.ask(body("abcdefgh"))[0])["status"] != 200:
         assert time.monotonic() < deadline, told
     assert told["choices"][0]["text"] == expected
+    site.end()
+
+
+def test_a_link_that_is_cut_in_the_middle_of_transfers_frees_nothing_unproven_and_serves_again_when_healed(site):
+    """Between the instances nothing passes any more: clients are told, destinations stay owned; afterwards all comes back."""
+    site.configured(
+        engine={"kind": "synthetic", "synthetic": {"layer_count": 8, "kv_head_count": 8, "head_dim": 32}},
+        conditional_disagg_config={"max_local_prefill_length": 0},
+    )
+    site.serve()
+    prompts = [f"{name} " * 400 for name in ("one", "two", "three")]
+    expected = [one["choices"][0]["text"] for one in site.ask(*map(body, prompts))]
+    baseline = site.blocks_used()
+    site.network.slow("gen", 20.0)
+    before = site.network.received_bytes("gen")
+    result = site.asking(*map(body, prompts))
+    while site.network.received_bytes("gen") - before < 1 << 20:
+        time.sleep(0.01)
+    site.network.cut("ctx", "gen")
+    told = result()
+    assert [one["status"] for one in told] == [502] * len(prompts), told
+    assert max(one["took_s"] for one in told) < TOLD_WITHIN_S, told
+    assert max(site.blocks_used()) > 0, "a destination was given back that a peer may still write to"
+    site.network.fast("gen")
+    site.network.heal()
+    deadline = time.monotonic() + 60.0
+    while True:
+        told = site.ask(*map(body, prompts))
+        if [one["status"] for one in told] == [200] * len(prompts):
+            break
+        assert time.monotonic() < deadline, told
+    assert [one["choices"][0]["text"] for one in told] == expected
+    while site.blocks_used() != baseline:
+        assert time.monotonic() < deadline, site.blocks_used()
+        time.sleep(0.1)
     site.end()

@@ -295,6 +295,28 @@ def test_a_cancel_across_a_broken_link_frees_the_memory(make_lab, point):
     assert lab.receiver.drain().quiescent and lab.receiver.statistics()["quarantined_count"] == 0
 
 
+def test_nothing_goes_ahead_of_what_is_asked_again(make_lab):
+    """Two requests are lost with the link; the later one is cancelled before the sender has shown itself again: both end."""
+    lab = make_lab(1, linked=True)
+    lab.open()
+    lab.run(3)  # introduced, and heard
+    sender = lab.senders[0].self_id
+    lab.open(2)
+    lab.open(3)
+    lab.run(1, senders=())
+    assert lab.network.sever(lab.peer, sender) == 2
+    lab.network.heal(lab.peer, sender)
+    lab.run(1, senders=())
+    lab.receiver.cancel(lab.identity(3), "gone")
+    lab.run(2, senders=())
+    lab.receiver.cancel(lab.identity(2), "gone")
+    lab.run(10)
+    lab.receiver.cancel(lab.identity())
+    lab.run(10)
+    assert lab.names().count("MemoryReleased") == 3 and lab.receiver.drain().quiescent
+    assert lab.senders[0].statistics().get("late", 0) == 0, "a cancel of a request that it never saw"
+
+
 @pytest.mark.parametrize("tier", ["bounce", "pull"])
 def test_every_message_may_be_repeated(make_lab, tier):
     """All frames of a whole transfer, each twice in a row: the same end, no conflict on either side."""

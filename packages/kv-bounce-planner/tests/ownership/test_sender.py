@@ -192,7 +192,7 @@ def test_snapshots_of_equal_facts_have_equal_digests(make_lab):
 
 
 def test_a_cancel_that_came_first_leaves_a_tombstone(make_lab):
-    """A request that is older than its cancel is never served, and the cancel was answered with a proof."""
+    """A request that is older than its cancel is never served, the cancel was answered with a proof, and the host was told."""
     lab = make_lab(1)
     (operation,) = lab.open()
     lab.network.hold(lab.peer, lab.senders[0].self_id)
@@ -208,6 +208,7 @@ def test_a_cancel_that_came_first_leaves_a_tombstone(make_lab):
     assert lab.world.landed == [], "served after its cancel"
     assert lab.names() == ["TransferFailed", "MemoryReleased"]
     assert lab.senders[0].statistics()["replayed"] == 1
+    assert lab.sent_names() == ["CancelReceived"]
 
 
 def test_a_replayed_request_is_not_served_twice(make_lab):

@@ -279,7 +279,7 @@ async def test_an_instance_that_ends_fails_what_runs_and_one_that_is_not_there_w
     known = Known("http://x", b"", wire.ServerInfo(
         ready=True, state="PUBLISHED", role="context", owner_id="o", instance_id="i", service_address=made.door.address
     ))  # fmt: skip
-    legs = StreamLegs(known, KEY)
+    legs = StreamLegs(known, WorkerClient(known.info.service_address, KEY, fast_path=False))
     running = asyncio.create_task(legs.context(ask(1), "g1"))
     await until(lambda: made.desk.requests)
     await asyncio.to_thread(made.server.shutdown)  # the worker ends, its door stays
@@ -289,7 +289,7 @@ async def test_an_instance_that_ends_fails_what_runs_and_one_that_is_not_there_w
     assert legs.lost
     await legs.close()
     await asyncio.to_thread(made.close)
-    legs = StreamLegs(known, KEY)
+    legs = StreamLegs(known, WorkerClient(known.info.service_address, KEY, fast_path=False))
     with pytest.raises(LegError) as caught:
         await asyncio.wait_for(legs.context(ask(2), "g1"), 30)
     assert (caught.value.code, caught.value.received) == (UNREACHABLE, False)

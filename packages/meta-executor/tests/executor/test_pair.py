@@ -653,6 +653,36 @@ def test_a_control_link_that_comes_back_costs_nobody_an_answer(pairs: list[Pair]
     pair.validate()
 
 
+@pytest.mark.parametrize("taken_back", [True, False], ids=["taken back", "silent"])
+def test_a_stage_that_nobody_comes_to_ends_although_rank_0_was_served(pairs: list[Pair], taken_back: bool) -> None:
+    """The receiver's request to the last stage is lost with its link: its cancel, or that stage's own patience, ends it."""
+    pair = make(pairs, PairConfig(stages=3, generation_ranks=1))
+    pair.submit_context(1, PROMPT)
+    pair.run(lambda: bool(pair.context.answers.get(1)))
+    receiver, last = PeerId("gen", "h1", 0), PeerId("ctx", "g1", 2)
+    pair.network.hold(receiver, last)
+    pair.submit_generation(1, PROMPT, first_token=pair.context.tokens(1)[0])
+    first = pair.context.ranks[0].registry
+    pair.run(lambda: first.require(1).state is State.QUIESCENT)
+    if taken_back:
+        pair.network._queues[receiver, last].clear()
+        pair.generation.desk.abort(1, "gone")
+        pair.settle(5)
+        pair.network.let(receiver, last)
+    else:
+        pair.now_s += 1.0
+        pair.settle(5)  # from here on its patience is counted
+        pair.now_s += 100.0
+    before_s = pair.now_s
+    pair.run(lambda: all(len(rank.registry) == 0 for rank in pair.context.ranks))
+    assert pair.now_s - before_s < 5.0
+    assert all(rank.blocks.free_count == rank.blocks.block_count for rank in pair.context.ranks)
+    pair.network.let(receiver, last)
+    pair.run(pair.idle)
+    assert pair.serve(2, PROMPT) == pair.reference(PROMPT, 4)
+    pair.validate()
+
+
 @pytest.mark.parametrize("executor", [WriteExecutor.RECEIVER, WriteExecutor.SENDER])
 @pytest.mark.parametrize("phase", [phase_waiting, phase_prepared, phase_activated, phase_transferring])
 def test_the_death_of_a_generation_instance_is_an_event_for_the_context_ranks(

@@ -35,3 +35,13 @@ def test_walks_alone_run_and_say_what_they_saw() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 walks each, 0 violations" in done.stdout
+
+
+def test_the_simulated_service_does_the_same_again_and_says_what_it_saw() -> None:
+    """Seeds with faults: no violation, the same story in two processes; a seed that is wrong is told by its number."""
+    one, other = (
+        run(str(TOOLS / "simulate_service.py"), "--first", "449", "--count", "3", "--trace") for _ in range(2)
+    )
+    assert one.returncode == 0, one.stdout + one.stderr
+    assert "3 seeds, 0 violations" in one.stdout and "dies" in one.stdout
+    assert one.stdout.splitlines()[:-1] == other.stdout.splitlines()[:-1]

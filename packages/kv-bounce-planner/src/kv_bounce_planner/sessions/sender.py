@@ -399,8 +399,10 @@ class Sender(Shell[_Send]):
         if receipt is not None:
             self._reply(peer, receipt)
         elif operation.operation > self._high_water.get((peer, life.session), -1):
-            # The cancel came first: from here on its request is recognised as stale and never served.
+            # The cancel came first, its request perhaps never (it was lost with its link): from here on the request is
+            # recognised as stale and never served, and the host hears now what no operation will tell it.
             self._high_water[(peer, life.session)] = operation.operation
+            self._events.append(CancelReceived(operation.request, operation, message.reason))
             self._reply(peer, Sealed(operation, "cancelled before it was requested"))
         else:
             self._counters["late"] += 1  # its receipt is gone: say nothing rather than something untrue

@@ -529,13 +529,14 @@ class Shell(Generic[OpenT]):
     # -- frames
 
     def _queue(self, peer: PeerId, message: Message) -> None:
-        """Queue a message for a peer's present life. Without one it is dropped: its link's return asks again.
+        """Queue a message for a peer's present life. Without one, or while that shows itself again, it is dropped: its link's
+        return asks again, in order. A message that went ahead would be newer than requests that were lost with the link.
 
         Raises:
             ValueError: The message is too large for a frame.
         """
         life = self._lives.get(peer)
-        if life is None or life.session == NO_SESSION or life.state in (PeerState.LOST, PeerState.REFUSED):
+        if life is None or life.session == NO_SESSION or life.state is not PeerState.READY:
             self._counters["frames_dropped"] += 1
             return
         if isinstance(message, _NAMES_MEMORY):

@@ -310,9 +310,12 @@ class RankLoop:
             if self._desk is not None:
                 self._desk.admission_may_have_changed()
         elif isinstance(event, PeerCancelled):
-            self._peer_cancelled(event)
+            self._given_up(event)
         elif isinstance(event, Expired):
-            self._author_stop(StopOrder(event.request_id, Outcome.FAILED, event.reason, wire.TRANSFER_FAILED))
+            if self._desk is None:
+                self._given_up(event)
+            else:
+                self._author_stop(StopOrder(event.request_id, Outcome.FAILED, event.reason, wire.TRANSFER_FAILED))
         elif isinstance(event, Revoked):
             # Perhaps selected for a step, with blocks set aside, and not activated: it must not be scheduled any more.
             self.compute.forget(event.sequence.request_id)
@@ -343,8 +346,8 @@ class RankLoop:
             words = event.reason or "ended before it was computed"
             self._answers.notice(_end_notice(event.request_id, event.outcome, event.error_code, words))
 
-    def _peer_cancelled(self, event: PeerCancelled) -> None:
-        """The receiver gave a request up: rank 0 stops it everywhere."""
+    def _given_up(self, event: PeerCancelled | Expired) -> None:
+        """The receiver gave a request up, or does not come for it here: rank 0 stops it everywhere."""
         if self._desk is not None:
             self._desk.abort(event.request_id, event.reason)
         else:

@@ -125,7 +125,8 @@ class PrefillCompute:
         if sequence is None and self._registry.is_finished(request_id):
             return
         if sequence is not None:
-            if sequence.state is State.QUIESCENT or not self._registry.end(sequence, outcome, reason, code):
+            # Quiescent here, it may still wait on another rank for a receiver that does not come there.
+            if sequence.state is not State.QUIESCENT and not self._registry.end(sequence, outcome, reason, code):
                 return
             last_step_id = sequence.last_step_id
             self._active.pop(request_id, None)

@@ -36,7 +36,8 @@ class PeerCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Expired:
-    """Context rank 0: nobody fetched this KV in time. It is stopped on every rank; memory follows by proof."""
+    """Context: nobody fetched this rank's KV in time; others' may have been. It is stopped on every rank; memory follows by
+    proof."""
 
     request_id: int
     reason: str

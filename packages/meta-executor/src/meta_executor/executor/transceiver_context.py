@@ -87,7 +87,7 @@ from pp_agreement import (
 #: Asynchronous, or the blocking baseline.
 AnyAgreement: TypeAlias = Agreement | AllgatherAgreement
 
-#: How often the scheduling rank looks for KV that nobody fetches (s).
+#: How often a rank looks for KV of its own that nobody fetches (s).
 _EXPIRY_SCAN_S = 0.5
 #: Refused ids that are remembered (count).
 _REFUSED_MAX = 65_536
@@ -290,7 +290,7 @@ class ContextTransceiver:
         for event in events:
             self._take(event)
         self._judge_peers(now_s)
-        if self._rank == 0 and now_s >= self._next_expiry_s:
+        if now_s >= self._next_expiry_s:
             self._next_expiry_s = now_s + _EXPIRY_SCAN_S
             self._expire(now_s)
         return bool(events)

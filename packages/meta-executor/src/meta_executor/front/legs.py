@@ -9,11 +9,13 @@ nothing here tries again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import msgspec
 
 from meta_executor import wire
+from meta_executor.api.worker_client import WorkerClient
 from meta_executor.executor.request import Request
 from meta_executor.front.http_legs import HttpLegs
 from meta_executor.front.leg import Chunk, LegError, Prefilled
@@ -27,11 +29,19 @@ class LegClient:
 
     Args:
         key: The run's key, hex.
+        http: Asks over HTTP; None: with that key.
+        worker_at: Reaches what offers a stream at an address; None: by RPC with that key.
     """
 
-    def __init__(self, key: str) -> None:
-        self._http = HttpLegs(key)
-        self._key = bytes.fromhex(key)
+    def __init__(
+        self,
+        key: str,
+        *,
+        http: HttpLegs | None = None,
+        worker_at: Callable[[str], WorkerClient] | None = None,
+    ) -> None:
+        self._http = http or HttpLegs(key)
+        self._worker_at = worker_at or partial(WorkerClient, key=bytes.fromhex(key), fast_path=False)
         #: By server: what it last said of itself.
         self._known: dict[str, Known] = {}
         self._streams: dict[str, StreamLegs] = {}
@@ -124,7 +134,7 @@ class LegClient:
         if stream is not None:
             # Its requests hear of the loss; the next ones go to whoever answers at that address now.
             self._closing.append(stream)
-        made = self._streams[server] = StreamLegs(known, self._key)
+        made = self._streams[server] = StreamLegs(known, self._worker_at(known.info.service_address))
         for old in self._closing[:]:
             if old.idle:
                 self._closing.remove(old)

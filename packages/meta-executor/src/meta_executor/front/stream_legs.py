@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -42,13 +43,13 @@ class StreamLegs:
 
     Args:
         known: What it says of itself.
-        key: The run's key.
+        worker: Reaches it at its service address; closed with this.
     """
 
-    def __init__(self, known: Known, key: bytes) -> None:
+    def __init__(self, known: Known, worker: WorkerClient) -> None:
         self._url = known.url
         self.instance_id = known.info.instance_id
-        self._worker = WorkerClient(known.info.service_address, key, fast_path=False)
+        self._worker = worker
         self._proxy = Proxy(self._worker, _BATCHING)
         #: Context instances that the ranks there were told of, by name.
         self._introduced: dict[str, asyncio.Task[wire.ErrorBody | None]] = {}
@@ -171,19 +172,19 @@ class StreamLegs:
         if task is None:
             task = asyncio.create_task(self._worker.introduce(source.url, source.raw))
             self._introduced[name] = task
+            task.add_done_callback(partial(self._introduction_ended, name))
         try:
             refused = await asyncio.shield(task)
         except RpcError as error:
-            self._forget(name, task)
             words = f"{type(error).__name__}: {error}"
             raise LegError("generation", self._url, UNREACHABLE, words, received=False) from error
         if refused is not None:
-            self._forget(name, task)
             raise LegError.refused("generation", self._url, refused)
 
-    def _forget(self, name: str, task: asyncio.Task[wire.ErrorBody | None]) -> None:
-        """A failure is never remembered: the next request tries again."""
-        if self._introduced.get(name) is task:
+    def _introduction_ended(self, name: str, task: asyncio.Task[wire.ErrorBody | None]) -> None:
+        """A failure is never remembered, also where whoever wanted it has left meanwhile: the next request tries again."""
+        failed = task.cancelled() or task.exception() is not None or task.result() is not None
+        if failed and self._introduced.get(name) is task:
             del self._introduced[name]
 
     def _failed(self, role: str, error: ProxyError) -> LegError:
