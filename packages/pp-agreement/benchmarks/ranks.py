@@ -120,6 +120,7 @@ class Exchanging:
         self.peers = list(range(last)) if comm.rank == last else [last]
         self.out = {p: [bytearray(self.LENGTH) for _ in range(self.SLOTS)] for p in self.peers}
         self.into = {p: [bytearray(self.LENGTH) for _ in range(self.SLOTS)] for p in self.peers}
+        self.views = {p: [memoryview(b) for b in self.into[p]] for p in self.peers}
         self.sends = {p: [comm.Ssend_init([b, self.LENGTH, MPI.BYTE], dest=p) for b in self.out[p]] for p in self.peers}
         self.receives = [comm.Recv_init([b, self.LENGTH, MPI.BYTE], source=p) for p in self.peers for b in self.into[p]]
         for request in self.receives:
@@ -155,8 +156,9 @@ class Exchanging:
                     return
 
     def receive(self, place: int, peer: int, slot: int) -> None:
-        length = int.from_bytes(self.into[peer][slot][6:8], "little") * 24 + 44
-        sequence, records = unpack(bytes(self.into[peer][slot][:length]))
+        view = self.views[peer][slot]
+        length = (view[6] | view[7] << 8) * 24 + 44
+        sequence, records = unpack(bytes(view[:length]))
         if sequence != self.expected[peer]:
             raise ValueError("order")
         self.expected[peer] = sequence + 1
