@@ -128,7 +128,9 @@ def counting_loop(frames: list[bytes], requests: int) -> list[bytes]:
     masks = dict.fromkeys(range(1, requests + 1), 1 << followers)
     queues: list[list[Record]] = [[] for _ in range(followers)]
     for member, data in enumerate(frames):
-        for _kind, outcome, _disposition, _reason, _attempt, request_id, number in RECORD.iter_unpack(data[START:-CHECKSUM]):
+        for _kind, outcome, _disposition, _reason, _attempt, request_id, number in RECORD.iter_unpack(
+            data[START:-CHECKSUM]
+        ):
             mask = masks[number] | 1 << member
             masks[number] = mask
             if mask == full:

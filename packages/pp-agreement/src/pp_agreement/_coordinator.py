@@ -80,9 +80,9 @@ class Coordinator:
             source: The member.
             records: What it says, in its order.
             kinds: Where they are counted, by kind.
-            deliver: Empties this rank's own queue, to which each decision goes as well; None: the caller is about to.
+            deliver: Has this rank hear its own decisions; None: the caller is about to.
         """
-        context, unsettled, local = self.context, self.unsettled, self.streams.local
+        context, unsettled, decisions = self.context, self.unsettled, self.streams.decisions
         opened, all_mask, bit = self.rounds.open, context.all_mask, 1 << source
         elapsed_s, voted_then = context.elapsed_s, (context.now_s, "terminal vote", source)
         for record in records:
@@ -90,7 +90,7 @@ class Coordinator:
             kinds[kind] += 1
             if kind != _TERMINAL:
                 self._hear_other(source, record)
-                if local and deliver is not None:
+                if decisions and deliver is not None:
                     deliver()
                 continue
             round_ = opened.get(incarnation)
@@ -119,7 +119,7 @@ class Coordinator:
                 continue
             if voted == all_mask:
                 self._commit(round_, tally)
-        if local and deliver is not None:
+        if decisions and deliver is not None:
             deliver()
 
     def _hear_other(self, source: int, record: Record) -> None:

@@ -18,7 +18,7 @@ class Ending:
     """Both halves: what this rank says and is told, and what the coordinator counts.
 
     Args:
-        deliver: Empties this rank's own queue.
+        deliver: Has this rank's halves hear each other.
     """
 
     def __init__(

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-REQUEST_ID_MAX = 2**63 - 1
+REQUEST_ID_BITS = 63
+REQUEST_ID_MAX = 2**REQUEST_ID_BITS - 1
 
 
 # -- identity and values -------------------------------------------------------------------------------------------------

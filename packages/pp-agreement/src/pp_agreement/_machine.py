@@ -105,7 +105,8 @@ class AgreementCore:
         self.is_coordinator = self.context.is_coordinator
         self.is_scheduler = self.context.is_scheduler
         self.streams = Streams(self.context)
-        self._local = self.streams.local
+        self._said, self._decisions = self.streams.words, self.streams.decisions
+        self._unheard: Iterator[Record] = iter(self._decisions)  # those that this rank has still to hear of a step
         self.rounds = Rounds(self.context, self.streams)
         self.member = Member(self.context, self.streams, self.rounds, self._coordinator_on_the_domain, self._heard_late)
         self.coordinator = self.coordinator_type(
@@ -210,7 +211,7 @@ class AgreementCore:
             elif passed_s and now_s == now_s:  # a NaN is no reading, and nothing can be measured against it
                 context.now_s = now_s
             answer = work(*given)
-            if self._local:
+            if self._said or self._decisions:
                 self._deliver_local()
             if self.rounds.last is not None and context.fault is None:
                 self.ending.report()
@@ -266,19 +267,15 @@ class AgreementCore:
         return self._gate == _RUNNING
 
     def _deliver_local(self) -> None:
-        """Empty this rank's own queue: never from inside a decision, always in decision order."""
-        local, kinds = self._local, self.streams.local_kinds
-        while local:
-            if local[0][0] < _PREPARE:
-                self.coordinator.hear(self.me, (local.popleft(),), kinds, None)
+        """Have this rank's halves hear each other: never from inside a decision, always in decision order."""
+        words, decisions, kinds = self._said, self._decisions, self.streams.local_kinds
+        while words or decisions:
+            if decisions:
+                self.member.hear(self._unheard, kinds)
+                decisions.clear()
+                self._unheard = iter(decisions)
             else:
-                self.member.hear(self._decided(), kinds)
-
-    def _decided(self) -> Iterator[Record]:
-        """Take the decisions with which this rank's own queue begins, one by one."""
-        local = self._local
-        while local and local[0][0] >= _PREPARE:
-            yield local.popleft()
+                self.coordinator.hear(self.me, (words.popleft(),), kinds, None)
 
     # -- local calls ------------------------------------------------------------------------------------------------
 
@@ -470,10 +467,10 @@ class AgreementCore:
         context = self.context
         if context.fault is not None:
             return
-        if self._local and violation.code is not FaultCode.INTERNAL:
+        if violation.code is not FaultCode.INTERNAL:
             # What was decided ahead of what is wrong, in the same frame: the others will hear it, and so does this rank.
             with contextlib.suppress(Violation):  # the first diagnosis is the one that is kept
-                self.member.hear(self._decided(), self.streams.local_kinds)
+                self.member.hear(self._unheard, self.streams.local_kinds)
         suspect, elsewhere = violation.suspect, violation.origin is not None
         origin = self.me if violation.origin is None else violation.origin
         round_ = violation.round
@@ -603,7 +600,7 @@ class AgreementCore:
         twin._words = dict(self._words)
         context = twin.context = self.context.copy()
         streams = twin.streams = self.streams.copy(context)
-        twin._local = streams.local
+        twin._said, twin._decisions, twin._unheard = streams.words, streams.decisions, iter(streams.decisions)
         rounds = twin.rounds = self.rounds.copy(context, streams)
         member = twin.member = self.member.copy(
             context, streams, rounds, twin._coordinator_on_the_domain, twin._heard_late

@@ -15,6 +15,7 @@ from pp_agreement import _events as ev
 from pp_agreement._context import Context, Violation
 from pp_agreement._errors import WouldBlock
 from pp_agreement._events import (
+    REQUEST_ID_BITS,
     REQUEST_ID_MAX,
     Disposition,
     FaultCode,
@@ -175,9 +176,9 @@ class Member:
         rounds = self.rounds
         if (
             type(request_id) is not int
-            or not 0 <= request_id <= REQUEST_ID_MAX
+            or request_id >> REQUEST_ID_BITS  # also of what is negative
             or type(incarnation) is not int
-            or type(ready) is not bool
+            or (ready is not False and ready is not True)
             or incarnation != rounds.heard + 1
             or rounds.last is not None
         ):

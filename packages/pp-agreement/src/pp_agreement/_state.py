@@ -108,7 +108,7 @@ class Decision(IntEnum):
 
 class Kind(IntEnum):
     """Record kinds on the wire. Below 32 members speak, from 32 the coordinator, from 64 both: ``MESSAGES`` says who, and
-    the order of the numbers only sorts this rank's own queue and the domain's records."""
+    the order of the numbers only sorts the domain's records."""
 
     VOTE = 1
     WITHDRAW = 2
@@ -354,7 +354,7 @@ PHASE_TRANSITIONS: Mapping[Phase, Mapping[Decision, Phase]] = MappingProxyType(
     }
 )
 """Coordinator: where each decision leads. COMMIT waits until a phase allows it: no readiness attempt is in progress then.
-There is no second one, because the coordinator's own copy of the first, next in its local queue, retires the round."""
+There is no second one, because this rank hears the first with the frame that brought it, which retires the round."""
 
 REPLACES: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
     {

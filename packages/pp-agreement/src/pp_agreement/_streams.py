@@ -47,7 +47,9 @@ class Streams:
         self.counts_own = context.is_coordinator and not context.replicated  # own records go to the own coordinator
         self.intents: dict[tuple[int, int], Record] = {}
         self.queues: dict[int, list[Record]] = {p: [] for p in context.peers} if context.is_coordinator else {}
-        self.local: deque[Record] = deque()  # what this rank's own two halves say to each other
+        # What this rank's own two halves say to each other: the member to the coordinator, and the other way round.
+        self.words: deque[Record] = deque()
+        self.decisions: list[Record] = []
         self.next_sequence = [1] * size
         self.expected = [1] * size
         self.sessions = [0 if i in context.peers else NOBODY for i in range(size)]  # 0: not heard yet
@@ -73,7 +75,7 @@ class Streams:
             kept.append((slot, record))
             round_.held = kept
         elif self.counts_own:  # as ``queue_up`` does, without the call
-            self.local.append(record)
+            self.words.append(record)
         elif slot == READY_SLOT:
             self.queue_up(slot, record)
         else:
@@ -86,7 +88,7 @@ class Streams:
     def queue_up(self, slot: int, record: Record) -> None:
         """Put a record of this rank where it waits."""
         if self.counts_own:
-            self.local.append(record)
+            self.words.append(record)
             return
         place = slot, record[6]
         if slot == READY_SLOT:
@@ -100,7 +102,7 @@ class Streams:
         """This rank says something about the domain, to the coordinator."""
         record = (int(kind), 0, 0, 0, 0, request_id, incarnation)
         if self.counts_own:
-            self.local.append(record)
+            self.words.append(record)
         else:
             self.intents[CONTROL_SLOT + kind, 0] = record
 
@@ -108,19 +110,20 @@ class Streams:
         """The coordinator says something to everybody, itself included."""
         for queue in self.queues.values():
             queue.append(record)
-        self.local.append(record)
+        self.decisions.append(record)
 
     def tell_scheduler(self, record: Record) -> None:
         """The coordinator says something to the scheduling rank."""
         context = self.context
         if context.is_scheduler:
-            self.local.append(record)
+            self.decisions.append(record)
         elif context.scheduler in self.queues:  # in a group that another one schedules, nobody
             self.queues[context.scheduler].append(record)
 
     def stop(self, records: list[Record], survivors: frozenset[int], tell: bool) -> None:
         """The domain stops: what no longer binds is dropped, and the others are told."""
-        self.local.clear()
+        self.words.clear()
+        self.decisions.clear()
         self.intents.clear()
         if self.counts_own:
             for queue in self.queues.values():
@@ -274,7 +277,7 @@ class Streams:
         twin.__dict__.update(self.__dict__)
         twin.context = context
         twin.queues = {i: list(v) for i, v in self.queues.items()}
-        twin.local = deque(self.local)
+        twin.words, twin.decisions = deque(self.words), list(self.decisions)
         twin.seen = [deque(one, REPEATS_KEPT) for one in self.seen]
         for name in (
             "intents", "next_sequence", "expected", "sessions", "last_sent_s", "busy_pending", "sent_kinds",

@@ -37,7 +37,7 @@ def validate(core: AgreementCore) -> None:
     need(member.committed + member.closed_rounds + heard_open == rounds.heard, "an admission was lost")
     need(not (ending.drained and rounds.open), "drained with open rounds")
     need(not (ending.reported and rounds.open), "reported with open rounds")
-    need(not streams.local, "the local queue outlived a step")
+    need(not streams.words and not streams.decisions, "what is said inside a rank outlived a step")
     need(len(streams.intents) <= 4 * credits + 32, "too many unsent records")
     for queue in streams.queues.values():
         need(len(queue) <= core.config.queue_records_max, "a destination's queue is too long")
