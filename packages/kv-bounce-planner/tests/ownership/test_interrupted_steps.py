@@ -167,3 +167,24 @@ def test_an_interrupt_at_any_bytecode_of_a_core_changes_no_end(make_lab, body, p
         BODIES[body](lab, interrupting)
         assert interrupting.count > interrupting.point, "it was not interrupted: it shows nothing"
         assert outcome_of(lab) == expected, f"interrupted at bytecode {interrupting.point}"
+
+
+def test_a_core_keeps_few_steps_however_many_reports_of_progress_come(make_lab):
+    """What a report says, the next one says too; and a request that is over, of which 4,096 are kept, keeps none."""
+    lab = make_lab(1, parts_max=1, areas=1)
+    lab.open(count=64)
+    lab.run(3)
+    lab.ready(count=64)
+    lab.run(70)
+    core = lab.senders[0]._requests[KEY].core
+
+    def steps():
+        count, entry = 0, core._log
+        while entry is not None:
+            count, entry = count + 1, entry[0]
+        return count
+
+    assert lab.names() == ["TransferSucceeded", "MemoryReleased"] and 0 < steps() < 10
+    lab.senders[0].seal(KEY)
+    lab.run(2)
+    assert core.settled and steps() == 0 and core.next_effect() is None

@@ -138,6 +138,7 @@ class Core(Generic[RecordT, EventT, EffectT]):
         self._effects: list[EffectT] = []
         self._stepping = False
         self._log: _Log | None = None
+        self._over = False
         #: The step whose effects are handed out, and how many of them were.
         self.told: tuple[_Log | None, int] = (None, 0)
 
@@ -178,15 +179,37 @@ class Core(Generic[RecordT, EventT, EffectT]):
                 self._take(event, now_s)
             self._advance(now_s)
             effects, self._effects = tuple(self._effects), []
-            self._log = (self._log, event, now_s, effects)
+            self._log = (self._earlier(event, effects), event, now_s, effects)
             self._stepping = False
         except BaseException:
             self._undo()
             raise
         return effects
 
+    def _earlier(self, event: object, effects: tuple[EffectT, ...]) -> _Log | None:
+        """The steps that are kept before this one: without the last if this one says all that it said, and none at the end."""
+        last = self._log
+        if last is None or self._over:
+            return None
+        earlier: _Log | None = last[0]
+        before = last[1]
+        if not isinstance(event, Progressed) or not isinstance(before, Progressed) or effects or last[3]:
+            return last
+        if event.progress.operation != before.progress.operation or self.next_effect() is not None:
+            return last
+        self.told = (earlier, len(earlier[3]) if earlier is not None else 0)
+        return earlier
+
+    def forget_steps(self) -> None:
+        """It is settled, and its effects were performed: nothing is undone any more, and no step is kept for it."""
+        if self.settled and self.next_effect() is None:
+            self._over, self._log, self.told = True, None, (None, 0)
+
     def _undo(self) -> None:
         """Back to what was committed."""
+        if self._over:
+            self._stepping = False
+            return
         steps, entry = [], self._log
         while entry is not None:
             steps.append(entry)

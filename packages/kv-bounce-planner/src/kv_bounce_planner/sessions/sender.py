@@ -618,6 +618,7 @@ class Sender(Shell[_Send]):
                     self._events.append(RequestServed(key))
                 if record.core.settled and key in self._requests:
                     self._settled[key] = None
+                    record.core.forget_steps()
                 self._stepped.pop(key, None)
             while len(self._settled) > self.config.transfers_max:
                 self._drop(next(iter(self._settled)))
