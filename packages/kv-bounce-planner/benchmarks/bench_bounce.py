@@ -7,7 +7,7 @@ End to end is from ``Sender.ready`` to the receiver's ``MemoryReleased``: region
 compared with the derived plan, scatter, all over ZeroMQ and NIXL (shared memory, CMA). Both processes only poll. Every run's
 bytes are checked. Where a bounce's time goes is shown part by part, in seven rows that add up to it run by run: what it takes
 beyond its limit has a place there (the clock is the host's, the same in both processes). The same fragments written in place,
-and read by the receiver (pull), are shown beside it; they take up to 500 times as long, so they are measured in every third
+and read by the receiver (pull), are shown beside it; they take up to 500 times as long, so they are measured in every ninth
 turn only. A side that fails or ends takes the other with it.
 
 Posting is measured by every ``poll`` of a sender that writes 32,768 fragments directly: the longest of all polls of all runs
@@ -56,7 +56,7 @@ from kv_bounce_planner.sessions.identity import OperationIdentity
 from kv_bounce_planner.transports.interface import TransferJob, TransportProgress
 from measure import Figure, ratio, run_benchmark, shown
 
-TOTAL, COUNT, RUNS, SLOW_EVERY = 4 << 20, 32768, 33, 3
+TOTAL, COUNT, RUNS, SLOW_EVERY = 4 << 20, 32768, 99, 9
 SIZE = TOTAL // COUNT
 ROOM = 4 * TOTAL  # fragments lie at random places of a range four times their bytes
 RECEIVER, SENDER = PeerId("gen", "g1", 0), PeerId("ctx", "c1", 0)
