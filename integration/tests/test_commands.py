@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -275,15 +276,23 @@ def test_every_command_of_the_service_is_tried() -> None:
     assert set(service_commands()) == {"up", "serve", "front", "generate", "explain", "top", "evidence"}
 
 
+def answered(question: Printed, url: str) -> None:
+    """As printed, with the port that was said."""
+    told = ran(["bash", "-c", question.command.replace("PORT", url.rpartition(":")[2])], ROOT).stdout
+    assert json.loads(told)["choices"][0]["message"]["content"], told
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("one", those("curl"), ids=str)
+def test_the_printed_question_is_answered(one: Printed, service: Any) -> None:
+    """By the service of the example."""
+    answered(one, service.url)
+
+
+@pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "one",
-    [
-        pytest.param(one, id=str(one), marks=[] if place == 0 else [pytest.mark.slow])
-        for place, one in enumerate(p for p in service_commands()["up"] if len(p.words) > 2)
-    ],
-)
+@pytest.mark.parametrize("one", [p for p in service_commands()["up"] if len(p.words) > 2], ids=str)
 def test_the_service_starts_and_answers_the_printed_question(
     one: Printed, folder: Path, running: list[Running]
 ) -> None:
@@ -292,12 +301,8 @@ def test_the_service_starts_and_answers_the_printed_question(
     up = Running(filled(one), base, TMPDIR=str(folder), XDG_RUNTIME_DIR="")
     running.append(up)
     url = up.until(r"serving (\S+)/v1")[1]
-    port = url.rpartition(":")[2]
-    questions = those("curl")
-    assert questions
-    for question in questions:
-        told = ran(["bash", "-c", question.command.replace("PORT", port)], ROOT).stdout
-        assert json.loads(told)["choices"][0]["message"]["content"], told
+    for question in those("curl"):
+        answered(question, url)
     up.end()
 
 
@@ -379,7 +384,7 @@ def live(words: list[str], url: str) -> str:
     return told.decode("utf-8", "replace")
 
 
-@pytest.mark.service
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("one", [p for p in service_commands()["generate"] if len(p.words) > 2], ids=str)
 def test_one_prompt_in_this_process(one: Printed) -> None:
