@@ -22,8 +22,8 @@ from measure import ratio, run_benchmark
 from meta_executor.config import service_config
 from meta_executor.supervise.launch import Launcher
 
-ROUNDS, WARM_UP = 11, 1
-WINDOW_S = float(os.environ.get("WINDOW_S", "4"))
+ROUNDS, WARM_UP = 25, 1
+WINDOW_S = float(os.environ.get("WINDOW_S", "2"))
 GOAL = "<= 3"
 _BYTES = 16_000_000
 
