@@ -540,6 +540,8 @@ LENGTHS = {
     "near": lambda rng: 8192 + rng.randrange(100),
     "factor of two": lambda rng: rng.choice([64, 65, 127, 128]),
     "lognormal": lambda rng: int(rng.lognormvariate(5, 1.5)),
+    "unlike": lambda rng: 1 + rng.randrange(3000),
+    "few and far": lambda rng: rng.choice([10, 10, 10, 11, 4000, 9000]),
     "mostly nothing": lambda rng: rng.choice([0, 0, 0, 1, 5000]),
 }
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -175,9 +176,11 @@ class TestOnTheClientsOwnThread:
     def test_another_futures_outcome_is_refused(self, worker: Worker, remote: RpcClient) -> None:
         """Only while it is not here, and only to who would wait; its call goes on."""
         told: list[Any] = []
+        own: list[Any] = []
         other = remote.wait_longer().remote_future(timeout_s=60)
 
-        def look(_: object) -> None:
+        def look(done: Future[Any]) -> None:
+            own.append(done.result())
             for ask in (other.result, other.exception):
                 for timeout_s in (None, 60, 0):
                     try:
@@ -199,6 +202,7 @@ class TestOnTheClientsOwnThread:
         assert other.result(timeout=30) is True
         look_on_io_thread(12)
         assert told[6:] == [True] * 3 + [None] * 3
+        assert own == [True] * 2
 
     def test_a_streams_next_item_is_refused(self, worker: Worker, remote: RpcClient) -> None:
         """Only while there is none; the stream goes on."""

@@ -7,12 +7,13 @@ limit can bind for a stretch of requests, they are placed without a look at eith
 from __future__ import annotations
 
 import heapq
+import struct
 import sys
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
-from operator import add
+from operator import add, sub
+from typing import Any
 
 from adp_router._route import Placement, gather, smallest
 
@@ -24,6 +25,7 @@ _LOOKED_AT = 256
 _PIECE = 512
 #: Ranks for which the rounds are written out (count).
 _EIGHT = 8
+_EIGHT_DOUBLES = struct.Struct("8d")
 #: Bits of a turn in a key of the heap: the lowest byte is picked out of many keys at once.
 _TURN_BITS = 8
 _LOWEST_BYTE = 0 if sys.byteorder == "little" else 7
@@ -79,18 +81,24 @@ def _with_room(placement: Placement, able: list[int]) -> list[int]:
 def _stretch(placement: Placement, lengths: Sequence[float], done: int, positions: list[int]) -> tuple[int, bool]:
     """How many of the next requests can be placed before any rank could reach its limit or the end of its slots.
 
-    At least as many as the nearest rank may take. Where loads differ by less than the lengths to come, and these by less than
-    a factor of two, each rank takes one in each round, and a round leaves loads that differ by no more than before or than
-    these lengths do: all ranks may take as many as the nearest.
+    At least as many as the nearest rank may take. Where loads, and the lengths of each round, differ by less than the lengths
+    to come, each rank takes one in each round, and a round leaves loads that differ by no more than before or than its lengths
+    do: all ranks may take as many as the nearest. Lengths that differ by less than a factor of two are such without a look at
+    each round. Rounds are whole, unless they are the last: half a round leaves loads that differ by a length.
 
     Returns:
         The number, and whether they go in such rounds.
     """
     if not positions:
         return 0, False
+    size = len(positions)
     nearest = min(min(placement.limits[p] - placement.counts[p], placement.slots[p]) for p in positions)
     tokens = gather(placement.tokens, positions)
-    shortest = max(max(tokens) - min(tokens), lengths[done] // 2)
+    spread = max(tokens) - min(tokens)
+    shortest = max(spread, lengths[done] // 2)
+    if spread < shortest and lengths[-1] <= shortest:
+        unlike = max(map(sub, lengths[done::size], lengths[done + size - 1 :: size]), default=0)
+        shortest = max(spread, min(unlike, shortest))
     # Lengths fall: the first that is not above the shortest, by bisection.
     low, high = done, len(lengths)
     while low < high:
@@ -99,7 +107,9 @@ def _stretch(placement: Placement, lengths: Sequence[float], done: int, position
             low = middle + 1
         else:
             high = middle
-    in_rounds = min(nearest * len(positions), low - done)
+    in_rounds = min(nearest * size, low - done)
+    if done + in_rounds < len(lengths):
+        in_rounds -= in_rounds % size
     return (in_rounds, True) if in_rounds >= nearest else (min(nearest, len(lengths) - done), False)
 
 
@@ -129,19 +139,16 @@ def _place_stretch(
     highest = max(gather(tokens, positions)) - least + sum_max + 1
     numbers = [(tokens[p] - least << low_bits) + (counts[p] << turn_bits) + placement.turn[p] for p in positions]
     take = _take_in_rounds if in_rounds else _take_by_heap
+    noted: list[Any] = []
     where: Sequence[int]
     if turn_bits == _TURN_BITS and (highest << low_bits) < _DOUBLE_INTEGERS:
         scale, offset = 1 << low_bits, _DOUBLE_INTEGERS
-        doubles = array("d")
-        keys = take(
-            [(offset + number) / scale for number in numbers], lengths, (1 << turn_bits) / scale, doubles.fromlist
-        )
-        where = doubles.tobytes()[_LOWEST_BYTE::8].translate(bytes(by_turn).ljust(256, b"\0"))
+        keys = take([(offset + number) / scale for number in numbers], lengths, (1 << turn_bits) / scale, noted)
+        where = b"".join(noted)[_LOWEST_BYTE::8].translate(bytes(by_turn).ljust(256, b"\0"))
     else:
         scale, offset = 1, 0
-        integers: list[float] = []
-        keys = take([*numbers], [int(length) << low_bits for length in lengths], 1 << turn_bits, integers.extend)
-        where = [by_turn[int(key) & turn_mask] for key in integers]
+        keys = take([*numbers], [int(length) << low_bits for length in lengths], 1 << turn_bits, noted)
+        where = [by_turn[int(key) & turn_mask] for key in chain.from_iterable(noted)]
     for key in keys:
         number = int(key * scale) - offset
         position = by_turn[number & turn_mask]
@@ -151,25 +158,23 @@ def _place_stretch(
     return where
 
 
-def _take_by_heap(
-    keys: list[float], lengths: Sequence[float], one: float, note: Callable[[list[float]], object]
-) -> list[float]:
+def _take_by_heap(keys: list[float], lengths: Sequence[float], one: float, noted: list[Any]) -> list[float]:
     """Each length goes to the least key; returns the keys afterwards.
 
     Args:
         one: What a request adds to a key beside its length.
-        note: Takes the least keys, in the order of the lengths: the turn in each is where that request goes.
+        noted: Gets the least keys, in the order of the lengths: the turn in each is where that request goes.
     """
     heapq.heapify(keys)
     heapreplace = heapq.heapreplace
     for start in range(0, len(lengths), _PIECE):
-        note([heapreplace(keys, keys[0] + (length + one)) for length in lengths[start : start + _PIECE]])
+        noted.append(
+            _packed([heapreplace(keys, keys[0] + (length + one)) for length in lengths[start : start + _PIECE]])
+        )
     return keys
 
 
-def _take_in_rounds(
-    keys: list[float], lengths: Sequence[float], one: float, note: Callable[[list[float]], object]
-) -> list[float]:
+def _take_in_rounds(keys: list[float], lengths: Sequence[float], one: float, noted: list[Any]) -> list[float]:
     """The same, where each key takes one length in each round: the keys in their order, without a heap.
 
     All of them grow by the same number of requests, which is added at the end.
@@ -177,26 +182,50 @@ def _take_in_rounds(
     size = len(keys)
     rounds, rest = divmod(len(lengths), size)
     if size == _EIGHT:
-        keys = _add_to_eight(keys, lengths, note)
+        keys = _add_to_eight(keys, lengths, noted)
     else:
         for some in zip(*[iter(lengths)] * size, strict=False):
             keys.sort()
-            note(keys)
+            noted.append(_packed(keys))
             keys = [*map(add, keys, some)]
     keys = sorted(key + rounds * one for key in keys)
-    note(keys[:rest])
+    if rest:
+        noted.append(_packed(keys[:rest]))
     for place, length in enumerate(lengths[len(lengths) - rest :]):
         keys[place] += length + one
     return keys
 
 
-def _add_to_eight(keys: list[float], lengths: Sequence[float], note: Callable[[list[float]], object]) -> list[float]:
-    """The rounds of eight ranks, as many as a host usually has: additions written out cost a third of additions by ``map``."""
+def _add_to_eight(keys: list[float], lengths: Sequence[float], noted: list[Any]) -> list[float]:
+    """The rounds of eight ranks, as many as a host usually has: additions written out cost a third of additions by ``map``.
+
+    Rounds of equal lengths leave the keys in their order, so they are added and noted together with the next that is not one.
+    """
+    pack: Callable[..., Any] = _EIGHT_DOUBLES.pack if type(keys[0]) is float else _as_they_are
+    keys = sorted(keys)
+    rounds, grown = 1, 0.0 if type(keys[0]) is float else 0
     for l0, l1, l2, l3, l4, l5, l6, l7 in zip(*[iter(lengths)] * _EIGHT, strict=False):
-        keys.sort()
-        note(keys)
+        if l0 == l7:
+            rounds += 1
+            grown += l0
+            continue
         k0, k1, k2, k3, k4, k5, k6, k7 = keys
+        noted.append(pack(k0, k1, k2, k3, k4, k5, k6, k7) * rounds)
         keys = [k0 + l0, k1 + l1, k2 + l2, k3 + l3, k4 + l4, k5 + l5, k6 + l6, k7 + l7]
+        keys.sort()
+        if rounds > 1:
+            keys = [key + grown for key in keys]
+            rounds, grown = 1, grown - grown
+    noted.append(pack(*keys) * (rounds - 1))
+    return [key + grown for key in keys]
+
+
+def _packed(keys: list[float]) -> bytes | list[float]:
+    """Doubles as bytes, of which those with the turns are picked afterwards; integers as they are."""
+    return struct.pack(f"{len(keys)}d", *keys) if type(keys[0]) is float else keys
+
+
+def _as_they_are(*keys: float) -> tuple[float, ...]:
     return keys
 
 
