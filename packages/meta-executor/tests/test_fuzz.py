@@ -89,5 +89,7 @@ def test_growth_is_what_inputs_leave_behind(fuzz: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(fuzz, "_peak_kib", lambda: held_kib)
     monkeypatch.setitem(fuzz.TARGETS, "broken", target)
-    result = fuzz.fuzz("broken", count=20)
+    told: list[str] = []
+    result = fuzz.fuzz("broken", count=20, say=told.append)
     assert (result["inputs"], result["rss_growth_mib"]) == (20, 19 * 64 if grows else 0)
+    assert result["findings"] == len(told) == grows, "growth beyond its bound is a finding"

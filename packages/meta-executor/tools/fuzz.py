@@ -41,6 +41,7 @@ def fuzz(
     seed: int = 0,
     seconds: float = float("inf"),
     limit_s: float = 5.0,
+    growth_max_mib: float = 256.0,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Run one target. What happened, as the JSON line says it."""
@@ -78,13 +79,17 @@ def fuzz(
                     begun_kib = _peak_kib()
     finally:
         signal.signal(signal.SIGALRM, before)
+    growth_mib = round((_peak_kib() - begun_kib) / 1024)
+    if growth_mib > growth_max_mib:
+        findings += 1
+        say(f"FINDING: {name} --seed {seed} --count {done}: memory grew by {growth_mib} MiB")
     return {
         "target": name,
         "inputs": done,
         "refused": refused,
         "findings": findings,
         "seconds": round(time.monotonic() - started_s, 1),
-        "rss_growth_mib": round((_peak_kib() - begun_kib) / 1024),
+        "rss_growth_mib": growth_mib,
     }
 
 
@@ -100,6 +105,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first input's seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end a target after so long (s)")
     parser.add_argument("--limit", type=float, default=5.0, help="longest time for one input (s)")
+    parser.add_argument("--growth", type=float, default=256.0, help="largest growth of a process's memory (MiB)")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     if unknown := sorted(set(options.target) - set(TARGETS)):
@@ -120,7 +126,7 @@ def _in_parts(name: str, options: argparse.Namespace) -> dict[str, Any]:
         {"count": min(share, options.count - begin), "seed": options.seed + begin}
         for begin in range(0, options.count, share)
     ]
-    bounds = {"seconds": options.seconds, "limit_s": options.limit}
+    bounds = {"seconds": options.seconds, "limit_s": options.limit, "growth_max_mib": options.growth}
     with ProcessPoolExecutor(options.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         results = [future.result() for future in [pool.submit(_quiet, name, **part, **bounds) for part in parts]]
     line = {"target": name}

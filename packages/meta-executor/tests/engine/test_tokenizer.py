@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -430,6 +432,28 @@ def test_missing_and_damaged_folders(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelFormatError):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "words"),
+    [
+        ("vocab", {"x": 1 << 31}, "token 'x' has the id 2147483648, want 0..4194303"),
+        ("vocab", {"x": -1}, "token 'x' has the id -1"),
+        ("vocab", {"x": 1.5}, "token 'x' has the id 1.5"),
+        ("added", {"content": "<x>", "id": 1 << 40}, "token '<x>' has the id 1099511627776"),
+        ("added", {"content": "", "id": 9}, "control token 9 has no text"),
+    ],
+)
+def test_ids_and_texts_of_tokens_are_looked_at(tmp_path: Path, part: str, changed: dict[str, Any], words: str) -> None:
+    """Before the library reads them: one large id makes it fill gigabytes, and a token without text is everywhere."""
+    document = json.loads(Tokenizer.synthetic(300)._backend.to_str())
+    if part == "vocab":
+        document["model"]["vocab"] |= changed
+    else:
+        document["added_tokens"].append(document["added_tokens"][-1] | changed)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ModelFormatError, match=re.escape(words)):
         Tokenizer.from_folder(tmp_path)
 
 

@@ -25,6 +25,8 @@ from meta_executor.engine.weights import ModelSource, resolve_model
 
 #: What of a template's error is repeated (characters): it may hold a client's text.
 _ECHO_MAX = 300
+#: Largest id of a token; the largest vocabularies have a few hundred thousand.
+_ID_MAX = (1 << 22) - 1
 #: Pieces in which a text is looked at (characters).
 _PIECE_CHARACTERS = 32 * 1024
 #: Tokens that wait to become a whole character (count), which has at most four; with each token all that wait are decoded
@@ -77,6 +79,8 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        if "" in self._control:
+            raise ModelFormatError(f"control token {self._control['']} has no text")
         for name, ids in (("bos_token_id", (bos_token_id,)), ("eos_token_ids", self.eos_token_ids)):
             for token in ids:
                 if token is not None and not (isinstance(token, int) and 0 <= token < self.vocab_size):
@@ -199,8 +203,8 @@ class Tokenizer:
             raise ModelNotFoundError(f"model folder {root} has no tokenizer.json")
         text = (root / "tokenizer.json").read_text("utf-8")
         try:
+            added = _with_small_ids(json.loads(text)).get("added_tokens", [])
             backend = Backend.from_str(text)
-            added = json.loads(text).get("added_tokens", [])
             config = _json_of(root / "tokenizer_config.json")
             model = _json_of(root / "config.json") | _json_of(root / "generation_config.json")
         except Exception as error:  # the library raises bare Exception
@@ -612,6 +616,20 @@ def _has_surrogate(text: str) -> bool:
 
 def _json_of(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text("utf-8"))) if path.is_file() else {}
+
+
+def _with_small_ids(document: dict[str, Any]) -> dict[str, Any]:
+    """A ``tokenizer.json`` whose token ids may be places in a table: a single large one makes its reader fill gigabytes.
+
+    Raises:
+        ModelFormatError: One is not in 0..:data:`_ID_MAX`.
+    """
+    vocabulary = (document.get("model") or {}).get("vocab")
+    named = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    for name, token in (*named.items(), *((one["content"], one["id"]) for one in document.get("added_tokens") or ())):
+        if not isinstance(token, int) or not 0 <= token <= _ID_MAX:
+            raise ModelFormatError(f"token {str(name)[:40]!r} has the id {str(token)[:40]}, want 0..{_ID_MAX}")
+    return document
 
 
 def _template_processor_adds_bos(text: str, bos: object) -> bool:
