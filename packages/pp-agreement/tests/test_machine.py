@@ -87,7 +87,7 @@ def test_the_digest_is_of_all_final_decisions():
                 looks.append(member.digest)
 
     member._finals = Watched()
-    for number in range(1, 101):
+    for number in range(1, 501):
         one.step(ev.RequestAdmitted(number, number, False), 0.0)
         vote = ev.TerminalVoted(Key(number, number), Outcome(number % 3), Disposition.RELEASE, Reason.NONE)
         one.step(vote, 0.0)
@@ -309,3 +309,20 @@ def test_any_records_fail_closed(rank, sent):
 @given(st.binary(max_size=200), st.randoms(use_true_random=False))
 def test_mutate_really_changes_frames(data, draw):
     assert isinstance(mutate(draw, data), bytes)
+
+
+def test_a_round_without_readiness_has_nothing_of_it():
+    """What all such rounds share, and what they lack, is set by none: a rule that forgot to ask would say so at once."""
+    coordinator = core()
+    for request_id, ready in ((5, False), (6, True)):
+        coordinator.step(ev.RequestAdmitted(request_id, request_id - 4, ready), 0.0)
+    plain, other = coordinator.rounds.open[1], coordinator.rounds.open[2]
+    for record in (plain.course, plain.tally):
+        field = "told_reason" if record is plain.course else "votes"
+        assert getattr(record, field) == 0
+        with pytest.raises(AttributeError):
+            setattr(record, field, 1)
+        twin = getattr(plain.copy(), "course" if record is plain.course else "tally")
+        assert twin.fingerprint() == record.fingerprint()
+    other.course.told_reason = other.tally.votes = 1
+    assert plain.course.told_reason == plain.tally.votes == 0

@@ -34,9 +34,7 @@ from pp_agreement._round import (
     NEXT_NOTHING,
     NEXT_PUBLISH,
     NEXT_WITHDRAW,
-    NO_COURSE,
     PLAIN_VOTE,
-    Course,
     Round,
 )
 from pp_agreement._rounds import Rounds
@@ -65,11 +63,11 @@ from pp_agreement._state import (
     TerminalState,
     too_great,
 )
-from pp_agreement._statistics import WAITING_MAX, Durations
+from pp_agreement._statistics import Durations
 from pp_agreement._streams import DOUBT_SLOT, READY_SLOT, RECALL_SLOT, TERMINAL_SLOT, Streams
 
 NO_DIGEST = bytes(16)
-DIGESTED_AT_ONCE = 1024  # bytes of final decisions that are digested together
+DIGESTED_AT_ONCE = 8192  # bytes of final decisions that are digested together, and their latencies counted
 _FINAL_PACK = struct.Struct("<QQIBB").pack
 _KEY_PACK = struct.Struct("<QQI").pack
 _CLOSED_MARK = 0xC0  # stands where a COMMIT has its outcome
@@ -192,7 +190,7 @@ class Member:
             waits = request_id in rounds.by_request or len(opened) - len(rounds.held_back) >= rounds.credits
             if waits:
                 self._check_waiting(request_id, incarnation)
-            round_ = rounds.new(request_id, incarnation, Course() if ready else NO_COURSE, waits)
+            round_ = rounds.new(request_id, incarnation, ready, waits)
         else:
             self._check_what_peers_said(round_, request_id, ready)
             if round_.ready is ReadyState.ABORTING:  # the tombstone: aborted before the request existed here
@@ -603,17 +601,17 @@ class Member:
             round_.terminal = after
             latencies_s.append(context.elapsed_s - round_.voted_at_s)
             self.outcome_counts[outcome] += 1
-            undigested += _FINAL_PACK(request_id, incarnation, round_.attempt, outcome, disposition)
+            key = round_.key
+            undigested += _FINAL_PACK(request_id, incarnation, key[2], outcome, disposition)
             reasons = self._reasons(round_.reasons) if round_.reasons else self.no_reasons
-            context.events.append(new(_Committed, (round_.key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons)))
+            context.events.append(new(_Committed, (key, OUTCOMES[outcome], DISPOSITIONS[disposition], reasons)))
             rounds.retire(round_)
             if disposition:
                 self._quarantine(round_)
         if len(undigested) > DIGESTED_AT_ONCE:
             self._finals.update(undigested)
             undigested.clear()
-        if len(latencies_s) > WAITING_MAX:
-            self.latencies.count()
+            self.latencies.count()  # of each final decision there are two at most
 
     def _check_outcome(self, round_: Round, outcome: int, disposition: int) -> None:
         """A COMMIT is at least what this rank has voted."""

@@ -18,37 +18,29 @@ NEXT_NOTHING, NEXT_PUBLISH, NEXT_WITHDRAW = 0, 1, 2
 _IDLE, _OPEN, _GATHERING = ReadyState.IDLE, TerminalState.OPEN, Phase.GATHERING
 
 
-class Tally:
-    """The coordinator's half of a round: sets of members as masks."""
+ALWAYS_COUNTED = "attempt", "doubted", "phase", "terminal_mask", "terminal_votes"
+COUNTED_OF_READINESS = "abort_acks", "abort_reason", "acks", "activated", "recalled", "votes", "withdrawn"
 
-    __slots__ = (
-        "abort_acks",
-        "abort_reason",
-        "acks",
-        "activated",
-        "attempt",
-        "doubted",
-        "phase",
-        "recalled",
-        "terminal_mask",
-        "terminal_votes",
-        "votes",
-        "withdrawn",
-    )
+
+class Tally:
+    """The coordinator's half of a round: sets of members as masks. Of a round without readiness; see ``ReadyTally``."""
+
+    __slots__ = ALWAYS_COUNTED
+
+    votes = 0  # for readiness, as all until ``recalled``: there is nothing to be counted, and setting one is an error
+    withdrawn = 0
+    acks = 0
+    activated = 0
+    abort_acks = 0
+    abort_reason = 0
+    recalled = 0
 
     def __init__(self) -> None:
         self.phase: Phase = _GATHERING
         self.attempt = 0  # the attempt that ``phase`` speaks of
-        self.votes = 0  # for readiness; terminal ones are below
-        self.withdrawn = 0  # members that ended the attempt, by WITHDRAW or REVOKE
-        self.acks = 0
-        self.activated = 0
-        self.abort_acks = 0
-        self.abort_reason = 0  # the greatest one that anybody gave
-        self.recalled = 0  # members whose advice was passed on: of each once
-        self.doubted = 0
         self.terminal_mask = 0
         self.terminal_votes: Mapping[int, tuple[int, int, int]] = NO_VOTES  # those that are not ``PLAIN_VOTE``
+        self.doubted = 0
 
     def next_attempt(self) -> None:
         """Everything that speaks of one attempt only."""
@@ -57,8 +49,8 @@ class Tally:
         self.abort_reason = 0
 
     def copy(self) -> Tally:
-        twin = Tally.__new__(Tally)
-        for name in Tally.__slots__:
+        twin = type(self).__new__(type(self))
+        for name in ALWAYS_COUNTED if type(self) is Tally else (*ALWAYS_COUNTED, *COUNTED_OF_READINESS):
             setattr(twin, name, getattr(self, name))
         return twin
 
@@ -68,6 +60,22 @@ class Tally:
             self.abort_reason, self.doubted, self.recalled, self.terminal_mask,
             tuple(sorted(self.terminal_votes.items())),
         )  # fmt: skip
+
+
+class ReadyTally(Tally):
+    """With readiness."""
+
+    __slots__ = COUNTED_OF_READINESS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.votes = 0
+        self.withdrawn = 0  # members that ended the attempt, by WITHDRAW or REVOKE
+        self.acks = 0
+        self.activated = 0
+        self.abort_acks = 0
+        self.abort_reason = 0  # the greatest one that anybody gave
+        self.recalled = 0  # members whose advice was passed on: of each once
 
 
 class Course:

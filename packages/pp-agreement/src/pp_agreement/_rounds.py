@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import REQUEST_ID_MAX, FaultCode
-from pp_agreement._round import Course, Entry, Round, Tally
+from pp_agreement._round import NO_COURSE, Course, Entry, ReadyTally, Round, Tally
 from pp_agreement._streams import Streams
 from pp_agreement._timers import NEVER_S, Timers
 
@@ -31,11 +31,14 @@ class Rounds:
         """Open rounds without those that are held back."""
         return len(self.open) - len(self.held_back)
 
-    def new(self, request_id: int, incarnation: int, course: Course, held_back: bool) -> Round:
+    def new(self, request_id: int, incarnation: int, ready: bool, held_back: bool) -> Round:
         """Open a round; one that is held back is not counted as open until ``_resume``."""
         context = self.context
         now_s = context.elapsed_s
-        round_ = Round(request_id, incarnation, Tally() if context.is_coordinator else None, course, now_s)
+        tally = None
+        if context.is_coordinator:
+            tally = ReadyTally() if ready else Tally()
+        round_ = Round(request_id, incarnation, tally, Course() if ready else NO_COURSE, now_s)
         opened, by_request, held = self.open, self.by_request, self.held_back
         opened[incarnation] = round_
         if request_id in by_request:
@@ -112,7 +115,7 @@ class Rounds:
             )
         if self.open_count >= credits:
             context.blame(source, "opens more rounds than there are credits")
-        return self.new(request_id, incarnation, Course(), False)
+        return self.new(request_id, incarnation, True, False)
 
     def note(self, round_: Round, what: str, source: int) -> None:
         """Progress of a round: an entry of its story, and its time without progress starts anew."""

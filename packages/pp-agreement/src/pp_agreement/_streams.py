@@ -170,32 +170,43 @@ class Streams:
         """
         context, kinds, sequences = self.context, self.sent_kinds, self.next_sequence
         intents, counts_own, pending = self.intents, self.counts_own, self.busy_pending
-        for peer, outstanding in slots:
-            if counts_own:
-                queue = self.queues[peer]
-                count = len(queue)
-                if count > self.queue_max or count > self.limit:
-                    records = self._take_from_queue(peer, queue)
+        said: tuple[
+            Record, ...
+        ] = ()  # to how many it was said is counted once: a decision goes to all in the same words
+        times = 0
+        try:
+            for peer, outstanding in slots:
+                if counts_own:
+                    queue = self.queues[peer]
+                    count = len(queue)
+                    if count > self.queue_max or count > self.limit:
+                        records = self._take_from_queue(peer, queue)
+                    else:
+                        records = tuple(queue)
+                        queue.clear()
+                elif len(intents) > 1:
+                    records = self._take_intents()
                 else:
-                    records = tuple(queue)
-                    queue.clear()
-            elif len(intents) > 1:
-                records = self._take_intents()
-            else:
-                records = tuple(intents.values())
-                intents.clear()
-            busy_ms = pending.pop(peer, 0) if pending else 0
-            if records:
-                for record in records:
-                    kinds[record[0]] += 1
-            elif not busy_ms:
-                if outstanding or not self.is_beat_due(peer):
-                    continue
-                self.heartbeats_sent += 1
-            sequence = sequences[peer]
-            sequences[peer] = sequence + 1
-            self.last_sent_s[peer] = context.elapsed_s
-            context.frames.append((peer, new(Frame, (sequence, busy_ms, records, context.session, b""))))
+                    records = tuple(intents.values())
+                    intents.clear()
+                busy_ms = pending.pop(peer, 0) if pending else 0
+                if records:
+                    if records != said:
+                        for record in said:
+                            kinds[record[0]] += times
+                        said, times = records, 0
+                    times += 1
+                elif not busy_ms:
+                    if outstanding or not self.is_beat_due(peer):
+                        continue
+                    self.heartbeats_sent += 1
+                sequence = sequences[peer]
+                sequences[peer] = sequence + 1
+                self.last_sent_s[peer] = context.elapsed_s
+                context.frames.append((peer, new(Frame, (sequence, busy_ms, records, context.session, b""))))
+        finally:
+            for record in said:
+                kinds[record[0]] += times
 
     def _take_from_queue(self, peer: int, queue: list[Record]) -> tuple[Record, ...]:
         limit = self.limit
