@@ -191,7 +191,10 @@ class Streams:
                     intents.clear()
                 busy_ms = pending.pop(peer, 0) if pending else 0
                 if records:
-                    if records != said:
+                    if not counts_own:
+                        for record in records:
+                            kinds[record[0]] += 1
+                    elif records != said:
                         for record in said:
                             kinds[record[0]] += times
                         said, times = records, 0

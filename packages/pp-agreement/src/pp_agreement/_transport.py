@@ -25,7 +25,7 @@ class Transport(Protocol):
         """Connect to the members this rank talks to. Called once, before anything else."""
 
     def outstanding(self, peer: int) -> int:
-        """Frames to ``peer`` that it has not received yet; progresses sends."""
+        """Frames to ``peer`` that it has not received yet; asked before a heartbeat and where a slot was refused."""
 
     def can_send(self, peer: int) -> bool:
         """Whether a slot towards ``peer`` is free."""
@@ -39,7 +39,7 @@ class Transport(Protocol):
         """
 
     def receive(self, frames_max: int) -> Sweep:
-        """Take up to ``frames_max`` frames, fairly among members.
+        """Take up to ``frames_max`` frames, fairly among members, and let sends that are under way go on.
 
         Raises:
             TransportError: The transport is broken for good; no frame was in hand (else the next call raises).
