@@ -120,10 +120,12 @@ class LegClient:
     async def _stream(self, server: str, generation: str | None = None) -> StreamLegs | None:
         """The one stream to an instance's present lifetime; None where it offers none.
 
-        One that was found by its registration has not said yet where its stream ends: it is asked before its first leg.
+        One that was found by its registration has not said yet where its stream ends: it is asked before its first leg. So is
+        one whose stream was lost: who answers there now may be another lifetime, whose stream ends elsewhere.
         """
         known = self._known.get(server)
-        if generation is not None and (known is None or known.info.generation != generation):
+        lost = (there := self._streams.get(server)) is not None and there.lost
+        if generation is not None and (known is None or known.info.generation != generation or lost):
             await self.server_info(server)
             known = self._known.get(server)
         if known is None or not known.info.service_address:
