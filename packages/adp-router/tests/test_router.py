@@ -554,17 +554,33 @@ def test_stretches_are_placed_as_one_by_one(lengths):
         spread = rng.choice([1, 64, 8192, 1 << 50])
         ranks = [
             RankState(r, rng.randrange(spread), rng.randrange(4), rng.choice([9999, 9999, rng.randrange(60)]), 99_999)
-            for r in range(rng.choice([1, 2, 3, 8, 13]))
+            for r in range(rng.choice([1, 2, 3, 8, 9, 13]))
         ]
+        if len(ranks) == 9:
+            ranks[0] = RankState(0, free_slots=0)
         requests = [
             RouteRequest(i, LENGTHS[lengths](rng), kv_block_count=rng.randrange(3))
             for i in range(rng.choice([15, 16, 17, 250, 600]))
         ]
-        result = Router().route(requests, ranks)
+        router = Router()
+        result = router.route(requests, ranks)
         assert result.assignments == dumb_balanced(requests, ranks)
+        assert router.statistics().placed_by_rank == {r: len(ids) for r, ids in result.assignments.items()}
+        given = {r: (sum(requests[i].token_count for i in ids), len(ids)) for r, ids in result.assignments.items()}
+        least = [min(column) for column in zip(*given.values(), strict=True)]
+        beyond = {r: (tokens - least[0], count - least[1]) for r, (tokens, count) in given.items()}
+        assert router._memory.given == {r: entry for r, entry in beyond.items() if entry != (0, 0)}
         for decision in result.decisions:
             assert decision.rule not in (Rule.NOT_HELD, Rule.NEXT_IN_TURN)
             assert all(p.exclusion in (Exclusion.COUNT_LIMIT, Exclusion.NO_FREE_SLOT) for p in decision.passed_over)
+
+
+def test_rounds_of_lengths_below_what_loads_differ_by_are_none():
+    """Long ones in rounds; the short ones, as like each other as those, go to who holds least."""
+    ranks = [RankState(r, r * 70, 0, 9999, 9999) for r in range(8)]
+    requests = [RouteRequest(i, 3000 if i < 64 else 100) for i in range(128)]
+    result = Router().route(requests, ranks)
+    assert result.assignments == dumb_balanced(requests, ranks)
 
 
 def test_a_rank_may_take_two_in_a_row_and_no_more_than_its_slots():

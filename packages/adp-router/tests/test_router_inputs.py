@@ -437,6 +437,40 @@ def test_a_relax_that_is_no_truth_value_is_that_requests_error(relax):
     assert result.assignments[0] == (2,)
 
 
+class Loose:
+    """Has what it is given, and other names may come."""
+
+    def __init__(self, **given):
+        self.__dict__.update(given)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["requests", "queue items"])
+@pytest.mark.parametrize("among", [None, 1], ids=["all names", "one name"])
+@pytest.mark.parametrize("late", ["scheduling_params", "py_scheduling_params", "child_req_ids", "conversation_id"])
+def test_what_only_the_last_object_has_is_read(late, among, wrapped):
+    """Whichever attribute it is, and however many are asked for: what the others lack is no reason not to look."""
+    objects = [Loose(request_id=i) for i in range(20)]
+    items = [Loose(id=i, request=r) for i, r in enumerate(objects)] if wrapped else objects
+    value = {"child_req_ids": [1, 2], "conversation_id": "c"}.get(late, Loose(attention_dp_rank=1))
+    setattr((items if late == "child_req_ids" else objects)[-1], late, value)
+    names = {} if among is None else {"attributes": ("request", late)}
+    batch = batch_from(items, length=lambda r: 5, **names)
+    column = {"child_req_ids": batch.child_counts, "conversation_id": batch.conversation_ids}.get(
+        late, batch.target_ranks
+    )
+    wanted = {"child_req_ids": 2, "conversation_id": "c"}.get(late, 1)
+    assert [*batch.request_ids] == [*range(20)]
+    assert column[-1] == wanted
+    assert not any(column[:-1])
+
+
+def test_a_request_id_of_the_last_queue_item_counts():
+    """The others have an id only, and none has children."""
+    items = [Loose(id=i, request=Loose(request_id=100 + i)) for i in range(20)]
+    items[-1].request_id = 7
+    assert [*batch_from(items, length=lambda r: 5).request_ids] == [*range(19), 7]
+
+
 def test_minus_one_of_an_engine_is_no_rank():
     """An engine says None where it has no target; and who has none is not strict, whatever it says of relaxing."""
     objects = [Wanting(1, False), Wanting(2, False), Wanting(3, False)]
