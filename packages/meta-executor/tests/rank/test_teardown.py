@@ -2,7 +2,8 @@
 
 import pytest
 
-from meta_executor.rank.teardown import TRIES, close_transfers
+from meta_executor.rank.teardown import TRIES, close_transfers, tell_fault
+from pp_agreement import Agreement, AgreementConfig, Domain, Fault, InProcessNetwork
 
 IN_FLIGHT = RuntimeError("a write is in flight")
 
@@ -72,3 +73,38 @@ def test_a_failing_release_is_raised_and_stops_there():
     with pytest.raises(OSError, match="deregistration"):
         close_transfers(Session(0, calls), (fail, lambda: calls.append("transport")), calls.append)
     assert calls == ["poll", "close"]
+
+
+def test_the_others_hear_the_cause_of_a_fault_from_the_rank_that_knows_it():
+    """In the time that a rank takes to leave; not only that its process has ended."""
+    domain = Domain(1, (0, 1, 2))
+    network = InProcessNetwork(domain)
+    ranks = [Agreement(domain, rank, network.transport(rank), AgreementConfig(credits=4)) for rank in domain.ranks]
+    for rank in ranks:
+        rank.open()
+    heard = []
+
+    def turn(_seconds):
+        for rank in ranks[:2]:
+            heard.extend((rank.rank, event.detail) for event in rank.poll() if isinstance(event, Fault))
+
+    for _ in range(5):
+        turn(0)
+        ranks[2].poll()
+    tell_fault(ranks[2], "KeyError: 7", wait=turn)
+    assert {rank for rank, detail in heard if "KeyError: 7" in detail} == {0, 1}
+
+
+def test_a_rank_that_leaves_enters_no_collective_to_say_why():
+    """The blocking agreement's poll would wait for ranks that may be gone; a rank without agreement has nobody to tell."""
+
+    class Blocking:
+        mode = "allgather"
+
+        def fail(self, detail):
+            raise AssertionError("told")
+
+        poll = fail
+
+    tell_fault(Blocking(), "why")
+    tell_fault(None, "why")

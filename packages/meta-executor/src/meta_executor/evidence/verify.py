@@ -1,6 +1,7 @@
 """Judge a run from its files: every rank of every instance heard of, decided and gave back everything, and all say the same.
 
-A killed rank leaves no file, or one that says it was not drained: that is recognised as such and is never "verified".
+A killed rank leaves no file, or one that says it was not drained: that is recognised as such and is never "verified". Which
+files there must be is in the run's own record (``RunRecord``): without it nothing says that an instance is missing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meta_executor.evidence.records import Record, read_folder
+from meta_executor.evidence.records import DRAINED, LifetimeRecord, Record, RunRecord, read_folder, read_runs
 from pp_agreement import verify as verify_agreement
 
 
@@ -70,9 +71,34 @@ class VerifyResult:
 def verify_folder(folder: Path) -> VerifyResult:
     """Judge the files of a folder."""
     records, broken = read_folder(folder)
+    runs, broken_runs = read_runs(folder)
     result = verify_records(records)
-    findings = (*broken, *result.findings)
+    findings = (*broken, *broken_runs, *_judge_runs(runs, records), *result.findings)
     return VerifyResult(not findings, findings, result.instances)
+
+
+def _judge_runs(runs: list[RunRecord], records: list[Record]) -> list[str]:
+    """Whether the files are those of the runs' lifetimes, and each of these was drained."""
+    if not runs:
+        return ["there is no record of the run: which instances it had is not known"]
+    findings = []
+    known: dict[tuple[str, str], LifetimeRecord] = {}
+    for lifetime in (lifetime for run in runs for lifetime in run.lifetimes):
+        known[lifetime.owner_id, lifetime.instance_id] = lifetime
+        if lifetime.ended != DRAINED:
+            findings.append(f"{lifetime.owner_id}: a lifetime of it was not drained: {lifetime.ended}")
+        elif not any((r.owner_id, r.instance_id) == (lifetime.owner_id, lifetime.instance_id) for r in records):
+            findings.append(f"{lifetime.owner_id}: no evidence of any rank, though it was drained")
+    for record in records:
+        lifetime_of = known.get((record.owner_id, record.instance_id))
+        if lifetime_of is None:
+            findings.append(f"{record.name}: of a lifetime that is in no record of a run here")
+        elif (lifetime_of.world_size, lifetime_of.role) != (record.world_size, record.role):
+            findings.append(
+                f"{record.name}: one of {record.world_size} {record.role} ranks; "
+                f"the run's record says {lifetime_of.world_size} {lifetime_of.role} ranks"
+            )
+    return findings
 
 
 def verify_records(records: Iterable[Record]) -> VerifyResult:
@@ -159,7 +185,8 @@ def _judge_context(members: list[Record]) -> list[str]:
             findings.append(f"{record.name}: admitted {admitted}, the drain said {record.last_incarnation}")
         if record.requests.taken != first.requests.taken:
             findings.append(f"{record.name}: took {record.requests.taken} requests, rank 0 took {first.requests.taken}")
-        for name in ("prepares", "activations", "completions"):
+        # How often a rank was asked to prepare may differ: what is cancelled meanwhile is not prepared by all.
+        for name in ("activations", "completions"):
             value, usual = getattr(record.ready, name), getattr(first.ready, name)
             if value != usual:
                 findings.append(f"{record.name}: {value} {name}, rank {first.rank} has {usual}")

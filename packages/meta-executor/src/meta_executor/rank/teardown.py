@@ -1,4 +1,4 @@
-"""Closing a rank's transfers at its end: everything is released on proof of quiescence, or nothing is."""
+"""A rank's end: its transfers are closed on proof of quiescence, or not at all; after a fault the others are told why."""
 
 from __future__ import annotations
 
@@ -21,6 +21,41 @@ class ClosableSession(Protocol):
     def close(self) -> Any:
         """End it, or raise because something is not proven to be over."""
         ...
+
+
+#: After a fault the others' agreement is told for so long (s), and the wait between two polls.
+TELL_S = 0.3
+TELL_EVERY_S = 0.005
+
+
+class FailingAgreement(Protocol):
+    """What of an agreement is needed to tell the others of a fault."""
+
+    mode: str
+
+    def fail(self, detail: str) -> None:
+        """Stop the domain for that reason."""
+        ...
+
+    def poll(self) -> Any:
+        """Send what is queued."""
+        ...
+
+
+def tell_fault(agreement: FailingAgreement | None, fault: str, *, wait: Callable[[float], object] = time.sleep) -> None:
+    """Let the other ranks hear the cause from the one that knows it, not only that its process has ended.
+
+    Args:
+        agreement: Over the instance's ranks. Polls of the blocking kind are collectives: a rank that leaves enters none.
+        fault: The first diagnosis.
+        wait: Sleeps between two polls (s).
+    """
+    if agreement is None or agreement.mode == "allgather":
+        return
+    agreement.fail(fault)
+    for _ in range(int(TELL_S / TELL_EVERY_S)):
+        agreement.poll()
+        wait(TELL_EVERY_S)
 
 
 def close_transfers(

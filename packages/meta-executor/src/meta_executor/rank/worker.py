@@ -38,7 +38,7 @@ from meta_executor.executor.messages import Status
 from meta_executor.executor.request import Answers
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
 from meta_executor.rank.startup import barrier
-from meta_executor.rank.teardown import close_transfers
+from meta_executor.rank.teardown import close_transfers, tell_fault
 from meta_executor.supervise.procfs import resident_bytes
 from meta_executor.supervise.report import Reporter
 from meta_executor.supervise.shm import unlink_mpich_segments
@@ -349,6 +349,8 @@ def _begin_drain(desk: Desk, servers: InstanceServers, timeout_s: float) -> None
 def _leave(rank: Rank, servers: InstanceServers | None, statistics: _Statistics, reporter: Reporter) -> int:
     """Write evidence, then take apart in the order that proof allows."""
     loop = rank.loop
+    if loop.fault:
+        tell_fault(rank.agreement, loop.fault)
     deadline = time.monotonic() + 5.0
     while not loop.fault and rank.link.unsent_count and time.monotonic() < deadline:
         # The last frame (Leave, on its way down the pipeline) must be out before its link goes.

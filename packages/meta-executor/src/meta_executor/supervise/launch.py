@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
+import msgspec
 
 from meta_executor import wire
 from meta_executor.addresses import advertised_url
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
+from meta_executor.evidence.records import DRAINED, LifetimeRecord, RunRecord, write_run
 from meta_executor.listener.tls import pinned_context
 from meta_executor.mpi_launcher import LauncherError, find_launcher, outside_of_a_world, world_size
 from meta_executor.private_files import NotPrivateError, copy_files, open_folder, write_file
@@ -163,6 +165,8 @@ class Launcher:
         self._served_at: dict[str, int | None] = {}
         #: Starts in a row that did not become ready (count).
         self._failed_starts: dict[str, int] = {}
+        #: By instance identity: each lifetime, and how it ended.
+        self._lifetimes: dict[str, LifetimeRecord] = {}
         self.deaths: list[Death] = []
         self.restarts = 0
 
@@ -358,14 +362,15 @@ class Launcher:
 
     def _start_instance(self, spec: InstanceSpec, port: int | None = None) -> None:
         if port is not None and port != spec.port:
-            import msgspec
-
             spec = msgspec.structs.replace(spec, port=port)
             self.run = msgspec.structs.replace(
                 self.run, instances=tuple(spec if s.owner_id == spec.owner_id else s for s in self.run.instances)
             )
             self.run.save()
         component = _Component(spec.owner_id, spec, instance_id=secrets.token_hex(16))
+        self._lifetimes[component.instance_id] = LifetimeRecord(
+            spec.owner_id, component.instance_id, spec.role, spec.config.world_size, "it ended with the run"
+        )
         run_dir = str(self._directory.path)
         self._spawn(
             component,
@@ -505,6 +510,7 @@ class Launcher:
         self.deaths.append(death)
         self._say(str(death))
         component = self._components[death.owner_id]
+        self._ended(component, str(death))
         spec = component.spec
         self._end_survivors(component)
         if self._restart != "instance" or spec is None or death.owner_id not in self._served_at:
@@ -517,6 +523,12 @@ class Launcher:
         # What is left of its end is nothing new.
         self._pending = [other for other in self._pending if other.owner_id != death.owner_id]
         self._start_instance(spec, self._served_at[death.owner_id])
+
+    def _ended(self, component: _Component, how: str) -> None:
+        """Note how a lifetime ended."""
+        lifetime = self._lifetimes.get(component.instance_id)
+        if lifetime is not None:
+            self._lifetimes[component.instance_id] = msgspec.structs.replace(lifetime, ended=how)
 
     def _end_survivors(self, component: _Component) -> None:
         """Give survivors the time to write what they know, then end the world that lost a process."""
@@ -594,6 +606,7 @@ class Launcher:
                 clean = False
                 waiting.remove(component)
                 self._kill(component)
+                self._ended(component, "it was ended while it was starting")
                 self._say(f"{component.owner_id}: ended while it was starting")
             for component in waiting:
                 problem = self._post(component.url or "", "/internal/drain")
@@ -605,13 +618,16 @@ class Launcher:
                     self._collect(0.1)
                 if component.running:
                     clean = False
+                    self._ended(component, "it did not leave in time and was killed")
                     self._say(f"{component.owner_id}: did not leave in time, killed")
                     continue
                 code = component.process.wait() if component.process else 0
                 if code != 0:
                     clean = False
+                    self._ended(component, f"it left with exit {code}")
                     self._say(f"{component.owner_id}: left with exit {code}{self._log_hint(component)}")
                 else:
+                    self._ended(component, DRAINED)
                     self._say(f"{component.owner_id}: drained")
         if not clean:
             raise RunFailed("the drain was not clean")
@@ -682,6 +698,11 @@ class Launcher:
     def _keep_files(self) -> str | None:
         """Copy what was asked for out of the run folder. Returns what could not be kept, or None."""
         problems = []
+        try:
+            run = RunRecord(run_id=self._directory.path.name, lifetimes=list(self._lifetimes.values()))
+            write_run(self._directory.path / "evidence", run)
+        except OSError as error:
+            problems.append(f"the record of the run cannot be written: {error}")
         for name, configured, wanted in self._wanted_copies():
             try:
                 target = open_folder(wanted, create=True)
