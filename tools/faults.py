@@ -392,7 +392,7 @@ class Driver:
         left = [pid for pid in descendants(os.getpid()) if pid not in before]
         if left:
             self._found(f"{len(left)} processes are left: {[_command(pid)[:120] for pid in left]}")
-        if new := sorted(set(os.listdir("/dev/shm")) - set(shared)):
+        if new := unmapped(set(os.listdir("/dev/shm")) - set(shared)):
             self._found(f"left in /dev/shm: {new}")
         if (folder / "r").exists():
             self._found(f"left in the run's folder: {sorted(str(p) for p in (folder / 'r').rglob('*'))[:10]}")
@@ -541,22 +541,7 @@ class Driver:
         """What is held although nobody asks for anything."""
         if self.clients.running:
             yield f"clients wait: {self.clients.waiting_since(time.monotonic())}"
-        try:
-            held = self._get(f"{self.url}/debug/reservations")
-            if held["reservations"]:
-                yield f"{len(held['reservations'])} reservations"
-            for owner, url in self.launcher.urls().items():
-                statistics = self._get(f"{url}/internal/statistics")
-                if statistics["requests_live_now"]:
-                    yield f"{owner}: {statistics['requests_live_now']} requests live"
-                for rank in statistics["ranks"]:
-                    for name in ("active_now", "quarantined_bytes_now", "links_away_now"):
-                        if rank[name]:
-                            yield f"{owner} rank {rank['rank']}: {name} {rank[name]}"
-                    if rank["kv_blocks_used_now"]:
-                        yield f"{owner} rank {rank['rank']}: {rank['kv_blocks_used_now']} blocks in use"
-        except httpx.HTTPError as error:
-            yield f"cannot be asked: {type(error).__name__}: {error}"
+        yield from not_at_rest(self.launcher)
 
     def _of_ended_lifetimes(self) -> Iterator[str]:
         present = {c.instance_id for c in self.launcher._components.values() if c.instance_id}
@@ -566,10 +551,6 @@ class Driver:
                 yield " ".join(words)[:200]
 
     # -- within
-
-    def _get(self, url: str) -> Any:
-        answer = httpx.get(url, headers=self.launcher.key_header, timeout=10.0, trust_env=False)
-        return answer.raise_for_status().json()
 
     @staticmethod
     def _alive(pids: list[ProcessIdentity | None]) -> bool:
@@ -593,6 +574,38 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
     return ""
+
+
+def not_at_rest(launcher: Launcher) -> Iterator[str]:
+    """What a service holds that is asked for nothing."""
+
+    def get(url: str) -> Any:
+        answer = httpx.get(url, headers=launcher.key_header, timeout=10.0, trust_env=False)
+        return answer.raise_for_status().json()
+
+    try:
+        held = get(f"{launcher.front_url}/debug/reservations")
+        if held["reservations"]:
+            yield f"{len(held['reservations'])} reservations"
+        for owner, url in launcher.urls().items():
+            statistics = get(f"{url}/internal/statistics")
+            if statistics["requests_live_now"]:
+                yield f"{owner}: {statistics['requests_live_now']} requests live"
+            for rank in statistics["ranks"]:
+                for name in ("active_now", "quarantined_bytes_now", "links_away_now", "kv_blocks_used_now"):
+                    if rank[name]:
+                        yield f"{owner} rank {rank['rank']}: {name} {rank[name]}"
+    except httpx.HTTPError as error:
+        yield f"cannot be asked: {type(error).__name__}: {error}"
+
+
+def unmapped(names: set[str]) -> list[str]:
+    """Those of some names in /dev/shm that no process of the machine maps: what others are using now is theirs."""
+    for entry in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            maps = entry.read_text("utf-8", errors="replace")
+            names = {name for name in names if name not in maps}
+    return sorted(name for name in names if Path("/dev/shm", name).exists())
 
 
 def drive(

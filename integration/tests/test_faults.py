@@ -315,3 +315,41 @@ def test_ten_starts_and_stops_leave_everything_as_it_was(short_folder):
         ).started():
             pass
     assert snapshot() == before
+
+
+#: A start of this service takes about so long; signals come at as many moments of it (s, count).
+START_S, MOMENTS = 8.0, 20
+
+
+@pytest.mark.parametrize(
+    "moment", [pytest.param(n, marks=() if n in (4, 11) else pytest.mark.slow) for n in range(MOMENTS)]
+)
+def test_sigterm_at_any_moment_of_the_start_leaves_nothing(short_folder, tmp_path, moment):
+    """No process, no file of the run, no shared memory; within bounded time; told in one line, or before anything was made."""
+    config = tmp_path / "service.yaml"
+    run_dir = short_folder / f"m{moment}"
+    config.write_text(yaml.safe_dump(settings(run_dir)))
+    shared = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "meta_executor", "up", str(config)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(START_S * (moment + 0.5) / MOMENTS)
+        children = {str(pid): ProcessIdentity.of(pid) for pid in descendants(process.pid)}
+        process.terminate()
+        _, told = process.communicate(timeout=60)
+    assert living(children) == []
+    assert not run_dir.exists(), (told, sorted(run_dir.rglob("*")))
+    assert "Traceback" not in told
+    assert process.returncode in ((-signal.SIGTERM, 0, 1) if not told else (0, 1)), told
+    left = unmapped(set(os.listdir("/dev/shm")) - shared)
+    assert left == []
+
+
+def unmapped(names):
+    """Those of some names in /dev/shm that no process maps: what others use now is theirs."""
+    for entry in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            maps = entry.read_text("utf-8", errors="replace")
+        except OSError:
+            continue
+        names = {name for name in names if name not in maps}
+    return sorted(name for name in names if Path("/dev/shm", name).exists())

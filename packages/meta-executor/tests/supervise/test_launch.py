@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -317,3 +319,124 @@ def death(rank, what, text):
 def test_the_cause_is_chosen_among_what_came_together(suspects, index):
     """A killed launcher of the world explains its ranks; a dead rank explains the launcher's exit."""
     assert _first_cause(suspects) is suspects[index]
+
+
+# -- every command in every state ---------------------------------------------------------------------------------------
+
+#: What an operator or the system does, and what comes of it by state: how the run ends ("clean", or words of its failure),
+#: and how often an instance was started again. The table of docs/design.md is this one.
+COMMANDS = {
+    "starting": {
+        "a signal": ("interrupted while starting", 0),
+        "two signals": ("interrupted while starting", 0),
+        "a rank dies": ("interrupted while starting", 1),
+        "an instance is drained": ("interrupted while starting", 1),
+    },
+    "running": {
+        "a signal": ("clean", 0),
+        "two signals": ("the drain was not clean", 0),
+        "a rank dies": ("clean", 1),
+        "an instance is drained": ("clean", 1),
+    },
+    "starting again": {
+        "a signal": ("the drain was not clean", 1),
+        "two signals": ("the drain was not clean", 1),
+        "a rank dies": ("the drain was not clean", 2),
+        "an instance is drained": ("the drain was not clean", 2),
+    },
+    "draining": {
+        "a signal": ("clean", 0),
+        "two signals": ("the drain was not clean", 0),
+        "a rank dies": ("the drain was not clean", 0),
+        "an instance is drained": ("clean", 0),
+    },
+}
+
+
+def perform(launcher, command):
+    """On the generation instance, or on the launcher itself."""
+    if command.endswith("signal"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif command.endswith("signals"):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # two signals that wait together are one
+        os.kill(os.getpid(), signal.SIGINT)
+    elif command == "a rank dies":
+        assert identities(launcher)["gen-0/rank1"].kill()
+    else:
+        url = launcher.urls()["gen-0"]
+        assert httpx.post(f"{url}/internal/drain", headers=launcher.key_header, trust_env=False).status_code == 202
+
+
+def done(launcher, command):
+    """Whether what was done while the launcher drains has happened."""
+    if "signal" in command:
+        return launcher._interrupts > 0
+    members = launcher._components["gen-0"].members.values()
+    return any(not member.rank.alive() for member in members)
+
+
+def as_soon_as(condition, act):
+    """From another thread, while the launcher is inside a call."""
+
+    def wait():
+        end = time.monotonic() + 60
+        while not condition():
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.service
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    ("state", "command"), [(state, command) for state, cells in COMMANDS.items() for command in cells]
+)
+def test_every_command_in_every_state(service, monkeypatch, tmp_path, state, command):
+    """It ends as the table says, long before a time-out, and no process or folder is left."""
+    ends, restarts = COMMANDS[state][command]
+    launcher, lines = make(service, restart="instance")
+    helpers, pids = [], {}
+    if state == "starting":
+        monkeypatch.setenv("FAKE_HANGS", "ctx-0")
+        begun = lambda: "gen-0" in launcher._components and launcher._components["gen-0"].ready  # noqa: E731
+        helpers.append(as_soon_as(begun, lambda: perform(launcher, command)))
+        if "signal" not in command:
+            again = lambda: launcher.restarts == 1 and launcher._components["gen-0"].ready  # noqa: E731
+            helpers.append(as_soon_as(again, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    elif state == "draining":
+        monkeypatch.setenv("FAKE_STAYS", "until it is told")
+        helpers.append(as_soon_as(lambda: launcher._draining, lambda: perform(launcher, command)))
+        helpers.append(as_soon_as(lambda: done(launcher, command), lambda: pids["front"].kill(signal.SIGTERM)))
+    ended = "clean"
+    try:
+        with launcher.started():
+            pids.update(identities(launcher))
+            if state == "starting again":
+                monkeypatch.setenv("FAKE_HANGS", "ctx-0")
+                assert pids["ctx-0/rank0"].kill()
+                run_until(launcher, lambda: launcher.restarts == 1)
+            if state != "draining":
+                perform(launcher, command)
+                if "signal" in command:
+                    launcher.wait()
+                else:
+                    run_until(launcher, lambda: launcher.restarts == restarts and launcher._components["gen-0"].ready)
+            pids.update({f"{name} now": identity for name, identity in identities(launcher).items()})
+    except RunFailed as error:
+        ended = str(error)
+    finally:
+        for helper in helpers:
+            helper.join(60)
+    assert ends in ended, (ended, lines)
+    assert launcher.restarts == restarts, lines
+    assert all_gone(pids) == []
+    if ends == "clean":
+        assert not (tmp_path / "r").exists()
+    if state == "draining" and command == "two signals":
+        assert "front: did not leave in time, killed" in lines

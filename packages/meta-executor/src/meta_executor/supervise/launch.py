@@ -40,6 +40,7 @@ from meta_executor.supervise.guard import describe_status
 from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
 from meta_executor.supervise.rundir import RunDirectory, default_base, read_key, remove_stale_runs
+from meta_executor.supervise.shm import segments_of
 
 RestartPolicy = Literal["never", "instance"]
 
@@ -596,11 +597,14 @@ class Launcher:
     def _drain(self) -> bool:
         """Front first, then the instances. Returns whether everything left by itself with 0."""
         self._draining = True
-        seen = self._interrupts
         clean = True
         deadline = time.monotonic() + self._service.drain_timeout_s
         for wave in (["front"], [o for o in self._components if o != "front"]):
-            waiting = [self._components[o] for o in wave if o in self._components and self._components[o].running]
+            wanted = [self._components[owner] for owner in wave if owner in self._components]
+            waiting = [component for component in wanted if component.running]
+            for component in wanted:
+                if not component.running:  # by itself, since the drain began
+                    clean &= self._judge_leaving(component)
             for component in [c for c in waiting if not c.ready]:
                 # It has taken nothing that could be drained.
                 clean = False
@@ -614,24 +618,28 @@ class Launcher:
                     clean = False
                     self._say(f"{component.owner_id}: cannot be drained: {problem}")
             for component in waiting:
-                while component.running and time.monotonic() < deadline and self._interrupts <= max(seen, 1):
+                while component.running and time.monotonic() < deadline and self._interrupts <= 1:
                     self._collect(0.1)
                 if component.running:
                     clean = False
                     self._ended(component, "it did not leave in time and was killed")
                     self._say(f"{component.owner_id}: did not leave in time, killed")
                     continue
-                code = component.process.wait() if component.process else 0
-                if code != 0:
-                    clean = False
-                    self._ended(component, f"it left with exit {code}")
-                    self._say(f"{component.owner_id}: left with exit {code}{self._log_hint(component)}")
-                else:
-                    self._ended(component, DRAINED)
-                    self._say(f"{component.owner_id}: drained")
+                clean &= self._judge_leaving(component)
         if not clean:
             raise RunFailed("the drain was not clean")
         return clean
+
+    def _judge_leaving(self, component: _Component) -> bool:
+        """Say how a component has left; whether that was a proven end."""
+        code = component.process.wait() if component.process else 0
+        if code == 0:
+            self._ended(component, DRAINED)
+            self._say(f"{component.owner_id}: drained")
+            return True
+        self._ended(component, f"it left with exit {code}")
+        self._say(f"{component.owner_id}: left with exit {code}{self._log_hint(component)}")
+        return False
 
     def _let_front_answer(self) -> None:
         """After a death: the front lets running answers end, tells the clients of those that do not, and leaves."""
@@ -658,6 +666,9 @@ class Launcher:
             for identity in (member.rank, member.guard, member.proxy)
             if identity is not None
         ]
+        # Their names go with a world's start; one that is ended before that cannot remove them any more.
+        ranks = [member.rank for member in component.members.values() if member.rank is not None]
+        segments = {path for rank in ranks for path in segments_of(rank.pid)}
         for identity in known:
             identity.kill()
         if component.process is not None:
@@ -668,6 +679,8 @@ class Launcher:
                 self._say(
                     f"{component.owner_id}: process {identity.pid} did not end within {_KILL_WAIT_S:.0f} s of SIGKILL"
                 )
+        for path in segments:
+            Path(path).unlink(missing_ok=True)
 
     def _kill_everything(self) -> None:
         with contextlib.suppress(OSError):

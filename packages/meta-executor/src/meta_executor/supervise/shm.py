@@ -20,6 +20,14 @@ def mapped_mpich_segments(maps: Path = Path("/proc/self/maps")) -> tuple[str, ..
     return tuple(found)
 
 
+def segments_of(pid: int) -> tuple[str, ...]:
+    """The same of another process of this user; none where it has ended."""
+    try:
+        return mapped_mpich_segments(Path(f"/proc/{pid}/maps"))
+    except OSError:
+        return ()
+
+
 def unlink_mpich_segments() -> tuple[str, ...]:
     """Remove the names of this process's MPICH segments; call on one rank after all ranks have mapped them (a barrier).
 
