@@ -28,7 +28,7 @@ if os.environ.get("FAKE_EXIT") == f"{options.owner}/{rank}":
 while os.environ.get("FAKE_HANGS") == options.owner:
     over.wait(1.0)
 # The world ends together: rank 0 removes nothing, it only makes the file that the others wait for.
-flag = run.path("tmp", f"{options.owner}.over")
+flag = run.path("tmp", f"{options.owner}{options.instance_id}.over")
 
 
 class Handler(BaseHTTPRequestHandler):
