@@ -439,7 +439,7 @@ def test_every_command_in_every_state(service, monkeypatch, tmp_path, state, com
     finally:
         for helper in helpers:
             helper.join(60)
-    assert (ended == ends if ends == "clean" else ends in ended), (ended, lines)
+    assert ended == ends if ends == "clean" else ends in ended, (ended, lines)
     assert launcher.restarts == restarts, lines
     assert all_gone(pids) == []
     if ends == "clean":
