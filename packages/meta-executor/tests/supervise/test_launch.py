@@ -370,8 +370,8 @@ def perform(launcher, command):
 
 def done(launcher, command):
     """Whether what was done while the launcher drains has happened."""
-    if "signal" in command:
-        return launcher._interrupts > 0
+    if not launcher._draining or "signal" in command:
+        return launcher._draining and launcher._interrupts > 0
     members = launcher._components["gen-0"].members.values()
     return any(not member.rank.alive() for member in members)
 
@@ -418,7 +418,8 @@ def test_every_command_in_every_state(service, monkeypatch, tmp_path, state, com
     elif state == "draining":
         monkeypatch.setenv("FAKE_STAYS", "until it is told")
         helpers.append(as_soon_as(lambda: launcher._draining, lambda: perform(launcher, command)))
-        helpers.append(as_soon_as(lambda: done(launcher, command), lambda: pids["front"].kill(signal.SIGTERM)))
+        if command != "two signals":  # after those nobody waits for the front
+            helpers.append(as_soon_as(lambda: done(launcher, command), lambda: pids["front"].kill(signal.SIGTERM)))
     ended = "clean"
     try:
         with launcher.started():
