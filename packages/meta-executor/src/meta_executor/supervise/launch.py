@@ -615,8 +615,8 @@ class Launcher:
             for component in waiting:
                 problem = self._post(component.url or "", "/internal/drain")
                 if problem is not None:
-                    clean = False
-                    self._say(f"{component.owner_id}: cannot be drained: {problem}")
+                    # Perhaps it leaves already, drained by somebody: how it ends decides.
+                    self._say(f"{component.owner_id}: cannot be told to drain: {problem}")
             for component in waiting:
                 while component.running and time.monotonic() < deadline and self._interrupts <= 1:
                     self._collect(0.1)
