@@ -1,4 +1,4 @@
-"""Clients that leave at any moment, many prompts cancelled at once, few descriptors, one instance restarted again and again.
+"""Clients that leave at any moment, many prompts cancelled at once, one instance restarted again and again.
 
 After each everything is given back: requests, reservations, KV blocks without a quarantine, descriptors, threads, memory.
 """
@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import resource
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from faults import Held, not_at_rest
 from meta_executor.config import apply_environment, service_config
@@ -197,61 +193,6 @@ def test_many_prompts_cancelled_four_times_over(launcher: Launcher, count: int) 
         after_s = probe()
         print(f"a probe takes {after_s:.2f} s after {count} cancelled prompts, {alone_s:.2f} s alone")
         come_to_rest(launcher)
-
-
-@pytest.mark.parametrize("limit", [256, pytest.param(1024, marks=pytest.mark.slow)])
-def test_more_clients_than_descriptors(short_folder: Path, tmp_path: Path, limit: int) -> None:
-    """900 requests of 600 clients to a service whose processes may have so few: each is answered, or told that there are too
-    many; no instance is blamed, and afterwards the service serves as before."""
-    config = tmp_path / "service.yaml"
-    config.write_text(yaml.safe_dump(settings(short_folder / f"d{limit}")))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    command = [sys.executable, "-m", "meta_executor", "up", str(config)]
-
-    def bounded() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=bounded) as process:
-        try:
-            assert process.stderr is not None
-            told = []
-            for line in process.stderr:
-                told.append(line)
-                if line.startswith("serving "):
-                    break
-            url = next(word for word in "".join(told[-1:]).split() if word.startswith("http"))
-            outcomes = asyncio.run(many(url, model_of(url)))
-            assert sum(outcomes.values()) == 900
-            assert set(outcomes) <= {200, 429, 503}, outcomes
-            assert outcomes[200] >= 100, outcomes
-            print(f"{limit} descriptors: {dict(outcomes)}")
-            assert httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200
-            assert set(asyncio.run(many(url, model_of(url), clients=20, requests=40))) == {200}
-        finally:
-            process.terminate()
-            _, rest = process.communicate(timeout=90)
-    assert process.returncode == 0, rest
-    assert "died" not in "".join(told) + rest
-
-
-async def many(url: str, model: str, *, clients: int = 600, requests: int = 900) -> Counter[int]:
-    """Statuses; 0 is a connection that ended without one."""
-    outcomes: Counter[int] = Counter()
-    left = list(range(requests))
-
-    async def one() -> None:
-        async with httpx.AsyncClient(timeout=300.0, trust_env=False) as client:
-            while left:
-                left.pop()
-                body = {"model": model, "prompt": "abc", "max_tokens": 4, "ignore_eos": True}
-                try:
-                    outcomes[(await client.post(f"{url}/v1/completions", json=body)).status_code] += 1
-                except httpx.TransportError:
-                    outcomes[0] += 1
-
-    await asyncio.gather(*(one() for _ in range(clients)))
-    return outcomes
 
 
 @pytest.mark.parametrize("owner", ["gen-0", pytest.param("ctx-0", marks=pytest.mark.slow)])
