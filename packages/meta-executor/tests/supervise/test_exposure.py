@@ -59,6 +59,18 @@ def test_kv_data_stays_on_the_loopback_of_a_run_that_does(monkeypatch, hostname,
     launcher._directory.remove()
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_no_variable_wins_over_the_transport_that_is_configured(monkeypatch, transport):
+    """What a write's end proves depends on it: UCX must use what NIXL's backend is told and nothing else."""
+    monkeypatch.setenv("UCX_TLS", "posix,tcp")
+    config = {"context_servers": {"cache_transceiver_config": {"transport": transport}}}
+    launcher = Launcher(service_config(config), say=lambda _: None)
+    launcher._directory = RunDirectory.create(Path(tempfile.mkdtemp(prefix="mx")), "1")
+    launcher.run = launcher._write_spec()
+    assert launcher._environment().get("UCX_TLS") == ("posix,tcp" if transport == "auto" else None)
+    launcher._directory.remove()
+
+
 def test_a_name_counts_by_every_address(monkeypatch):
     """One address beyond the loopback is enough."""
     answers = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 0)), (socket.AF_INET, 1, 6, "", ("192.0.2.1", 0))]

@@ -326,7 +326,7 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         threads = str(self._service.engine.threads)
         alone = not any(beyond_loopback(spec.config.hostname) for spec in self.run.instances)
-        return {
+        environment = {
             # UCX listens on every interface unless it is told.
             **({"UCX_NET_DEVICES": "lo"} if alone else {}),
             # Its System V segments are open to this account's group whatever the umask; the POSIX ones are not.
@@ -337,6 +337,10 @@ class Launcher:
             "MKL_NUM_THREADS": threads,
             "PYTHONUNBUFFERED": "1",
         }
+        if any(spec.config.cache_transceiver_config.transport != "auto" for spec in self.run.instances):
+            # The variable would win over what NIXL's backend is told, and memory be taken for proven that is not.
+            del environment["UCX_TLS"]
+        return environment
 
     def _spawn(self, component: _Component, command: list[str]) -> None:
         path = self._directory.path / "logs" / f"{component.owner_id}.log"
