@@ -177,17 +177,22 @@ def instance() -> Iterator[Target]:
 
 @contextlib.contextmanager
 def key_file() -> Iterator[Target]:
-    """Files of API keys."""
+    """Files of API keys: no message and no name shows one, however the file is damaged."""
     from meta_executor.listener.access import KeyFileError, keys_of
 
-    seeds = [b"# keys\nalice alice-key-0123456789abcdef\nops ops-key-0123456789abcdefgh operator\n"]
+    secrets = ("alice-key-0123456789abcdef", "ops-key-0123456789abcdefgh")
+    seeds = [f"# keys\nalice {secrets[0]}\nops {secrets[1]} operator\n".encode()]
+    #: What no message may have of a key: so many characters of it in a row.
+    pieces = {secret[at : at + 8] for secret in secrets for at in range(len(secret) - 7)}
 
     def read(data: bytes) -> None:
         try:
-            keys_of(data, "file")
+            keys = keys_of(data, "file")
         except KeyFileError as error:
-            if b"alice-key-0123456789abcdef" in data and "alice-key-0123456789abcdef" in str(error):
-                raise RuntimeError("a key in a message") from error
+            if any(piece in str(error) for piece in pieces):
+                raise RuntimeError("part of a key in a message") from error
             raise Refused from None
+        if any(secret in key.name for key in keys for secret in secrets):
+            raise RuntimeError("a key is a name")
 
     yield seeds, mutated, read

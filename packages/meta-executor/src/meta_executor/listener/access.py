@@ -38,8 +38,9 @@ _FILE_BYTES_MAX = 1 << 20
 #: How often the file is looked at while keys are asked for (s).
 _LOOK_S = 2.0
 # Matched against one word of a file of ours.
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_KEY = re.compile(r"[!-~]{24,512}")
+# A name is shorter than every key: a key that stands where a name belongs is refused, and never shown as one.
+_NAME = re.compile(rf"[A-Za-z0-9._-]{{1,{_KEY_LENGTH_MIN - 1}}}")
+_KEY = re.compile(rf"[!-~]{{{_KEY_LENGTH_MIN},512}}")
 #: Under this key a request's ``scope["state"]`` has its :class:`Caller`.
 CALLER = "caller"
 
@@ -55,7 +56,8 @@ class Need(Enum):
 
 
 class KeyFileError(Exception):
-    """The file of API keys cannot be used. The message names file and line, never a key."""
+    """The file of API keys cannot be used. The message names file and line and repeats nothing of the file: in a damaged
+    one any word may be part of a key."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,8 @@ def keys_of(text: bytes, path: str) -> tuple[_Key, ...]:
         KeyFileError: A line is not a name and a key; two have the same; there is none.
     """
     keys: dict[str, _Key] = {}
-    digests: set[bytes] = set()
+    names: dict[str, int] = {}
+    digests: dict[bytes, int] = {}
     for number, line in enumerate(text.decode("utf-8", "replace").splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -164,13 +167,14 @@ def keys_of(text: bytes, path: str) -> tuple[_Key, ...]:
             raise KeyFileError(f"{at}: want a name, a key, and perhaps the word operator")
         name, key = words[:2]
         if not _NAME.fullmatch(name):
-            raise KeyFileError(f"{at}: a name has 1 to 64 of A-Z a-z 0-9 . _ -")
+            raise KeyFileError(f"{at}: a name has 1 to {_KEY_LENGTH_MIN - 1} of A-Z a-z 0-9 . _ -")
         if not _KEY.fullmatch(key):
-            raise KeyFileError(f"{at}: the key of {name} must have {_KEY_LENGTH_MIN} to 512 visible ASCII characters")
+            raise KeyFileError(f"{at}: the key must have {_KEY_LENGTH_MIN} to 512 visible ASCII characters")
         digest = hashlib.sha256(key.encode()).digest()
-        if name in keys or digest in digests:
-            raise KeyFileError(f"{at}: {name} or its key is there twice")
-        digests.add(digest)
+        earlier = names.get(name) or digests.get(digest)
+        if earlier:
+            raise KeyFileError(f"{at}: the {'name' if name in names else 'key'} of line {earlier} is there twice")
+        names[name] = digests[digest] = number
         keys[name] = _Key(name, digest, len(words) == 3)
     if not keys:
         raise KeyFileError(f"{path} has no key")
