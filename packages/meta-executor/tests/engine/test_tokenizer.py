@@ -152,6 +152,23 @@ def test_a_megabyte_of_control_tokens_is_broken_in_linear_time(tokenizer: Tokeni
     assert guarded.replace("\ue000", "") == attack
 
 
+def test_the_guard_is_in_no_control_token() -> None:
+    """Beside a guard that a control token has, breaking one token would make the next, for ever."""
+    synthetic = Tokenizer.synthetic(300)
+    control = {"<s>": 1, "</s>": 2, "ab": 10, "a\ue000": 11, "\ue001\ue002": 12}
+    made = Tokenizer(
+        synthetic._backend,
+        control_tokens=control,
+        chat_template="{{ messages[0].content }}ab",
+        bos_token_id=None,
+        eos_token_ids=(2,),
+        add_bos=False,
+    )
+    assert made._guard([{"content": "ab\ue003"}]) == "\ue004"
+    ids = made.apply_chat_template([{"role": "user", "content": "abab"}])
+    assert ids == [*synthetic.encode_user_text("abab"), 10]
+
+
 def test_tokens_at_least_is_a_bound(tokenizer: Tokenizer) -> None:
     """No text has fewer tokens than its length says."""
     for text in ("", "a", " " * 5000, "=" * 3000, "the " * 700, "-" * 999):
@@ -443,10 +460,12 @@ def test_missing_and_damaged_folders(tmp_path: Path) -> None:
         ("vocab", {"x": 1.5}, "token 'x' has the id 1.5"),
         ("added", {"content": "<x>", "id": 1 << 40}, "token '<x>' has the id 1099511627776"),
         ("added", {"content": "", "id": 9}, "control token 9 has no text"),
+        ("added", {"content": "b", "id": 9}, "control token 9 is one character, 'b', which texts have too"),
     ],
 )
 def test_ids_and_texts_of_tokens_are_looked_at(tmp_path: Path, part: str, changed: dict[str, Any], words: str) -> None:
-    """Before the library reads them: one large id makes it fill gigabytes, and a token without text is everywhere."""
+    """Before the library reads them: one large id makes it fill gigabytes, a token without text is everywhere, and one
+    character cannot be broken by a guard."""
     document = json.loads(Tokenizer.synthetic(300)._backend.to_str())
     if part == "vocab":
         document["model"]["vocab"] |= changed

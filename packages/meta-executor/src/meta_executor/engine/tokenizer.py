@@ -33,7 +33,7 @@ _PIECE_CHARACTERS = 32 * 1024
 #: again, and an answer may be told to make half ones for ever.
 _WAITING_MAX = 8
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-#: Characters of which one that no message holds becomes the guard (a private use area).
+#: Characters of which one that no message and no control token holds becomes the guard (a private use area).
 _GUARDS = range(0xE000, 0xF8FF)
 #: GGUF pre-tokenizer names -> the splitting rule. Others are refused: a wrong rule gives wrong tokens silently.
 _LLAMA3_SPLIT = (
@@ -79,8 +79,11 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        if "" in self._control:
-            raise ModelFormatError(f"control token {self._control['']} has no text")
+        for text, token in self._control.items():
+            if len(text) < 2:
+                # Between two characters a guard has a place; one alone would be a control token wherever a text has it.
+                what = f"is one character, {text!r}, which texts have too" if text else "has no text"
+                raise ModelFormatError(f"control token {token} {what}")
         for name, ids in (("bos_token_id", (bos_token_id,)), ("eos_token_ids", self.eos_token_ids)):
             for token in ids:
                 if token is not None and not (isinstance(token, int) and 0 <= token < self.vocab_size):
@@ -369,13 +372,15 @@ class Tokenizer:
         return self._backend.encode_batch([clean], add_special_tokens=False)[0]
 
     def _guard(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        # In a control token's own text a guard would make tokens where it is to break them.
         used = set().union(
-            *(set(value) for message in messages for value in message.values() if isinstance(value, str))
+            *self._control,
+            *(set(value) for message in messages for value in message.values() if isinstance(value, str)),
         )
         for code in _GUARDS:
             if chr(code) not in used:
                 return chr(code)
-        raise TemplateError("the messages use every private-use character")
+        raise TemplateError("the messages and the control tokens use every private-use character")
 
     def _guarded(self, text: str, guard: str) -> str:
         """Break every control token's text, and what could become one beside the template's own text."""
