@@ -429,6 +429,48 @@ def test_merges_of_tokens_that_are_not_there_are_the_model_files_fault() -> None
         _byte_level_backend(metadata, ["a", "b"], "f.gguf")
 
 
+@pytest.mark.parametrize(
+    ("expression", "words"),
+    [
+        ("2 ** 39223372036854775808", "a power has more than 16384 bits"),
+        ("messages | length * 2 ** (10 ** 12)", "a power has more than 16384 bits"),
+        ("(-3) ** 16384", "a power has more than 16384 bits"),
+        ("2 ** 8191 * 2 ** 8191 * 8", "a product has more than 16384 bits"),
+        ("'ab' * 524289", "repeated to more than 1048576"),
+        ("1048577 * [1]", "repeated to more than 1048576"),
+        ("1.5\u07c4", "invalid"),
+        ("2.0 ** 1025", "out of range"),
+    ],
+)
+def test_numbers_and_texts_of_a_template_have_a_bound(expression: str, words: str) -> None:
+    """Neither compiling nor rendering computes them; a digit that only Unicode has is no number."""
+    made = _with_template(f"{{{{ {expression} }}}}")
+    with pytest.raises(TemplateError, match=words):
+        made.apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_small_numbers_and_texts_of_a_template_are_computed() -> None:
+    """Up to the bounds, and powers that are no integers."""
+    made = _with_template(
+        "{{ 2 ** 16 }},{{ 2 ** -1 }},{{ 2.0 ** 3 }},{{ (-2) ** 3 }},{{ 6 * 7 }},{{ 1.5 * 2 }},{{ 'ab' * 2 }},"
+        "{{ 2 * [1] }},{{ 'a' * -5 }},{{ ('ab' * 524288) | length }},{{ (2 ** 8191 * 1) % 10 }}"
+    )
+    (rendered,) = made.decode(made.apply_chat_template([{"role": "user", "content": "a"}])).splitlines()
+    assert rendered == "65536,0.5,8.0,-8,42,3.0,abab,[1, 1],,1048576,8"
+
+
+def _with_template(text: str) -> Tokenizer:
+    base = Tokenizer.synthetic(300)
+    return Tokenizer(
+        base._backend,
+        control_tokens={"<s>": 1, "</s>": 2},
+        chat_template=text,
+        bos_token_id=None,
+        eos_token_ids=(2,),
+        add_bos=False,
+    )
+
+
 def test_template_errors_are_the_clients(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """No template, or one that refuses the messages or tries to reach into Python: TemplateError."""
     with pytest.raises(TemplateError, match="no chat template"):

@@ -25,6 +25,10 @@ from meta_executor.engine.weights import ModelSource, resolve_model
 
 #: What of a template's error is repeated (characters): it may hold a client's text.
 _ECHO_MAX = 300
+#: Largest number that a template may compute (bits); Python writes none of more than 14,284 bits (4,300 digits) as text.
+_NUMBER_BITS_MAX = 1 << 14
+#: Longest text or list that a template may make by repetition (count).
+_REPEATED_MAX = 1 << 20
 #: Largest id of a token; the largest vocabularies have a few hundred thousand.
 _ID_MAX = (1 << 22) - 1
 #: Pieces in which a text is looked at (characters).
@@ -79,11 +83,11 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        for text, token in self._control.items():
+        for text, control in self._control.items():
             if len(text) < 2:
                 # Between two characters a guard has a place; one alone would be a control token wherever a text has it.
                 what = f"is one character, {text!r}, which texts have too" if text else "has no text"
-                raise ModelFormatError(f"control token {token} {what}")
+                raise ModelFormatError(f"control token {control} {what}")
         for name, ids in (("bos_token_id", (bos_token_id,)), ("eos_token_ids", self.eos_token_ids)):
             for token in ids:
                 if token is not None and not (isinstance(token, int) and 0 <= token < self.vocab_size):
@@ -422,6 +426,7 @@ class Tokenizer:
             MemoryError,
             NameError,  # a number beyond every float becomes the name inf
             RecursionError,
+            SyntaxError,  # a digit of another script, or blocks nested deeper than the interpreter allows
             TypeError,
             ValueError,
         ) as error:
@@ -649,6 +654,30 @@ def _template_processor_adds_bos(text: str, bos: object) -> bool:
     return False
 
 
+def _power(base: Any, exponent: Any) -> Any:
+    """A power in a template, of no more bits than :data:`_NUMBER_BITS_MAX`: a larger one takes for ever, and the memory too."""
+    if isinstance(base, int) and isinstance(exponent, int) and exponent * base.bit_length() > _NUMBER_BITS_MAX:
+        raise OverflowError(f"a power has more than {_NUMBER_BITS_MAX} bits")
+    return base**exponent
+
+
+def _product(left: Any, right: Any) -> Any:
+    """A product in a template: a number of no more than :data:`_NUMBER_BITS_MAX` bits, or a text or list that is repeated to no
+    more than :data:`_REPEATED_MAX` characters or items."""
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > _NUMBER_BITS_MAX:
+            raise OverflowError(f"a product has more than {_NUMBER_BITS_MAX} bits")
+    else:
+        for repeated, times in ((left, right), (right, left)):
+            if (
+                isinstance(repeated, str | list | tuple)
+                and isinstance(times, int)
+                and len(repeated) * times > _REPEATED_MAX
+            ):
+                raise OverflowError(f"a text or list is repeated to more than {_REPEATED_MAX} characters or items")
+    return left * right
+
+
 def _template_environment() -> Any:
     from jinja2.exceptions import TemplateError as JinjaError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -658,4 +687,7 @@ def _template_environment() -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.globals["raise_exception"] = raise_exception
+    # What is named here is also not computed while a template is compiled.
+    environment.binop_table |= {"**": _power, "*": _product}
+    environment.intercepted_binops = frozenset(("**", "*"))
     return environment
