@@ -45,6 +45,27 @@ def test_nothing_from_outside_raises_what_is_not_named(fuzz: Any, name: str) -> 
     assert result["inputs"] > 0
 
 
+@pytest.mark.parametrize("name", ["chat", "completions"])
+def test_a_third_of_the_requests_at_least_are_answered(fuzz: Any, name: str) -> None:
+    """What is refused before it is answered says nothing of the answers."""
+    result = fuzz.fuzz(name, count=60, seed=5)
+    assert result["findings"] == 0
+    assert 0 < result["refused"] <= 40
+
+
+def test_an_answer_that_breaks_off_is_found(fuzz: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream has begun with status 200: its end says that it failed."""
+    from meta_executor.front.answers import AnswerText
+
+    def push(self: AnswerText, *_: object) -> str:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(AnswerText, "push", push)
+    told: list[str] = []
+    assert fuzz.fuzz("completions", count=20, seed=5, say=told.append)["findings"] > 0
+    assert "internal" in "\n".join(told)
+
+
 def test_every_target_has_its_short_run(fuzz: Any) -> None:
     """A new one must be named here."""
     assert list(fuzz.TARGETS) == NAMES

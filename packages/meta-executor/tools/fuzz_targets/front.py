@@ -1,3 +1,4 @@
+# ruff: noqa: S311 - the draws are no secrets
 """Requests to the front, as its application gets them."""
 
 from __future__ import annotations
@@ -6,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 from fuzz_targets.drawing import Refused, Target, json_mutated, mutated
@@ -69,25 +70,69 @@ def _judged(status: int, body: bytes) -> None:
         raise Refused
 
 
+def _answered(status: int, body: bytes) -> None:
+    """As :func:`_judged`, and an answer is a whole one: an object with choices, or events up to the last."""
+    _judged(status, body)
+    if not body.startswith(b"data: "):
+        if not json.loads(body)["choices"]:
+            raise RuntimeError(f"an answer without choices: {body[:200]!r}")
+        return
+    *events, last, rest = body.split(b"\n\n")
+    if last != b"data: [DONE]" or rest:
+        raise RuntimeError(f"a stream that ends with {body[-300:]!r}")
+    for event in events:
+        if not isinstance(json.loads(event.removeprefix(b"data: "))["choices"], list):
+            raise RuntimeError(f"an event without choices: {event[:200]!r}")
+
+
+#: Most tokens that an answer has here (count).
+_ANSWER_TOKENS_MAX = 12
+
+
 @contextlib.contextmanager
-def _front() -> Iterator[Any]:
+def _front(*, draining: bool) -> Iterator[Any]:
+    """A front without instances: it drains, or every request that passes its checks gets drawn tokens for an answer."""
     from meta_executor.config import FrontConfig, SyntheticConfig
     from meta_executor.engine.synthetic import synthetic_model_info
     from meta_executor.engine.tokenizer import Tokenizer
     from meta_executor.front.app import FrontService, create_app
+    from meta_executor.front.dispatch import Job, Tokens
     from meta_executor.front.legs import LegClient
     from meta_executor.front.routers import Routers
     from meta_executor.front.servers import make_directory
+    from meta_executor.wire import TokenLogprobs
 
     loop = _Loop()
+    vocab_size = 512
+
+    class Answering(FrontService):
+        async def tokens(self, job: Job) -> AsyncGenerator[Tokens, None]:
+            sampling = job.request.sampling
+            draw = random.Random(sampling.seed)
+
+            def told(likeliest: int | None, count: int) -> tuple[TokenLogprobs, ...]:
+                if likeliest is None:
+                    return ()
+                top = tuple((draw.randrange(vocab_size), -float(place)) for place in range(likeliest))
+                return tuple(TokenLogprobs(-draw.random(), top) for _ in range(count))
+
+            job.prompt_logprobs = told(sampling.prompt_logprobs, job.request.prompt_count - 1)
+            left = min(sampling.max_tokens, _ANSWER_TOKENS_MAX)
+            while left:
+                count = draw.randint(1, left)
+                left -= count
+                ids = [draw.randrange(vocab_size) for _ in range(count)]
+                end = "length" if sampling.max_tokens <= _ANSWER_TOKENS_MAX else "stop"
+                yield Tokens(ids, None if left else end, told(sampling.logprobs, count))
+                await asyncio.sleep(0)
 
     async def make() -> FrontService:
         legs, front = LegClient(KEY), FrontConfig()
         routers = Routers(front.context_router, front.generation_router)
-        service = FrontService(
-            model=synthetic_model_info(SyntheticConfig(vocab_size=512)),
+        service = Answering(
+            model=synthetic_model_info(SyntheticConfig(vocab_size=vocab_size)),
             served_name="m",
-            tokenizer=Tokenizer.synthetic(512),
+            tokenizer=Tokenizer.synthetic(vocab_size),
             config=front,
             schedule_style="context_first",
             servers=[],
@@ -96,13 +141,54 @@ def _front() -> Iterator[Any]:
             legs=legs,
             key=KEY,
         )
-        service.draining = True  # what passes every check is answered with 503
+        service.draining = draining
         return service
 
     service = loop.run.run(make())
     yield loop, create_app(service)
     service.close()
     loop.run.close()
+
+
+#: What clients send in either endpoint, by field; the last ones of a list are refused.
+_COMMON: dict[str, list[Any]] = {
+    "max_tokens": [1, 2, 5, 12, 300, 10**9],
+    "temperature": [0, 0.5, 2, 2.5],
+    "top_p": [0.1, 1, 0],
+    "top_k": [0, 1, 40],
+    "min_p": [0.0, 0.5],
+    "min_tokens": [0, 2, 5],
+    "seed": [0, 1, 2, 3, 4, 5, 2**31],
+    "n": [1, 2, 3, 9999],
+    "stop": ["a", ["a", "b"], [], None, "w300", "\ufffd", [""]],
+    "stop_token_ids": [[], [1, 300], [511]],
+    "ignore_eos": [True, False],
+    "stream": [True, False, None],
+    "stream_options": [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}, {}],
+    "logit_bias": [{}, {"5": 1.5, "511": -100}, {"512": 1}],
+    "presence_penalty": [0, 1.5, -2],
+    "frequency_penalty": [0.0, 0.1],
+    "repetition_penalty": [1.0, 1.3],
+    "return_token_ids": [True, False],
+    "user": ["u", None],
+    "conversation_id": ["c", None],
+    "of no use": ["x", {"a": [1]}],
+}
+
+
+def _varied(fields: dict[str, list[Any]]) -> Callable[[list[bytes], random.Random], bytes]:
+    """Half the inputs as clients send them, with other values of a few fields; the others are mutated."""
+
+    def mutate(seeds: list[bytes], draw: random.Random) -> bytes:
+        if draw.random() < 0.5:
+            return json_mutated(seeds, draw)
+        document = json.loads(draw.choice(seeds))
+        for _ in range(draw.randrange(6)):
+            name = draw.choice(list(fields))
+            document[name] = draw.choice(fields[name])
+        return json.dumps(document).encode()
+
+    return mutate
 
 
 @contextlib.contextmanager
@@ -137,9 +223,21 @@ def chat() -> Iterator[Target]:
             }
         ).encode(),
     ]
-    with _front() as (loop, app):
+    fields = _COMMON | {
+        "messages": [
+            [{"role": "user", "content": "a </s> b"}],
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "\ue000"}]}],
+            [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")],
+            [],
+        ],
+        "logprobs": [True, False],
+        "top_logprobs": [0, 2, 20],
+        "max_completion_tokens": [1, 7],
+        "chat_template_kwargs": [{"a": "b"}, {}],
+    }
+    with _front(draining=False) as (loop, app):
         headers = [(b"content-type", b"application/json")]
-        yield seeds, json_mutated, lambda data: _judged(*loop.ask(app, "/v1/chat/completions", data, headers))
+        yield seeds, _varied(fields), lambda data: _answered(*loop.ask(app, "/v1/chat/completions", data, headers))
 
 
 @contextlib.contextmanager
@@ -165,8 +263,14 @@ def completions() -> Iterator[Target]:
         json.dumps({"model": "m", "prompt": [[5, 6, 7]], "presence_penalty": 0}).encode(),
         json.dumps({"model": "m", "prompt": ["a"], "frequency_penalty": 0.0}).encode(),
     ]
-    with _front() as (loop, app):
-        yield seeds, json_mutated, lambda data: _judged(*loop.ask(app, "/v1/completions", data, []))
+    fields = _COMMON | {
+        "prompt": ["hello", "\u00e9\ud83d\ude80", ["a", "b"], [5, 6, 7], [[5], [6, 7]], "</s>", "", [], [512]],
+        "echo": [True, False],
+        "logprobs": [None, 0, 2, 5],
+        "best_of": [1, 2, 3],
+    }
+    with _front(draining=False) as (loop, app):
+        yield seeds, _varied(fields), lambda data: _answered(*loop.ask(app, "/v1/completions", data, []))
 
 
 @contextlib.contextmanager
@@ -192,7 +296,7 @@ def tokenizing() -> Iterator[Target]:
         which = draw.choice(list(bodies))
         return which + json_mutated([json.dumps(bodies[which][1]).encode()], draw)
 
-    with _front() as (loop, app):
+    with _front(draining=True) as (loop, app):
         yield [], mutate, lambda data: _judged(*loop.ask(app, bodies[data[:1]][0], data[1:], []))
 
 
@@ -223,7 +327,7 @@ def paths() -> Iterator[Target]:
     key = f"x-meta-executor-key: {KEY}\n".encode()
     seeds = [f"GET {path}\n".encode() + key + b"authorization: Bearer x\nhost: a" for path in known]
 
-    with _front() as (loop, app):
+    with _front(draining=True) as (loop, app):
 
         def read(data: bytes) -> None:
             first, *lines = data.decode("utf-8", "surrogateescape").encode("utf-8", "replace").split(b"\n")
