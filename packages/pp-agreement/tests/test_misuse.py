@@ -445,18 +445,29 @@ def test_an_interrupt_between_two_events_stops_the_domain():
     assert any(isinstance(e, Fault) for e in zero.poll())
 
 
-def test_a_poll_that_is_broken_off_stops_the_domain():
+@pytest.mark.parametrize("where", ["before it is decoded", "while it is decoded"])
+def test_a_poll_that_is_broken_off_stops_the_domain(where):
     """A frame was taken from the transport and not heard: nothing may follow it, or its sender would be blamed for the gap."""
     _network, (zero, one) = pair()
     key, _same = (a.admit(7, 1, ready=False) for a in (zero, one))
     zero.vote_terminal(key, Outcome.COMPLETED)
     zero.poll()
+    transport = one._transport
 
     def interrupt(_peer, _data):
         del one._codec.decode
         raise KeyboardInterrupt
 
-    one._codec.decode = interrupt
+    def take_and_interrupt():
+        one._transport = transport
+        frames, _empty = transport.receive(8)
+        assert len(frames) == 1
+        raise KeyboardInterrupt
+
+    if where == "while it is decoded":
+        one._codec.decode = interrupt
+    else:
+        one._transport = Calling(transport, "receive", take_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         one.poll()
     assert one.stopped.code is FaultCode.INTERNAL

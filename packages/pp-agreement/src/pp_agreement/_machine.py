@@ -213,7 +213,7 @@ class AgreementCore:
             answer = work(*given)
             if self._said or self._decisions:
                 self._deliver_local()
-            if self.rounds.last is not None and context.fault is None:
+            if self.rounds.last is not None:
                 self.ending.report()
         except Violation as violation:
             self._stop(violation)
