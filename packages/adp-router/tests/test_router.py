@@ -521,8 +521,8 @@ def test_balanced_is_what_it_says(data):
 def test_many_ranks_and_huge_loads_are_placed_as_few_and_small_ones(size, load):
     """Keys of the heap beyond 64 bits, positions beyond a byte: the definition all the same."""
     rng = random.Random(size)
-    ranks = [RankState(r, load + rng.randrange(3), 0, 9999, 9999) for r in range(size)]
-    requests = [RouteRequest(i, rng.choice([0, 7, rng.randrange(99)])) for i in range(2 * size + 1)]
+    ranks = [RankState(r, load + rng.randrange(3), 0, 9999, 999_999) for r in range(size)]  # all fit anywhere
+    requests = [RouteRequest(i, 100 + rng.choice([0, 7, rng.randrange(9)])) for i in range(2 * size + 16)]
     router = Router()
     result = router.route(requests, ranks)
     wanted = dumb_balanced(requests, ranks)
