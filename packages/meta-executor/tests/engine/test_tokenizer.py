@@ -14,7 +14,13 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from meta_executor.engine import ModelFormatError, ModelNotFoundError
-from meta_executor.engine.tokenizer import StopStrings, TemplateError, Tokenizer, _byte_level_backend
+from meta_executor.engine.tokenizer import (
+    StopStrings,
+    TemplateError,
+    Tokenizer,
+    _byte_level_backend,
+    _template_environment,
+)
 
 #: Bytes that the model's vocabulary lacks as single tokens: characters that need them cannot be encoded.
 _ALPHABETS = (
@@ -150,6 +156,31 @@ def test_a_megabyte_of_control_tokens_is_broken_in_linear_time(tokenizer: Tokeni
     guarded = tokenizer._guarded(attack, "\ue000")
     assert "<|im_end|>" not in guarded
     assert guarded.replace("\ue000", "") == attack
+
+
+@pytest.mark.parametrize("lacking", ["a", "\u00f4", "\u0100"], ids=["a letter", "a lead byte", "a zero byte"])
+def test_a_tokenizer_that_some_text_would_break_is_refused_when_it_is_read(tmp_path: Path, lacking: str) -> None:
+    """A byte that the vocabulary lacks, and an unknown token that it lacks as well: an error of the file, not of a request."""
+    document = json.loads(Tokenizer.synthetic(300)._backend.to_str())
+    del document["model"]["vocab"][lacking]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    Tokenizer.from_folder(tmp_path)
+    document["model"]["unk_token"] = "<none>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ModelFormatError, match="cannot encode every text: Unk token `<none>` not found"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_reading_a_template_computes_nothing_of_it() -> None:
+    """Nor does it look for what it could compute, which takes seconds for an expression of 300 parts; such a one is refused."""
+    environment, seen = _template_environment(), []
+    environment.filters["seen"] = lambda value: seen.append(value) or ""
+    template = environment.from_string("{% if 1 | seen %}{% endif %}")
+    assert not seen
+    template.render()
+    assert seen == [1]
+    with pytest.raises(TemplateError, match="too many nested parentheses"):
+        _with_template("{{ messages[0].role" + "[0]" * 200 + " }}").apply_chat_template([{"role": "user"}])
 
 
 def test_the_guard_is_in_no_control_token() -> None:

@@ -36,6 +36,10 @@ _PIECE_CHARACTERS = 32 * 1024
 #: Tokens that wait to become a whole character (count), which has at most four; with each token all that wait are decoded
 #: again, and an answer may be told to make half ones for ever.
 _WAITING_MAX = 8
+#: A text with every byte that UTF-8 has: what cannot be encoded shows with it, not with some client's text.
+_EVERY_BYTE = "".join(
+    map(chr, (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x8000)))
+)
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 #: Characters of which one that no message and no control token holds becomes the guard (a private use area).
 _GUARDS = range(0xE000, 0xF8FF)
@@ -98,6 +102,10 @@ class Tokenizer:
         self._begins = {text[:size] for text in ordered for size in range(1, len(text))}
         self._ends = {text[size:] for text in ordered for size in range(1, len(text))}
         self._part_sizes = range(1, len(ordered[0])) if ordered else range(0)
+        try:
+            self._encoding(_EVERY_BYTE)
+        except Exception as error:  # the library raises bare Exception
+            raise ModelFormatError(f"the tokenizer cannot encode every text: {str(error)[:_ECHO_MAX]}") from error
         decoder = json.loads(backend.to_str()).get("decoder") or {}
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
@@ -685,7 +693,8 @@ def _template_environment() -> Any:
     def raise_exception(message: str) -> None:
         raise JinjaError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    # Not optimised: that takes the cube of an expression's depth, and computes while it compiles.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, optimized=False)
     environment.globals["raise_exception"] = raise_exception
     # What is named here is also not computed while a template is compiled.
     environment.binop_table |= {"**": _power, "*": _product}
