@@ -8,6 +8,7 @@ Layout (each imports only what stands above it here)::
     scheduler               which tokens of which prompts the next step computes (pure)
     memory                  who owns which KV block of this rank
     bell                    ends a rank's wait
+    liveness                how long the other ranks have been silent
     links                   point-to-point frames; over MPI in the next
     _mpi
     desk                    rank 0: where requests come in and answers go out
@@ -16,6 +17,7 @@ Layout (each imports only what stands above it here)::
     control                 the control channel between the instances
     tiers                   direct or gathered writes
     transceiver             one per rank, the only owner of transfer state: what both roles have
+    peer_watch              which peers' processes have ended
     aux_slots               the first token, beside the KV
     transceiver_context     of a context rank
     transceiver_generation  of a generation rank

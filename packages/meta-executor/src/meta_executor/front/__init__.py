@@ -14,6 +14,7 @@ Layout (each imports only what stands above it)::
     http_legs       legs over HTTP, and what is asked of every instance
     stream_legs     legs over an instance's one stream
     legs            which of the two an instance has
+    wellness        which instances say that they can serve, asked again and again
     routers         which instance of a role gets a leg
     servers         which instances there are: /server_info as endpoint records, limits
     choices         why each leg went where it went

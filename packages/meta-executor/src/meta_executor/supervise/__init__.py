@@ -8,6 +8,7 @@ Layout (each imports only what stands above it)::
     report      a process's word to the launcher
     guard       stands between mpiexec and a rank, and survives it
     rundir      the run's folder
+    parts       command lines that start the parts on their hosts
     find_run    which run's front answers at an address
     launch      starts, watches, restarts and ends the instances and the front
 """
