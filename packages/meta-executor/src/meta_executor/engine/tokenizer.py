@@ -102,11 +102,15 @@ class Tokenizer:
         self._begins = {text[:size] for text in ordered for size in range(1, len(text))}
         self._ends = {text[size:] for text in ordered for size in range(1, len(text))}
         self._part_sizes = range(1, len(ordered[0])) if ordered else range(0)
-        try:
-            self._encoding(_EVERY_BYTE)
-        except Exception as error:  # the library raises bare Exception
-            raise ModelFormatError(f"the tokenizer cannot encode every text: {str(error)[:_ECHO_MAX]}") from error
-        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        document = json.loads(backend.to_str())
+        model, decoder = document["model"], document.get("decoder") or {}
+        unknown = model.get("unk_token")
+        if model["type"] != "BPE" or (unknown is not None and unknown not in model["vocab"]):
+            # Others encode every text; the library keeps what a tokenizer has encoded, also when the tokenizer is gone.
+            try:
+                self._encoding(_EVERY_BYTE)
+            except Exception as error:  # the library raises bare Exception
+                raise ModelFormatError(f"the tokenizer cannot encode every text: {str(error)[:_ECHO_MAX]}") from error
         self._byte_level = decoder.get("type") == "ByteLevel"
         self._bytes_of: list[bytes] | None = self._token_bytes() if self._byte_level else None
         #: No token stands for more bytes than this; 0: not known.
