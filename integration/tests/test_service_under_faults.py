@@ -15,10 +15,13 @@ DRIVER = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
 SECONDS = 60
 #: Kills of both instances, and a process that stands still for longer than a link may, in the middle of a prompt.
 SEED = 6
+#: At most so many faults, however fast the machine is: what comes behind them is tried by night.
+FAULTS = 8
 
 
 def test_a_service_under_faults_heals_and_holds_nothing_afterwards() -> None:
     """Processes killed and stopped one after the other; every answer right, everybody told, everything given back."""
-    command = [sys.executable, str(DRIVER), "--seconds", str(SECONDS), "--seed", str(SEED)]
+    limits = ["--seconds", str(SECONDS), "--seed", str(SEED), "--faults", str(FAULTS)]
+    command = [sys.executable, str(DRIVER), *limits]
     done = subprocess.run(command, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
