@@ -68,6 +68,12 @@ def model_of(url: str) -> str:
     return httpx.get(f"{url}/v1/models", timeout=30, trust_env=False).json()["data"][0]["id"]
 
 
+def serves(url: str, model: str) -> bool:
+    """Whether a short request is answered: a front may take an instance for its predecessor for a moment."""
+    body = {"model": model, "prompt": "serves", "max_tokens": 2}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False).status_code == 200
+
+
 def until(launcher: Launcher, condition: Callable[[], bool], limit_s: float, what: Callable[[], object]) -> None:
     end = time.monotonic() + limit_s
     while not condition():
@@ -219,7 +225,7 @@ def test_restarts_of_one_instance_do_not_wear_the_other_away(launcher: Launcher,
         until(launcher, lambda r=restarts: launcher.restarts > r, 30, lambda: launcher.deaths)  # type: ignore[misc]
         until(
             launcher,
-            lambda: httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200,
+            lambda: httpx.get(f"{url}/health", timeout=10, trust_env=False).status_code == 200 and serves(url, model),
             90,
             lambda: launcher.deaths,
         )
