@@ -353,6 +353,15 @@ COMMANDS = {
 }
 
 
+@pytest.fixture
+def late_signals_are_nothing():
+    """A second signal may come when the launcher has ended and given its handlers back: it must not end the tests."""
+    before = {number: signal.signal(number, lambda _number, _frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def perform(launcher, command):
     """On the generation instance, or on the launcher itself."""
     if command.endswith("signal"):
@@ -403,7 +412,7 @@ def as_soon_as(condition, act):
         for command in cells
     ],
 )
-def test_every_command_in_every_state(service, monkeypatch, tmp_path, state, command):
+def test_every_command_in_every_state(late_signals_are_nothing, service, monkeypatch, tmp_path, state, command):
     """It ends as the table says, long before a time-out, and no process or folder is left."""
     ends, restarts = COMMANDS[state][command]
     launcher, lines = make(service, restart="instance")
