@@ -201,8 +201,9 @@ def test_many_prompts_cancelled_four_times_over(launcher: Launcher, count: int) 
         come_to_rest(launcher)
 
 
-@pytest.mark.parametrize("owner", ["gen-0", pytest.param("ctx-0", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("owner", ["gen-0", "ctx-0"])
+@pytest.mark.parametrize("times", [3, 20])
 def test_restarts_of_one_instance_do_not_wear_the_other_away(launcher: Launcher, owner: str, times: int) -> None:
     """Killed in the middle of requests, again and again: blocks, agreements, descriptors and memory of the other as before."""
     url = launcher.front_url
