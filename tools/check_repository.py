@@ -3,7 +3,7 @@
 - layering: no package imports another (meta-executor may import all); a foreign library is imported by its adapter only
 - pinned memory: pinned or registered allocations only through the modules named in ``PINNED_ALLOCATORS``
 - no proxies of the environment: every HTTP client says ``trust_env=False``, or a key would go to ``HTTP_PROXY``
-- licence, version and files that every package has
+- licence, version and files that every package has; nothing at the top level that is not named in ``TOP_LEVEL``
 - keys and tokens that were committed by mistake
 - whitespace and YAML
 - sign-off of every commit since a given one (DCO), with ``--sign-off-since REV``
@@ -23,6 +23,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {path.name: path.name.replace("-", "_") for path in sorted((ROOT / "packages").iterdir()) if path.is_dir()}
+#: What lies at the top level: anything else, a note or an output, got there by mistake.
+TOP_LEVEL = frozenset({
+    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "README.md", "conftest.py",
+    "constraints.txt", "docs", "integration", "noxfile.py", "packages", "pyproject.toml", "testlists", "tools",
+})  # fmt: skip
 #: The composing package; it alone imports its siblings.
 COMPOSER = "meta-executor"
 #: Foreign library → file stems that may import it inside a package that follows the pure-core shape.
@@ -210,6 +215,12 @@ def check_package_files(_files: list[Path]) -> Iterator[str]:
             yield f"packages/{package}/tests: no tests"
 
 
+def check_top_level(files: list[Path]) -> Iterator[str]:
+    """Nothing lies there by mistake."""
+    for name in sorted({path.relative_to(ROOT).parts[0] for path in files} - TOP_LEVEL):
+        yield f"{name}: is not one of the files and folders of the top level"
+
+
 def check_whitespace(files: list[Path]) -> Iterator[str]:
     """No trailing blanks, no tabs in Python and YAML, one newline at the end."""
     for path in files:
@@ -283,6 +294,7 @@ CHECKS: dict[str, Callable[[list[Path]], Iterator[str]]] = {
     "pinned-memory": check_pinned_memory,
     "environment-proxies": check_environment_proxies,
     "package-files": check_package_files,
+    "top-level": check_top_level,
     "whitespace": check_whitespace,
     "secrets": check_secrets,
     "yaml": check_yaml,

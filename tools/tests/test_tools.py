@@ -134,10 +134,11 @@ def test_every_client_refuses_proxies_of_the_environment(tmp_path, monkeypatch, 
         ("a.yml", "a: 1\na: 2\n", "check_yaml"),
         ("a.yml", "a: [\n", "check_yaml"),
         ("packages/p/src/p/a.py", "t = torch.empty(3, pin_memory=True)\n", "check_pinned_memory"),
+        ("NOTES.md", "to be mended\n", "check_top_level"),
     ],
 )
 def test_each_rule_finds_its_breach(tmp_path, monkeypatch, name, text, check_name):
-    """Whitespace, YAML with a key twice, pinned memory outside of its module."""
+    """Whitespace, YAML with a key twice, pinned memory outside of its module, what lies where it does not belong."""
     monkeypatch.setattr(check, "ROOT", tmp_path)
     assert list(getattr(check, check_name)([write(tmp_path, name, text)]))
 
