@@ -411,18 +411,29 @@ def _shape_of(share: _Share, tokens: int) -> _Shape:
 
 
 #: Shares of pairs of layouts, by the objects' ids: layouts are immutable, and a request's plan begins with the same ones again.
-_KNOWN_SHARES: OrderedDict[tuple[int, int, int | None], tuple[InstanceLayout, KVLayout, list[_Share]]] = OrderedDict()
+#: Without a source, the target's own.
+_KNOWN_SHARES: OrderedDict[tuple[int, int, int | None], tuple[InstanceLayout | None, KVLayout, tuple[_Share, ...]]] = (
+    OrderedDict()
+)
 _KNOWN_SHARES_MAX: Final = 256
 
 
-def _shares(source: InstanceLayout, target: KVLayout, source_adp_rank: int | None) -> list[_Share]:
-    """Who provides what of the target, from the two shapes alone."""
+def _shares(source: InstanceLayout | None, target: KVLayout, source_adp_rank: int | None) -> tuple[_Share, ...]:
+    """Who provides what of the target, from the two shapes alone.
+
+    Without a source: all of the target, derived without the writers' shares, against which these are proven.
+    """
     key = (id(source), id(target), source_adp_rank)
     known = _KNOWN_SHARES.get(key)
     # An id is used again only after its object has gone, and what is kept here has not.
     if known is not None:
         return known[2]
-    shares = _derived_shares(source, target, source_adp_rank)
+    if source is None:
+        shares = tuple(
+            _Share(0, group, group, group.layer_ids, group.first_head, group.head_count) for group in target.groups
+        )
+    else:
+        shares = tuple(_derived_shares(source, target, source_adp_rank))
     while len(_KNOWN_SHARES) >= _KNOWN_SHARES_MAX:
         _KNOWN_SHARES.popitem(last=False)
     _KNOWN_SHARES[key] = (source, target, shares)
@@ -863,26 +874,8 @@ def request_ranges(target: KVLayout, target_blocks: RequestBlocks, tokens: Token
     return _request_ranges(target, _all_pieces(target, target_blocks, tokens), {})
 
 
-#: The target's own shares, one per group, by the layout's id: as ``_KNOWN_SHARES``.
-_KNOWN_OWN: OrderedDict[int, tuple[KVLayout, tuple[_Share, ...]]] = OrderedDict()
-
-
-def _own_shares(target: KVLayout) -> tuple[_Share, ...]:
-    """All of the target, derived without the writers' shares, against which these are proven."""
-    known = _KNOWN_OWN.get(id(target))
-    if known is not None:
-        return known[1]
-    shares = tuple(
-        _Share(0, group, group, group.layer_ids, group.first_head, group.head_count) for group in target.groups
-    )
-    while len(_KNOWN_OWN) >= _KNOWN_SHARES_MAX:
-        _KNOWN_OWN.popitem(last=False)
-    _KNOWN_OWN[id(target)] = target, shares
-    return shares
-
-
 def _request_ranges(target: KVLayout, pieces: dict[int, _Pieces], joined: _Joined) -> tuple[Int64Array, Int64Array]:
-    parts = [_target_ranges(share, pieces[share.target.group_id], joined) for share in _own_shares(target)]
+    parts = [_target_ranges(share, pieces[share.target.group_id], joined) for share in _shares(None, target, None)]
     addresses, sizes = _whole(parts)
     if overlaps(addresses, sizes):
         raise PlanRefused(Reason.OVERLAP, "the target's blocks alias: one byte would hold two tokens")
