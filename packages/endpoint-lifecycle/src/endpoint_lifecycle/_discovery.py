@@ -172,6 +172,7 @@ class RegistryBook:
     _aside: dict[str, bytes] = field(default_factory=dict)
     _known: dict[str, Registration] = field(default_factory=dict)
     _suspects: dict[str, float] = field(default_factory=dict)
+    #: Servers given back to the target without a record, because another key speaks for them.
     _asked: set[str] = field(default_factory=set)
     _revision: int = 0
     _sets: int = 0
@@ -280,10 +281,11 @@ class RegistryBook:
                 # Another key speaks for the same address, of a lifetime before this one: who lives there now is asked.
                 self.target.add_server(server, other.role)
                 self._asked.add(server)
-        if other is None and (registration.record is None or server in self._asked) and server in self.target.servers():
+        if other is not None:
+            return
+        if (registration.record is None or server in self._asked) and server in self.target.servers():
             self.target.remove_server(server)
-        if other is None:
-            self._asked.discard(server)
+        self._asked.discard(server)
 
     def statistics(self) -> BookStatistics:
         """Counters so far."""
