@@ -279,9 +279,8 @@ def _measure(tls: str | None, folder: str) -> dict[str, list[float]]:
         sender.expect(RequestKey(number, 0), 1)
         sender.ready(RequestKey(number, 0), lambda request: loan if request.pulls else transfer, claim=number)
         polls: list[tuple[float, float, int, int]] = []
-        while not answered.poll(
-            0
-        ):  # pipe.poll() makes a selector each time: ten times as dear as this, twice in a bounce
+        # pipe.poll() makes a selector each time: ten times as dear as this, twice in a bounce.
+        while not answered.poll(0):
             usage, wall, cpu = resource.getrusage(resource.RUSAGE_THREAD), time.monotonic(), time.thread_time()
             served += sender.poll()
             cpu, wall = time.thread_time() - cpu, time.monotonic() - wall

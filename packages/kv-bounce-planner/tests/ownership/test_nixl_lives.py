@@ -318,9 +318,8 @@ def test_peers_that_die_leave_everything_as_it_was(make_peer, together, killed, 
             released = 0
         if life == min(lives // 2, 20):
             baseline = census
-    for _ in range(
-        100
-    ):  # UCX closes what it had to a dead peer when it next looks at it, which is later on a busy machine
+    # UCX closes what it had to a dead peer when it next looks at it, which is later on a busy machine.
+    for _ in range(100):
         if grown(baseline, census) == {}:
             break
         survivor("poll", seconds=0.2)

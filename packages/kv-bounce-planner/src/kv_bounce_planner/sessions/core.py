@@ -13,6 +13,7 @@ because the core also knows which of its effects were handed out.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -129,7 +130,7 @@ EffectT = TypeVar("EffectT")
 _Log = tuple[Any, Any, float, tuple[Any, ...]]
 
 
-class Core(Generic[RecordT, EventT, EffectT]):
+class Core(ABC, Generic[RecordT, EventT, EffectT]):
     """Base of ``ReceiveTransfer`` and ``SendTransfer``."""
 
     def __init__(self, records: dict[OperationIdentity, RecordT]) -> None:
@@ -232,16 +233,17 @@ class Core(Generic[RecordT, EventT, EffectT]):
             step, count = entry, 0
         return step[3][count], (step, count + 1)
 
+    @abstractmethod
     def _anew(self) -> Core[RecordT, EventT, EffectT]:
         """This core as it was made."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, event: EventT, now_s: float) -> None:
-        raise NotImplementedError
+        """What this event says about the records."""
 
+    @abstractmethod
     def _advance(self, now_s: float) -> None:
         """What follows from the records as they are now."""
-        raise NotImplementedError
 
     def _proven(self, record: RecordT, operation: OperationIdentity, kind: ProofKind) -> None:
         record.proof = _prove(kind, operation, record.evidence if kind in _EVIDENCED else ())

@@ -104,8 +104,10 @@ class ExposureLedger:
         if not self._left:
             return
         owners = self._ranges[2]
-        left = next(iter(self._left)) if len(self._left) == 1 else None
-        keep = owners != left if left is not None else ~np.isin(owners, list(self._left))
+        if len(self._left) == 1:  # mostly, and much faster
+            keep = owners != next(iter(self._left))
+        else:
+            keep = ~np.isin(owners, list(self._left))
         self._ranges = self._ranges.compress(keep, axis=1)
         self._left.clear()
 

@@ -266,7 +266,6 @@ class Quarantine:
     """At least one operation has no proof at the end of the drain clock: memory and region are kept for ever."""
 
     reason: str
-    operations: tuple[OperationIdentity, ...]
     story: tuple[str, ...]
 
 
@@ -785,10 +784,8 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         doubtful = self._in_state(_S.QUARANTINED)
         self.settled = True
         if self._scatter is ScatterState.BROKEN:
-            self._effects.append(Quarantine("scatter in doubt", tuple(self._records), self._stories(self._records)))
+            self._effects.append(Quarantine("scatter in doubt", self._stories(self._records)))
         elif doubtful:
-            self._effects.append(
-                Quarantine("no proof at the end of the drain clock", doubtful, self._stories(doubtful))
-            )
+            self._effects.append(Quarantine("no proof at the end of the drain clock", self._stories(doubtful)))
         else:
             self._effects.append(Release(self._proofs))

@@ -648,7 +648,7 @@ class Receiver(Shell[_Receive]):
                 self._forget(record)
                 self._counters["released"] += 1
                 self._settle(MemoryReleased(identity, record.claim, record.proven, unfilled))
-            case rc.Quarantine(reason, _, story):
+            case rc.Quarantine(reason, story):
                 byte_count = record.owned.byte_count
                 if record.advertised is not None:
                     byte_count += record.advertised.quarantine()

@@ -249,7 +249,6 @@ class ReleaseSource:
 @dataclass(frozen=True)
 class QuarantineSource:
     reason: str
-    operations: tuple[OperationIdentity, ...]
     story: tuple[str, ...]
 
 
@@ -770,8 +769,6 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
             return
         doubtful = self._in_state(_S.QUARANTINED)
         if doubtful:
-            self._effects.append(
-                QuarantineSource("no proof at the end of the drain clock", doubtful, self._stories(doubtful))
-            )
+            self._effects.append(QuarantineSource("no proof at the end of the drain clock", self._stories(doubtful)))
         else:
             self._effects.append(ReleaseSource(self._proofs))

@@ -706,7 +706,7 @@ class Sender(Shell[_Send]):
                 owned: OwnedMemory[Any] = OwnedMemory(record.claim, record.core.operations)
                 self._counters["released"] += 1
                 self._settle(SourceReleased(request, record.claim, owned.prove(proofs)))
-            case sc.QuarantineSource(reason, _, story):
+            case sc.QuarantineSource(reason, story):
                 core = record.core
                 byte_count = max((core.request_of(operation).byte_count for operation in core.operations), default=0)
                 self._counters["quarantined"] += 1

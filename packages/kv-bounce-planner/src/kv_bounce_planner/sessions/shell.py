@@ -28,6 +28,7 @@ import enum
 import hashlib
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -187,7 +188,7 @@ class _Gone:
     answer_until_s: float | None = None
 
 
-class Shell(Generic[OpenT]):
+class Shell(ABC, Generic[OpenT]):
     """Base of ``Receiver`` and ``Sender``."""
 
     def __init__(
@@ -799,10 +800,8 @@ class Shell(Generic[OpenT]):
         while (found := core.next_effect()) is not None:
             effect, told = found
             once = isinstance(effect, self._once)
-            if once:
-                core.told = (
-                    told  # before: what an interrupt breaks off in the middle of this one is not performed again
-                )
+            if once:  # ticked off before: what an interrupt breaks off in the middle of it is not performed again
+                core.told = told
             error: Exception | None = None
             try:
                 self._perform(record, effect)
@@ -900,33 +899,36 @@ class Shell(Generic[OpenT]):
     _once: tuple[type, ...] = ()
 
     @property
+    @abstractmethod
     def _phases(self) -> tuple[Callable[[], None], ...]:
         """What one poll does, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drain(self) -> DrainReport:
         """What is still owned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _perform(self, record: OpenT, effect: Any) -> None:
-        raise NotImplementedError
+        """Do what that record's core wants; under the lock."""
 
+    @abstractmethod
     def _open(self) -> Iterable[OpenT]:
         """Every transfer or request that has a record."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _of(self, operation: OperationIdentity) -> OpenT | None:
-        raise NotImplementedError
+        """The record that has this operation."""
 
+    @abstractmethod
     def _plan(self, record: OpenT, operation: OperationIdentity) -> bool:
         """Ask the planner and keep its answer. Returns whether a bounce region is wanted."""
-        raise NotImplementedError
 
     def _mark(self, arrived: ArrivedMark) -> None:
         """A notification came in: only receivers believe any."""
 
+    @abstractmethod
     def _take(self, life: PeerLife, message: Message) -> None:
-        raise NotImplementedError
+        """A message of a life that was introduced."""
 
     def _ask_again(self, life: PeerLife) -> None:
         """A link is back: whoever exposed memory asks what became of it."""
@@ -935,9 +937,9 @@ class Shell(Generic[OpenT]):
     def _met(self, life: PeerLife) -> None:
         """A life of a peer was introduced that was not known before."""
 
+    @abstractmethod
     def _interested(self) -> set[PeerId]:
         """Peers of which an end is awaited."""
-        raise NotImplementedError
 
     def _peer_in_doubt(self, peer: PeerId, reason: str) -> None:
         with self._lock:
@@ -954,8 +956,9 @@ class Shell(Generic[OpenT]):
             self._contain(error)
         self._step_all(shared.PeerEvidenced(peer, evidence))
 
+    @abstractmethod
     def _peers(self) -> set[PeerId]:
-        raise NotImplementedError
+        """Every peer that has a life here, or an operation."""
 
     def _peer_retired(self, instance: tuple[str, str]) -> None:
         """Drop what is remembered about the peers of an instance."""
