@@ -22,559 +22,39 @@ import contextlib
 import gc
 import os
 import random
-import selectors
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
+from simulation import Violation
+from simulation.clock import SimulatedLoop
+from simulation.engine import SimulatedEngine
+from simulation.site import Site
+from simulation.wires import Http, Worker
 
-from endpoint_lifecycle import EndpointError, EndpointOwner
-from kv_bounce_planner.planning import InstanceLayout, from_kv_memory
-from kv_bounce_planner.sessions import (
-    BounceArena,
-    ExposureLedger,
-    PeerId,
-    Receiver,
-    Sender,
-    SessionConfig,
-    SessionResources,
-)
-from kv_bounce_planner.sessions.proof import WriteExecutor
-from kv_bounce_planner.testing import FakeNetwork, FakeTransport, FakeWorld
-from meta_executor import wire
-from meta_executor.api.endpoint import OwnedEndpoint
-from meta_executor.api.service import ExecutorService, Submit
-from meta_executor.config import FrontRouterConfig, HttpConfig, SyntheticConfig
-from meta_executor.discovery import profile_of
-from meta_executor.engine.base import SamplingParams, StageSpec, StepInput, StepOutput
-from meta_executor.engine.synthetic import SyntheticEngine
-from meta_executor.executor.aux_slots import AuxSlots
-from meta_executor.executor.bell import RingingTransport
-from meta_executor.executor.compose import (
-    ComposedRank,
-    ReceivingParts,
-    SendingParts,
-    Settings,
-    Surroundings,
-    compose_context,
-    compose_generation,
-)
-from meta_executor.executor.links import LocalWorld
-from meta_executor.executor.request import Answers, Request, decoder, encoder
-from meta_executor.executor.scheduler import StepLimits
+from endpoint_lifecycle import EndpointError
+from meta_executor.config import FrontRouterConfig, HttpConfig
+from meta_executor.engine.base import SamplingParams, StageSpec
+from meta_executor.executor.request import Request
 from meta_executor.executor.testing import reference_tokens
-from meta_executor.executor.tiers import TierPolicy
-from meta_executor.executor.work import ChainWork
 from meta_executor.front.dispatch import Dispatch, Job
-from meta_executor.front.leg import UNREACHABLE, LegError
+from meta_executor.front.leg import LegError
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.routers import Routers
 from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.bounds import Ledger
-from pp_agreement import Agreement, AgreementConfig, Domain, InProcessNetwork
-from rpc_local_registry import RpcPeerDead, RpcUnreachable
 
-#: How long a control link may be away, a transfer may take, and memory may be in doubt (s).
-LINK_S, TRANSFER_S, DOUBT_S = 1.0, 3.0, 6.0
-#: Longest pause of a rank that has nothing to do, and of one that waits for what tells nobody (s).
-IDLE_S, POLL_S = 0.05, 0.004
 #: After the last client was told, everything must be at rest within this time (s).
 REST_S = 60.0
 #: A request's own limit (s): whatever happens, a client is told before.
 REQUEST_S = 20.0
 #: Healed, the service answers again within this time (s).
 AGAIN_S = 10.0
-
-
-class Violation(Exception):
-    """Something does not hold."""
-
-
-# -- time -------------------------------------------------------------------------------------------------------------
-
-
-class _Jump(selectors.BaseSelector):
-    """Waits for nothing: the time that a wait would have taken has passed when it is asked for."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Violation("nothing will ever happen again")
-        self.now_s += max(timeout, 0.0)
-        return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, 0, None)
-
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        return selectors.SelectorKey(fileobj, 0, events, data)
-
-    def get_map(self) -> dict[Any, Any]:
-        return {}
-
-    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
-        raise KeyError(fileobj)
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock stands still while anything runs."""
-
-    def __init__(self) -> None:
-        self._jump = _Jump()
-        super().__init__(self._jump)
-
-    def time(self) -> float:
-        return self._jump.now_s
-
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)  # there is one thread
-
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> asyncio.Future[Any]:
-        done = self.create_future()
-        done.set_result(func(*args))
-        return done
-
-
-# -- engine -----------------------------------------------------------------------------------------------------------
-
-
-class SimulatedEngine(SyntheticEngine):
-    """The engine that reads all KV; a step has run when it is launched, and ends at its time."""
-
-    def __init__(self, config: SyntheticConfig, stage: StageSpec, later: Callable[[Callable[[], None]], float]) -> None:
-        super().__init__(config, stage)
-        super().close()
-        self._later = later
-
-    def launch(self, step: StepInput) -> Any:
-        return _Step(self._step(step), self._later)
-
-    def close(self) -> None:
-        """There is no thread."""
-
-
-class _Step:
-    def __init__(self, output: StepOutput, later: Callable[[Callable[[], None]], float]) -> None:
-        self._output = output
-        self._ended = False
-        self._call: Callable[[], None] = lambda: None
-        later(self._end)
-
-    def _end(self) -> None:
-        self._ended = True
-        self._call()
-
-    def add_done_callback(self, call: Callable[[], None]) -> None:
-        self._call = call
-        if self._ended:
-            call()
-
-    def done(self) -> bool:
-        return self._ended
-
-    def result(self) -> StepOutput:
-        if not self._ended:
-            raise Violation("a step was asked for its result before its end")
-        return self._output
-
-
-class _Now(SyntheticEngine):
-    """For the reference: no time, no thread."""
-
-    def launch(self, step: StepInput) -> Any:
-        return _Step(self._step(step), lambda end: end() or 0.0)
-
-
-# -- one rank, one instance -------------------------------------------------------------------------------------------
-
-
-class Rank:
-    """A rank's parts, its process, and what drives it."""
-
-    def __init__(self, site: Site, instance: Instance, rank: int) -> None:
-        self._site = site
-        self._instance = instance
-        self.rank = rank
-        self.peer = PeerId("unknown", "unknown", rank)
-        self.made: ComposedRank | None = None
-        self.session: Sender | Receiver | None = None
-        self.agreement: Agreement | None = None
-        self.faults: list[str] = []
-        self.stands_until_s = 0.0
-        self._bell: asyncio.Future[None] | None = None
-
-    @property
-    def process(self) -> str:
-        return f"{self._instance.name}/{self.rank}"
-
-    @property
-    def parts(self) -> ComposedRank:
-        if self.made is None:
-            raise Violation("a rank was asked before it was made")
-        return self.made
-
-    def ring(self) -> None:
-        """There is something for it."""
-        if self._bell is not None and not self._bell.done():
-            self._bell.set_result(None)
-
-    async def drive(self) -> None:
-        """Iterate until it has left, or has met a fault: then its process ends, and with it its instance."""
-        loop = asyncio.get_running_loop()
-        parts, chance = self.parts.loop, self._site.chance
-        while not parts.left:
-            if self.stands_until_s > loop.time():
-                await asyncio.sleep(self.stands_until_s - loop.time())
-                continue
-            moved = parts.iterate(loop.time())
-            if parts.fault:
-                self._site.tell(f"{self.process} ends by a fault: {parts.fault}")
-                self._instance.die()
-                return
-            if moved:
-                self._instance.ring()
-                await asyncio.sleep(chance.uniform(0.00002, 0.0003))
-                continue
-            cap_s = parts.poll_cap_s
-            self._bell = loop.create_future()
-            timer = loop.call_later(IDLE_S if cap_s is None else max(cap_s, POLL_S), self.ring)
-            try:
-                await self._bell
-            finally:
-                timer.cancel()
-                self._bell = None
-
-
-_ENCODER, _DECODER = encoder(), decoder(Answers)
-
-
-class Instance:
-    """One lifetime of an instance: its ranks, and its service at an address."""
-
-    def __init__(self, site: Site, owner_id: str, role: str, lifetime: int) -> None:
-        self.site = site
-        self.role = role
-        self.owner_id = owner_id
-        self.name = f"{owner_id}.{lifetime}"
-        self.address = f"sim://{self.name}"
-        self.alive = True
-        self.streams: list[Any] = []
-        shape = site.shape
-        count = shape.stages if role == "context" else shape.generation_ranks
-        owner = EndpointOwner(owner_id, self.name, role, mint_generation=lambda: f"{self.name}-generation")
-        self.owner = owner
-        stages = StageSpec.split(site.model.layer_count, count) if role == "context" else [
-            StageSpec(0, 1, 0, site.model.layer_count)
-        ] * count  # fmt: skip
-        blocks = shape.context_blocks if role == "context" else shape.generation_blocks
-        self.ranks = [Rank(site, self, rank) for rank in range(count)]
-        engines = [
-            SimulatedEngine(site.model, stage, lambda end, rank=rank: site.later(rank, end))
-            for stage, rank in zip(stages, self.ranks)
-        ]
-        memories = [engine.allocate_kv(blocks, shape.block_tokens) for engine in engines]
-        for memory in memories:
-            site.world.add_buffer(memory.owner)
-        layouts = [
-            from_kv_memory(
-                memory, rank=rank, layer_ids=tuple(stages[rank].layers), head_total=site.model.kv_head_count, dtype="float32"
-            )
-            for rank, memory in enumerate(memories)
-        ]  # fmt: skip
-        whole = InstanceLayout(self.name, tuple(layouts), **{"pp_size" if role == "context" else "adp_size": count})
-        info = wire.ServerInfo(
-            ready=False, state="NEW", role=role, owner_id=owner_id, instance_id=self.name, world_size=count,
-            pipeline_parallel_size=count if role == "context" else 1,
-            attention_dp_size=1 if role == "context" else count,
-            model="synthetic", vocab_size=site.model.vocab_size, layout=msgspec.json.decode(whole.to_json()), profile="one",
-            processes=tuple(rank.process for rank in self.ranks),
-            limits=wire.Limits(
-                max_seq_len=256, kv_tokens=blocks * shape.block_tokens, max_batch_size=4, max_num_tokens=16,
-                max_queue_size=4096, pre_active_requests=4,
-            ),
-        )  # fmt: skip
-        record = owner.finalize().publish(
-            tuple(f"tcp://{self.name}:{1 + rank}" for rank in range(count)), profile_of(info)
-        )
-        generation = str(record.generation)
-        self.endpoint = OwnedEndpoint(owner, info)
-        self.endpoint.service_address = self.address
-        settings = Settings(
-            limits=StepLimits.for_instance(
-                max_batch_size=4, max_num_tokens=16, stage_count=count if role == "context" else 1, pre_active_requests=None
-            ),
-            block_count=blocks, block_tokens=shape.block_tokens, enable_block_reuse=shape.reuse,
-            transfer_timeout_s=TRANSFER_S, lease_timeout_s=shape.lease_s if role == "context" else None,
-        )  # fmt: skip
-        world = LocalWorld(count)
-        self.agreements = InProcessNetwork(
-            Domain(1, tuple(range(count))), clock=site.now_s, delay_s=site.agreement_delay
-        )
-        for rank, engine in zip(self.ranks, engines):
-            rank.peer = PeerId(self.name, generation, rank.rank)
-            site.rank_of[rank.peer] = rank
-            link = world.link(rank.rank)
-            aux = AuxSlots(256)
-            site.world.add_buffer(aux._slab)
-            around = Surroundings(
-                rank=rank.rank, size=count, engine=engine, aux=aux, link=link, work=ChainWork(link), clock=site.now_s,
-                wake=rank.ring, deliver=self._deliver, on_fault=rank.faults.append,
-            )  # fmt: skip
-            resources = SessionResources(
-                FakeTransport(site.world, rank.peer), site.network.channel(rank.peer, linked=True), arena=site.arena(),
-                clock=site.now_s,
-            )  # fmt: skip
-            bounds = SessionConfig(
-                drain_deadline_s=DOUBT_S, link_timeout_s=LINK_S, introduction_timeout_s=LINK_S + 1.0,
-                operation_timeout_s=4 * TRANSFER_S,
-            )  # fmt: skip
-            if role == "context":
-                self._compose_context(rank, around, settings, resources, bounds, whole)
-            else:
-                rank.session = Receiver(rank.peer, resources, bounds, ledger=ExposureLedger())
-                tiers = TierPolicy.configured(
-                    enable_bounce=shape.bounce, bounce_bytes_min=0, arena_bytes=1 << 16, transport_key="tcp"
-                )
-                rank.made = compose_generation(
-                    around,
-                    settings,
-                    ReceivingParts(
-                        rank.session, rank.peer, layouts[rank.rank], tiers, connect=site.connect(rank.peer),
-                        process_is_gone=site.gone.__contains__,
-                    ),
-                )  # fmt: skip
-        desk = self.ranks[0].parts.desk
-        if desk is None:
-            raise Violation("rank 0 has no desk")
-        self.desk = desk
-        self.service = ExecutorService(
-            desk, role=role, endpoint=self.endpoint, statistics=bytes, routing=lambda count: b""  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.tasks = [asyncio.create_task(rank.drive(), name=rank.process) for rank in self.ranks]
-        for task in self.tasks:
-            task.add_done_callback(site.driven)
-
-    def _compose_context(
-        self, rank: Rank, around: Surroundings, settings: Settings, resources: SessionResources, bounds: SessionConfig,
-        whole: InstanceLayout,
-    ) -> None:  # fmt: skip
-        site = self.site
-        rank.agreement = Agreement(
-            self.agreements.domain, rank.rank,
-            RingingTransport(self.agreements.transport(rank.rank), lambda peer: site.after(0.0006, self.ranks[peer].ring)),
-            AgreementConfig(credits=64, lease_timeout_s=site.shape.lease_s), clock=site.now_s,
-        )  # fmt: skip
-        rank.agreement.open()
-        rank.session = Sender(rank.peer, resources, bounds)
-        rank.made = compose_context(
-            around,
-            settings,
-            SendingParts(
-                rank.session, rank.agreement, whole, process_of=lambda peer: site.rank_of[peer].process,
-                process_is_gone=site.gone.__contains__,
-            ),
-        )  # fmt: skip
-
-    def _deliver(self, answers: Answers) -> None:
-        self.service.deliver(_DECODER.decode(_ENCODER.encode(answers)))
-
-    def ring(self) -> None:
-        for rank in self.ranks:
-            rank.ring()
-
-    def die(self) -> None:
-        """Every process of it ends as it is."""
-        if not self.alive:
-            return
-        self.alive = False
-        self.site.tell(f"{self.name} dies")
-        for rank, task in zip(self.ranks, self.tasks):
-            if task is not asyncio.current_task():
-                task.cancel()
-            self.site.world.kill(rank.peer)
-            self.site.gone.add(rank.process)
-            for other in self.site.rank_of:
-                if other.instance != rank.peer.instance:
-                    self.site.sever(rank.peer, other)
-        for stream in self.streams:
-            stream.break_off()
-
-
-# -- the front's way to an instance -----------------------------------------------------------------------------------
-
-
-class _Stream:
-    """Answers of an instance on their way to the front."""
-
-    def __init__(self, worker: Worker, subscriber: str) -> None:
-        self._worker = worker
-        self._broken = False
-        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
-        self._pump = asyncio.create_task(self._carry(subscriber), name=f"stream {worker.instance.name}")
-
-    async def _carry(self, subscriber: str) -> None:
-        site, instance = self._worker.site, self._worker.instance
-        if not await self._worker.reached():
-            self._worker.open.set()
-            self._inbox.put_nowait(RpcUnreachable("nobody listens there"))
-            return
-        instance.streams.append(self)
-        source = instance.service.answers(subscriber)
-        self._worker.open.set()
-        inbox = source._take()
-        try:
-            while not self._broken:
-                item = await inbox.get_async(None)
-                if not isinstance(item, Answers):
-                    break
-                await asyncio.sleep(site.delay())
-                self._inbox.put_nowait(item)
-        finally:
-            source._cancel()
-            self._inbox.put_nowait(RpcPeerDead("the stream broke") if self._broken or not instance.alive else None)
-
-    def break_off(self) -> None:
-        self._broken = True
-        self._pump.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Answers]:
-        return self._read()
-
-    async def _read(self) -> AsyncIterator[Answers]:
-        try:
-            while (item := await self._inbox.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            self._pump.cancel()
-
-
-class Worker:
-    """``WorkerClient`` over simulated wires."""
-
-    def __init__(self, site: Site, instance: Instance) -> None:
-        self.site = site
-        self.instance = instance
-        self.open = asyncio.Event()
-
-    async def reached(self) -> bool:
-        await asyncio.sleep(self.site.delay())
-        return self.instance.alive
-
-    async def _there(self) -> ExecutorService:
-        if not await self.reached():
-            raise RpcUnreachable("nobody listens there")
-        return self.instance.service
-
-    async def _back(self) -> None:
-        await asyncio.sleep(self.site.delay())
-        if not self.instance.alive:
-            raise RpcPeerDead("it died before it answered")
-
-    async def submit(self, subscriber: str, batch: Sequence[Submit]) -> list[wire.ErrorBody | None]:
-        service = await self._there()
-        if not self.open.is_set():
-            await self.open.wait()  # a stream is open before any later call of the same client
-            if not self.instance.alive:
-                raise RpcUnreachable("nobody listens there")
-        outcomes = service.submit_batch(subscriber, iter(batch))
-        await self._back()
-        return outcomes
-
-    def answers(self, subscriber: str) -> Any:
-        return _Stream(self, subscriber)
-
-    def stop(self, request_id: int, reason: str) -> None:
-        self.site.after(
-            self.site.delay(), lambda: self.instance.alive and self.instance.service.abort(request_id, reason)
-        )
-
-    async def abort(self, request_id: int, reason: str) -> bool:
-        known = (await self._there()).abort(request_id, reason)
-        await self._back()
-        return known
-
-    async def introduce(self, url: str, server_info: bytes) -> wire.ErrorBody | None:
-        refused = (await self._there()).introduce(url, server_info)
-        await self._back()
-        return refused
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-class Http:
-    """What is asked of instances beside their streams."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    async def server_info(self, server: str) -> bytes:
-        await asyncio.sleep(self._site.delay())
-        instance = self._site.at[server]
-        if not instance.alive:
-            raise LegError("", server, UNREACHABLE, "nobody listens there", received=False)
-        told = wire.encode_json(instance.endpoint.info())
-        await asyncio.sleep(self._site.delay())
-        return told
-
-    async def abort(self, server: str, request_id: int, reason: str) -> bool:
-        return False
-
-    async def close(self) -> None:
-        """Nothing is held."""
-
-
-# -- one seed ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a seed builds."""
-
-    style: str
-    contexts: int
-    generations: int
-    stages: int
-    generation_ranks: int
-    context_blocks: int
-    generation_blocks: int
-    block_tokens: int
-    bounce: bool
-    reuse: bool
-    lease_s: float | None
-    executor: WriteExecutor
-    faults: int
-
-    @staticmethod
-    def of(chance: random.Random) -> Shape:
-        return Shape(
-            style=chance.choice(("context_first", "generation_first")),
-            contexts=chance.choice((1, 1, 2)),
-            generations=chance.choice((1, 1, 2)),
-            stages=chance.choice((1, 2, 3)),
-            generation_ranks=chance.choice((1, 2)),
-            context_blocks=chance.choice((12, 24, 64)),
-            generation_blocks=chance.choice((16, 32, 64)),
-            block_tokens=4,
-            bounce=chance.random() < 0.3,
-            reuse=chance.random() < 0.4,
-            lease_s=chance.choice((None, None, 0.05)),
-            executor=chance.choice((WriteExecutor.RECEIVER, WriteExecutor.SENDER)),
-            faults=chance.choice((0, 1, 2, 4)),
-        )
 
 
 @dataclass
@@ -586,124 +66,14 @@ class Told:
     error: str = ""
 
 
-class _Network(FakeNetwork):
-    """Control links; who gets a frame is woken."""
+class Simulation(Site):
+    """Clients and faults of one seed, and what must hold at its end."""
 
-    def __init__(self, site: Site) -> None:
-        super().__init__()
-        self._site = site
-
-    def _send(self, source: PeerId, target: PeerId, frame: bytes) -> None:
-        super()._send(source, target, frame)
-        self.log.clear()
-        self._site.rank_of[target].ring()
-
-
-class Site:
-    """Everything that a seed makes, and its invariants."""
-
-    def __init__(self, seed: int, trace: bool) -> None:
-        self.chance = random.Random(seed)  # noqa: S311 - replayable, not secret
-        self.shape = Shape.of(self.chance)
-        self.model = SyntheticConfig(layer_count=3, kv_head_count=1, head_dim=2, vocab_size=997)
-        self.late = self.chance.choice((0.0, 0.0, 0.05))
-        self.world = FakeWorld(executor=self.shape.executor, landing=self._landing)
-        self.network = _Network(self)
-        self.gone: set[str] = set()
-        self.rank_of: dict[PeerId, Rank] = {}
-        self.at: dict[str, Instance] = {}
-        self.everyone: list[Instance] = []
-        self.severed: set[tuple[PeerId, PeerId]] = set()
-        self.story: list[str] = []
-        self.counts: Counter[str] = Counter()
-        self._trace = trace
-        self._lifetimes: Counter[str] = Counter()
-        self._arenas: list[Any] = []
-        self._landing_at: dict[tuple[Any, int], float] = {}
+    def __init__(self, seed: int, say: Callable[[str], object]) -> None:
+        super().__init__(seed, say)
         self._expected: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        self._broken: list[BaseException] = []
-        self._loop = asyncio.get_running_loop()
-
-    # -- what the parts ask for
-
-    def now_s(self) -> float:
-        return self._loop.time()
-
-    def tell(self, what: str) -> None:
-        self.story.append(f"{self.now_s():9.4f} {what}")
-        if self._trace:
-            print(self.story[-1])
-
-    def delay(self) -> float:
-        """One way between the front and an instance (s)."""
-        return self.chance.uniform(0.0001, 0.002) if self.chance.random() > 0.02 else self.chance.uniform(0.01, 0.3)
-
-    def agreement_delay(self, _source: int, _target: int) -> float:
-        return self.chance.uniform(0.0, 0.0005) if self.chance.random() > 0.03 else self.chance.uniform(0.001, 0.05)
-
-    def after(self, delay_s: float, call: Callable[[], object]) -> None:
-        self._loop.call_later(delay_s, call)
-
-    def later(self, rank: Rank, end: Callable[[], None]) -> float:
-        """A step ends after a while; who waits for it is woken by its own callback."""
-        took_s = self.chance.uniform(0.0002, 0.004)
-        self._loop.call_later(took_s, end)
-        return took_s
-
-    def arena(self) -> BounceArena | None:
-        if not self.shape.bounce:
-            return None
-        buffer = np.zeros(1 << 16, np.uint8)
-        self._arenas.append(buffer)
-        return BounceArena(self.world.add_buffer(buffer), buffer.nbytes)
-
-    def connect(self, receiver: PeerId) -> Callable[[PeerId, str], None]:
-        """Links to processes that have ended already are never made."""
-
-        def connect(peer: PeerId, _address: str) -> None:
-            if self.rank_of[peer].process in self.gone:
-                self.sever(receiver, peer)
-
-        return connect
-
-    def _landing(self, job: Any, part: int) -> str:
-        """Late in a seed's own measure: a part lands when its time has come."""
-        if not self.late:
-            return "land"
-        key = (job.operation, part)
-        due_s = self._landing_at.setdefault(key, self.now_s() + self.chance.uniform(0.0, self.late))
-        return "land" if self.now_s() >= due_s else "hold"
-
-    def driven(self, task: asyncio.Task[None]) -> None:
-        """A rank's loop raises nothing: that is a bug of the product."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._broken.append(error)
 
     # -- faults
-
-    def begin(self, owner_id: str, role: str) -> Instance:
-        """The next lifetime of an instance, at its address."""
-        instance = Instance(self, owner_id, role, self._lifetimes[owner_id])
-        self._lifetimes[owner_id] += 1
-        self.at[f"http://{owner_id}"] = instance
-        self.everyone.append(instance)
-        return instance
-
-    def sever(self, one: PeerId, other: PeerId) -> None:
-        key = (min(one, other), max(one, other))
-        if key not in self.severed:
-            self.severed.add(key)
-            self.network.sever(one, other)
-            self.rank_of[one].ring()
-            self.rank_of[other].ring()
-
-    def heal(self, one: PeerId, other: PeerId) -> None:
-        key = (min(one, other), max(one, other))
-        if key in self.severed and not {self.rank_of[one].process, self.rank_of[other].process} & self.gone:
-            self.severed.discard(key)
-            self.network.heal(one, other)
-            self.rank_of[one].ring()
-            self.rank_of[other].ring()
 
     async def misfortune(self) -> None:
         """The seed's faults, one after the other."""
@@ -742,7 +112,7 @@ class Site:
     def expected(self, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         key = (prompt, max_tokens)
         if key not in self._expected:
-            engine = _Now(self.model, StageSpec(0, 1, 0, self.model.layer_count))
+            engine = SimulatedEngine(self.model, StageSpec(0, 1, 0, self.model.layer_count), lambda end: end())
             try:
                 self._expected[key] = reference_tokens(engine, list(prompt), max_tokens, self.shape.block_tokens)
             finally:
@@ -866,8 +236,8 @@ class Site:
         return Worker(self, next(each for each in self.everyone if each.address == address))
 
     def _check_broken(self) -> None:
-        if self._broken:
-            raise Violation(f"a rank's loop raised {self._broken[0]!r}") from self._broken[0]
+        if self.broken:
+            raise Violation(f"a rank's loop raised {self.broken[0]!r}") from self.broken[0]
 
     async def _come_to_rest(self) -> None:
         for one, other in list(self.severed):
@@ -927,13 +297,13 @@ class Site:
                 raise Violation(f"the ranks of {instance.name} differ at the end")
 
 
-def simulate(seed: int, trace: bool = False) -> tuple[str, Site | None]:
+def simulate(seed: int, trace: bool = False) -> tuple[str, Simulation | None]:
     """One seed. Returns what is wrong, or nothing."""
     random.seed(seed)
-    site: list[Site] = []
+    site: list[Simulation] = []
 
     async def run() -> None:
-        site.append(Site(seed, trace))
+        site.append(Simulation(seed, print if trace else lambda line: None))
         unseen: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda _loop, about: unseen.append(str(about)))
         await site[0].run()
