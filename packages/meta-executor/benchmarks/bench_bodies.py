@@ -16,11 +16,9 @@ import sys
 from collections import Counter
 from urllib.parse import urlsplit
 
-from bench_hostile import Streams, whole
+from bench_hostile import Streams, launcher_of, whole
 
 from measure import ratio, run_benchmark
-from meta_executor.config import service_config
-from meta_executor.supervise.launch import Launcher
 
 ROUNDS, WARM_UP = 25, 1
 WINDOW_S = float(os.environ.get("WINDOW_S", "2"))
@@ -153,17 +151,7 @@ async def windows(url: str) -> tuple[dict[str, list[float]], Counter[str]]:
 
 def stream_beside_bodies() -> list[dict[str, object]]:
     """Start a service, measure."""
-    side = {"kv_cache_config": {"max_tokens": 16_384}, "max_seq_len": 8192}
-    service = service_config(
-        {
-            "port": 0,
-            "served_model_name": "synthetic",
-            "engine": {"kind": "synthetic", "synthetic": {"vocab_size": 512, "step_ms": 20, "kv_check": "off"}},
-            "context_servers": {"pipeline_parallel_size": 1, **side},
-            "generation_servers": {"tensor_parallel_size": 1, "enable_attention_dp": True, **side},
-        }
-    )
-    launcher = Launcher(service, say=lambda line: print(line, file=sys.stderr))
+    launcher = launcher_of({"kv_cache_config": {"max_tokens": 16_384}, "max_seq_len": 8192}, front={})
     with launcher.started():
         gaps, told = asyncio.run(windows(launcher.front_url))
     for name, count in sorted(told.items()):

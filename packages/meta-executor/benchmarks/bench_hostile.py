@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from meta_executor.config import service_config
@@ -193,13 +194,8 @@ async def measured(url: str, pid: int) -> tuple[float, float, float, float, Coun
     return alone_s, beside_s, before, after, answers
 
 
-def main() -> None:
-    """Start a service, measure, print."""
-    side = {
-        "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 262_144},
-        "max_seq_len": 8192,
-        "max_batch_size": 32,
-    }
+def launcher_of(side: dict[str, Any], front: dict[str, Any]) -> Launcher:
+    """Starts the service that the streams come from: 20 ms a step, one rank of each role with ``side`` besides."""
     service = service_config(
         {
             "port": 0,
@@ -207,10 +203,20 @@ def main() -> None:
             "engine": {"kind": "synthetic", "synthetic": {"vocab_size": 512, "step_ms": 20, "kv_check": "off"}},
             "context_servers": {"pipeline_parallel_size": 1, **side},
             "generation_servers": {"tensor_parallel_size": 1, "enable_attention_dp": True, **side},
-            "front": {"http": {"header_timeout_s": 3.0, "body_timeout_s": 3.0}},
+            "front": front,
         }
     )
-    launcher = Launcher(service, say=lambda line: print(line, file=sys.stderr))
+    return Launcher(service, say=lambda line: print(line, file=sys.stderr))
+
+
+def main() -> None:
+    """Start a service, measure, print."""
+    side = {
+        "kv_cache_config": {"tokens_per_block": 16, "max_tokens": 262_144},
+        "max_seq_len": 8192,
+        "max_batch_size": 32,
+    }
+    launcher = launcher_of(side, {"http": {"header_timeout_s": 3.0, "body_timeout_s": 3.0}})
     with launcher.started():
         pid = launcher.processes()["front"]
         alone_s, beside_s, before, after, answers = asyncio.run(measured(launcher.front_url, pid))

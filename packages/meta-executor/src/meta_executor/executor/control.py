@@ -98,7 +98,7 @@ class ControlEndpoint:
     def __init__(self, wake: Callable[[], None]) -> None:
         self.order: _Order[PeerId] = _Order(wake)
         self.sources: dict[PeerId, StreamSource[bytes]] = {}
-        #: Each receiver's process, as it says (``boot/pid/start``).
+        #: Each receiver's process, as it says (``host/pid/start``).
         self.processes: dict[PeerId, str] = {}
         #: Which rank of which lifetime this is, once that is agreed on; until then nobody is served.
         self.self_id: PeerId | None = None
@@ -256,7 +256,7 @@ class ReceiverControl:
         self_id: This rank.
         key: The run's key.
         wake: Wakes the rank's loop, from I/O threads.
-        process: Which process this is (``boot/pid/start``), for those who may have to know whether it still runs.
+        process: Which process this is (``host/pid/start``), for those who may have to know whether it still runs.
         clock: Monotonic time (s).
     """
 

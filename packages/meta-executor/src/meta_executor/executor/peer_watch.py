@@ -18,7 +18,7 @@ class PeerWatch:
     """See the module.
 
     Args:
-        is_gone: Whether the operating system says that a process (``boot/pid/start``) has ended; False of other hosts'.
+        is_gone: Whether the operating system says that a process (``host/pid/start``) has ended; False of other hosts'.
     """
 
     def __init__(self, is_gone: Callable[[str], bool]) -> None:
