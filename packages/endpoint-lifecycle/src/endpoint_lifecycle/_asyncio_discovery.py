@@ -370,12 +370,11 @@ class AsyncLeasePublisher:
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
-        self._ousted = asyncio.Event()
         self._registrations = 0
         self._keep_alives = 0
         self._failures = 0
         self._losses = 0
-        self._superseded = False
+        self._superseded = asyncio.Event()
         self.last_error: BaseException | None = None
 
     async def __aenter__(self) -> AsyncLeasePublisher:
@@ -396,7 +395,7 @@ class AsyncLeasePublisher:
             EndpointTimeout: Not within ``timeout_s``; the last error of the store is chained.
         """
         await _wait(self._done, timeout_s, "no registration", lambda: self.last_error)
-        if self._superseded:
+        if self._superseded.is_set():
             raise ProtocolViolation(f"{self._owner.owner_id}: superseded by another instance") from self.last_error
 
     async def wait_superseded(self) -> None:
@@ -404,14 +403,14 @@ class AsyncLeasePublisher:
 
         ``last_error`` says so as well; waiting for it is how a host is told after the first registration.
         """
-        await self._ousted.wait()
+        await self._superseded.wait()
 
     def update(self) -> None:
         """The owner's record changed (draining): write it now instead of at the next keep-alive."""
         self._wake.set()
 
     async def _run(self) -> None:
-        while not self._superseded:
+        while not self._superseded.is_set():
             wait_s = self._ttl_s / 3
             try:
                 await self._step()
@@ -446,11 +445,10 @@ class AsyncLeasePublisher:
             self._lease = await self._store.grant(self._ttl_s)
         revision = await self._put(value)
         if revision is None:
-            self._superseded = True
             self._value = None
             self.last_error = ProtocolViolation(f"{self._key} is registered by another instance")
             self._done.set()
-            self._ousted.set()
+            self._superseded.set()
             await self._store.revoke(self._lease)
             self._lease = 0
             return
@@ -496,7 +494,7 @@ class AsyncLeasePublisher:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         self._done.clear()  # used again, it is waited for again
-        if self._superseded:
+        if self._superseded.is_set():
             self._done.set()
         if self._value is None and not self._lease:
             return
@@ -519,7 +517,7 @@ class AsyncLeasePublisher:
             failures=self._failures,
             lease_losses=self._losses,
             registered=self._value is not None,
-            superseded=self._superseded,
+            superseded=self._superseded.is_set(),
         )
 
 
