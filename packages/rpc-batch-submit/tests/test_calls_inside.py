@@ -165,6 +165,11 @@ class Break:
             sys.settrace(before)
 
 
+def hooks(tracker: Tracker) -> dict[str, Callable[[Any], Any]]:
+    """Of a submitter whose requests are their own ids."""
+    return {"register": tracker.register, "rollback": tracker.rollback, "id_of": lambda request: request}
+
+
 CALLS: dict[str, Callable[[Any], Any]] = {
     "submit": lambda submitter: submitter.submit("inner"),
     "flush": lambda submitter: submitter.flush(),
@@ -180,13 +185,7 @@ def test_a_call_before_every_bytecode_of_another(outer: str, inner: str) -> None
     at, refused, last = 1, 0, False
     while not last:
         tracker, sender = Tracker(), FakeSender(immediate=True)
-        submitter = ThreadBatchSubmitter(
-            sender,
-            BatchSubmitConfig(batch_max=2, delay_ms=60_000),
-            register=tracker.register,
-            rollback=tracker.rollback,
-            id_of=lambda request: request,
-        )
+        submitter = ThreadBatchSubmitter(sender, BatchSubmitConfig(batch_max=2, delay_ms=60_000), **hooks(tracker))
         tickets = [submitter.submit("first")]
 
         def call(submitter: Any = submitter, tickets: list[Any] = tickets) -> None:
@@ -222,11 +221,7 @@ def test_a_send_that_ends_before_every_bytecode_of_a_call(outer: str) -> None:
     while not last:
         tracker, sender = Tracker(), FakeSender()
         submitter = ThreadBatchSubmitter(
-            sender,
-            BatchSubmitConfig(batch_max=3, delay_ms=60_000, adaptive=True),
-            register=tracker.register,
-            rollback=tracker.rollback,
-            id_of=lambda request: request,
+            sender, BatchSubmitConfig(batch_max=3, delay_ms=60_000, adaptive=True), **hooks(tracker)
         )
         tickets = [submitter.submit("under way"), submitter.submit("first")]
 
@@ -263,13 +258,7 @@ def test_a_call_before_every_bytecode_of_a_loops_timer(inner: str) -> None:
 
     async def run(at: int) -> tuple[bool, int]:
         tracker, sender = Tracker(), FakeSender(immediate=True)
-        submitter = AsyncioBatchSubmitter(
-            sender,
-            BatchSubmitConfig(batch_max=8, delay_ms=0),
-            register=tracker.register,
-            rollback=tracker.rollback,
-            id_of=lambda request: request,
-        )
+        submitter = AsyncioBatchSubmitter(sender, BatchSubmitConfig(batch_max=8, delay_ms=0), **hooks(tracker))
         tickets = [submitter.submit("first")]
 
         def call() -> None:

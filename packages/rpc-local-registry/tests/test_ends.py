@@ -20,7 +20,6 @@ from rpc_local_registry import (
     RpcError,
     RpcRemoteError,
     RpcServer,
-    RpcStreamingError,
     RpcTimeout,
     RpcUsageError,
     StreamSource,
@@ -226,7 +225,7 @@ class TestOnTheClientsOwnThread:
         eventually(lambda: len(stream._inbox) == 1)
         read_on_io_thread(2)
         worker.source.push(6)
-        assert [*told, next(stream)] == [RpcStreamingError, 5, 6]
+        assert [*told, next(stream)] == [RpcUsageError, 5, 6]
 
 
 class TestBothPathsAgree:

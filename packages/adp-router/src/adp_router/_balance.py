@@ -203,7 +203,8 @@ def _add_to_eight(keys: list[float], lengths: Sequence[float], noted: list[Any])
     """
     pack: Callable[..., Any] = _EIGHT_DOUBLES.pack if type(keys[0]) is float else _as_they_are
     keys = sorted(keys)
-    rounds, grown = 1, 0.0 if type(keys[0]) is float else 0
+    rounds = 1
+    grown: float = 0
     for l0, l1, l2, l3, l4, l5, l6, l7 in zip(*[iter(lengths)] * _EIGHT, strict=False):
         if l0 == l7:
             rounds += 1
@@ -215,7 +216,7 @@ def _add_to_eight(keys: list[float], lengths: Sequence[float], noted: list[Any])
         keys.sort()
         if rounds > 1:
             keys = [key + grown for key in keys]
-            rounds, grown = 1, grown - grown
+            rounds, grown = 1, 0
     noted.append(pack(*keys) * (rounds - 1))
     return [key + grown for key in keys]
 

@@ -7,8 +7,8 @@ this rank's own included; nothing is ever decided twice, whatever a destination 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import NoReturn, Self
+from dataclasses import dataclass
+from typing import NoReturn
 
 from pp_agreement._context import Context, Violation
 from pp_agreement._events import AdviceKind, FaultCode, FinalizeMode, Reason, Record
@@ -98,9 +98,7 @@ class Coordinator:
                 round_ = self._round_named(source, request_id, incarnation)
                 if round_ is None:
                     continue
-            tally = round_.tally
-            if tally is None:
-                raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
+            tally = round_.tally or self._no_tally(round_)
             if unsettled is not None:
                 unsettled[incarnation] = None
             voted = tally.terminal_mask
@@ -130,14 +128,10 @@ class Coordinator:
             if not ABOUT_ROUNDS[kind]:
                 self.on_the_domain(source, record)
                 return
-        round_ = self.rounds.open.get(incarnation)
-        if round_ is None or round_.request_id != request_id:
-            round_ = self._round_named(source, request_id, incarnation)
-            if round_ is None:
-                return
-        tally = round_.tally
-        if tally is None:
-            raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
+        round_ = self._round_named(source, request_id, incarnation)
+        if round_ is None:
+            return
+        tally = round_.tally or self._no_tally(round_)
         if self.unsettled is not None:
             self.unsettled[incarnation] = None
         if kind == _DOUBT:
@@ -146,12 +140,18 @@ class Coordinator:
             self._count_ready(round_, tally, source, kind, reason, attempt)
 
     def _round_named(self, source: int, request_id: int, incarnation: int) -> Round | None:
-        """The round of a record that is not open here, or under another request: one that opens now, or none any more."""
+        """The round of a record, which may open with it; None: it is over."""
         round_ = self.rounds.open.get(incarnation)
-        if round_ is not None:
+        if round_ is None:
+            return self.rounds.unheard(source, request_id, incarnation)
+        if round_.request_id != request_id:
             told = f"calls incarnation {incarnation} request {request_id}, not {round_.request_id}"
             self.context.blame(source, told, round_)
-        return self.rounds.unheard(source, request_id, incarnation)
+        return round_
+
+    @staticmethod
+    def _no_tally(round_: Round) -> NoReturn:
+        raise Violation(FaultCode.INTERNAL, "a member's record at a rank that does not count", round_)
 
     def _ends_attempt(self, round_: Round, tally: Tally, source: int) -> bool:
         """A terminal vote beside readiness: where the attempt gathers votes it ends, and those who voted for it must let go."""
@@ -349,24 +349,6 @@ class Coordinator:
             self.streams.tell_scheduler(record)
         else:
             self.streams.fan_out(record)
-
-    def copy(
-        self,
-        context: Context,
-        streams: Streams,
-        rounds: Rounds,
-        end_attempt: Callable[[Round], None],
-        on_the_domain: Callable[[int, Record], None],
-    ) -> Self:
-        """An independent copy, for explorers."""
-        return replace(
-            self,
-            context=context,
-            streams=streams,
-            rounds=rounds,
-            end_attempt=end_attempt,
-            on_the_domain=on_the_domain,
-        )
 
 
 _COUNT = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from pp_agreement import _events as ev
@@ -605,8 +606,13 @@ class AgreementCore:
         member = twin.member = self.member.copy(
             context, streams, rounds, twin._coordinator_on_the_domain, twin._heard_late
         )
-        twin.coordinator = self.coordinator.copy(
-            context, streams, rounds, twin._end_attempt, twin._member_on_the_domain
+        twin.coordinator = replace(
+            self.coordinator,
+            context=context,
+            streams=streams,
+            rounds=rounds,
+            end_attempt=twin._end_attempt,
+            on_the_domain=twin._member_on_the_domain,
         )
         silence = twin.silence = self.silence.copy(context, streams)
         twin.ending = self.ending.copy(context, streams, rounds, member, silence, twin._deliver_local)

@@ -317,9 +317,8 @@ class _Stream:
         if not self.arrived[head]:
             return None
         view = self._views[head]
-        data = bytes(
-            view[: frame_length(view)]
-        )  # in a message that was shorter what is left of an older one stays: no frame
+        # Behind a message that is shorter than it claims lies the rest of an older one: such bytes are no frame.
+        data = bytes(view[: frame_length(view)])
         self.arrived[head] = False
         self.waiting -= 1
         self.receives[head].Start()

@@ -102,18 +102,19 @@ class Course:
 
 
 class _NoCourse(Course):
-    """Of all rounds without readiness, which have no attempts: it stays as it is."""
+    """Of all rounds without readiness, which have no attempts: as in ``Tally``, setting one is an error."""
 
-    __slots__ = ("is_made",)
+    __slots__ = ()
+
+    aborted_for = 0
+    told_reason = 0
+    recalled = False
+    leased_at_s = None
+    next_intent = NEXT_NOTHING
+    next_reason = 0
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_made = True
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if hasattr(self, "is_made"):
-            raise AttributeError(f"{name} of a round without readiness")
-        super().__setattr__(name, value)
+        """Sets nothing: all of it is the class's."""
 
     def copy(self) -> Course:
         return self

@@ -170,9 +170,8 @@ class Streams:
         """
         context, kinds, sequences = self.context, self.sent_kinds, self.next_sequence
         intents, counts_own, pending = self.intents, self.counts_own, self.busy_pending
-        said: tuple[
-            Record, ...
-        ] = ()  # to how many it was said is counted once: a decision goes to all in the same words
+        # Counted once for all to whom it is said: a decision goes to everybody in the same words.
+        said: tuple[Record, ...] = ()
         times = 0
         try:
             for peer, outstanding in slots:

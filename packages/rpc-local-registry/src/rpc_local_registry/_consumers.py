@@ -13,7 +13,7 @@ from rpc_local_registry import _asyncio as aio
 from rpc_local_registry import _wire as wire
 from rpc_local_registry._core import Core, Handle
 from rpc_local_registry._engine import Engine, StreamPending
-from rpc_local_registry._errors import RpcError, RpcStreamingError, RpcTimeout, again, describe, rebuild
+from rpc_local_registry._errors import RpcError, RpcStreamingError, RpcTimeout, RpcUsageError, again, describe, rebuild
 from rpc_local_registry._hooks import call_hook
 from rpc_local_registry._streams import _EMPTY, Inbox, StreamSource, close_generator
 
@@ -146,12 +146,12 @@ class RemoteStream(RpcStream[Any]):
         """With nothing unread everything that came is taken, what was lost in an interrupt too.
 
         Raises:
-            RpcStreamingError: This is the client's I/O thread, which would have to bring the next item.
+            RpcUsageError: This is the client's I/O thread, which would have to bring the next item. The stream goes on.
         """
         if not len(self._inbox):
             self._make_room(self._pending.next_index, self._pending.received_bytes)
             if self._engine.on_own_thread() and not self._inbox.closed:
-                raise RpcStreamingError(
+                raise RpcUsageError(
                     f"{self.text}: a callback on the client's I/O thread cannot wait for an item: "
                     "use deliver_to, or another thread"
                 )

@@ -69,9 +69,9 @@ class RpcStreamingError(RpcError):
 
 
 class RpcUsageError(RpcError, RuntimeError):
-    """A callback on the client's I/O thread would wait for what that thread has to bring: an answer, or a future's outcome.
+    """A callback on the client's I/O thread would wait for what that thread brings: an answer, an item, a future's outcome.
 
-    Of a call nothing was sent; that of a future goes on.
+    Of a call nothing was sent; that of a future goes on, and so does a stream.
     """
 
     def __init__(self, message: str, *, nothing_ran: bool = False) -> None:
