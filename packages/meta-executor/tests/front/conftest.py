@@ -114,6 +114,7 @@ class FakeInstance:
         self.disconnects: list[int] = []
         self.info_calls = 0
         self.ready = True
+        self.info_status = 200
         #: What it says of itself when it is asked for its health; "": it is well.
         self.unwell = ""
         #: Wait for this before answering.
@@ -195,13 +196,15 @@ class FakeInstance:
                 model="synthetic",
                 vocab_size=VOCABULARY,
                 limits=self.limits,
-            )
+            ),
+            self.info_status,
         )
 
     async def _health(self, request: Request) -> Response:
-        if self.unwell:
-            return _json(wire.Health(status="failed", role=self.role, detail=self.unwell), 503)
-        return _json(wire.Health(status="ok" if self.ready else "starting", role=self.role), 200 if self.ready else 503)
+        status = "failed" if self.unwell else "ok" if self.ready else "starting"
+        generation = self.generation if self.ready else None
+        health = wire.Health(status=status, role=self.role, endpoint_generation=generation, detail=self.unwell or None)
+        return _json(health, 200 if status == "ok" else 503)
 
     def _refused(self, request: Request, body: Any) -> Response | None:
         assert request.headers[wire.KEY_HEADER] == KEY

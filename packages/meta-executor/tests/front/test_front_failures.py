@@ -186,14 +186,17 @@ async def test_generation_instance_finds_the_context_stale(make_cluster: Any, st
         assert (await cluster.complete()).status_code == 200
 
 
-async def test_always_stale_fails_after_one_refresh(make_cluster: Any) -> None:
+@STYLES
+async def test_always_stale_fails_after_one_refresh(make_cluster: Any, style: str) -> None:
     """An instance that refuses its own published generation is not asked for ever."""
-    async with make_cluster() as cluster:
-        cluster.context.refusals = [(wire.STALE_GENERATION, "no")] * 10
+    async with make_cluster(style) as cluster:
+        refusing = cluster.generation if style == "generation_first" else cluster.context
+        refusing.refusals = [(wire.STALE_GENERATION, "no")] * 10
         response = await cluster.complete()
         assert response.status_code == 503
-        assert len(cluster.context.refusals) == 8
+        assert len(refusing.refusals) == 8
         await cluster.settled()
+        assert not refusing.received + refusing.aborts
 
 
 async def test_generation_first_checks_the_context_before_it_sends(make_cluster: Any) -> None:
@@ -206,17 +209,28 @@ async def test_generation_first_checks_the_context_before_it_sends(make_cluster:
         await cluster.settled()
 
 
-async def test_generation_first_stale_is_not_replayed(make_cluster: Any) -> None:
-    """Both legs were sent, one was refused as stale: the request fails, the next one passes."""
+async def test_generation_first_stale_generation_leg_is_asked_again_alone(make_cluster: Any) -> None:
+    """The generation instance was replaced while both legs were sent: one refresh for all, no context leg is repeated."""
     async with make_cluster("generation_first") as cluster:
+        before = cluster.generation.info_calls
         cluster.generation.generation = "gen-0-g2"
-        cluster.context.peer = None
-        first = await cluster.complete()
-        assert first.status_code == 503
+        answers = await asyncio.gather(*(cluster.complete() for _ in range(24)))
+        assert [answer.status_code for answer in answers] == [200] * 24
+        assert cluster.generation.info_calls == before + 1
+        assert {body.endpoint_generation for body in cluster.generation.received} == {"gen-0-g2"}
+        sent = [body.request_id for body in cluster.context.received]
+        assert len(set(sent)) == len(sent) == len(cluster.generation.received) == 24
+        assert not cluster.context.aborts + cluster.generation.aborts
         await cluster.settled()
-        assert len(cluster.context.received) == 1
-        assert not cluster.generation.received
-        cluster.context.peer = cluster.generation
+
+
+async def test_generation_first_stale_context_leg_is_not_asked_again(make_cluster: Any) -> None:
+    """The generation leg was told of the context instance that is gone: the request fails, the next one passes."""
+    async with make_cluster("generation_first") as cluster:
+        cluster.context.refusals = [(wire.STALE_GENERATION, "gone")]
+        assert (await cluster.complete()).status_code == 503
+        await cluster.settled()
+        assert not cluster.context.received
         assert (await cluster.complete()).status_code == 200
 
 

@@ -6,8 +6,9 @@ its own from the start, because the context leg ends only after the generation l
 alone: a short prompt is computed where its answer is, which costs less than a transfer.
 
 Rules. A leg that certainly was not received may go to another server, or again to the same one after one refresh when the
-receiver answered STALE_GENERATION. Nothing that may have been received is ever sent again. However a request ends, each
-leg that was sent and has not ended is told to abort, and every reservation is released exactly once.
+receiver answered STALE_GENERATION; in generation-first that is the generation leg alone, because it was told who the context
+instance is. Nothing that may have been received is ever sent again. However a request ends, each leg that was sent and has
+not ended is told to abort, and every reservation is released exactly once.
 """
 
 from __future__ import annotations
@@ -243,9 +244,12 @@ class Dispatch:
             peer = self._peer(context, str(context.reservation.generation))
             events: asyncio.Queue[Chunk | asyncio.Task[Any]] = asyncio.Queue()
 
+            async def ask_generation(leg: _Leg, stack: contextlib.AsyncExitStack) -> AsyncIterator[Chunk]:
+                return await stack.enter_async_context(self._open_generation(leg, job, peer, None))
+
             async def consume() -> None:
-                async with self._open_generation(generation, job, peer, None) as chunks:
-                    async for chunk in chunks:
+                async with contextlib.AsyncExitStack() as opened:
+                    async for chunk in await self._refreshed_once(generation, ask_generation, opened):
                         events.put_nowait(chunk)
 
             async def prefill() -> Prefilled:

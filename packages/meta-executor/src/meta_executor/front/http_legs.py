@@ -16,7 +16,7 @@ import msgspec
 
 from meta_executor import wire
 from meta_executor.executor.request import Request
-from meta_executor.front.leg import CUT, MALFORMED, UNREACHABLE, Chunk, LegError, Prefilled
+from meta_executor.front.leg import CUT, MALFORMED, UNREACHABLE, Chunk, Condition, LegError, Prefilled
 
 #: Longest answer that is not a stream, and longest line of a stream (bytes).
 _ANSWER_BYTES_MAX = 1 << 20
@@ -85,21 +85,20 @@ class HttpLegs:
         except msgspec.DecodeError as error:
             raise LegError("", server, MALFORMED, str(error), status=200, received=True) from error
 
-    async def condition(self, server: str) -> str:
-        """Why an instance cannot serve now, or does not say; "" while it can. Bounded in time."""
+    async def condition(self, server: str) -> Condition:
+        """What an instance says of its health. Bounded in time."""
         try:
             async with asyncio.timeout(_ASK_S):
                 response = await self._send("", server, "GET", "/health")
         except TimeoutError:
-            return f"no answer within {_ASK_S:g} s"
+            return Condition(f"no answer within {_ASK_S:g} s")
         except LegError as error:
-            return str(error)
-        if response.status_code == 200:
-            return ""
+            return Condition(str(error))
+        well = response.status_code == 200
         with contextlib.suppress(msgspec.DecodeError):
             health = _HEALTH.decode(response.content)
-            return health.detail or health.status
-        return f"/health answered {response.status_code}"
+            return Condition("" if well else health.detail or health.status, health.endpoint_generation)
+        return Condition("" if well else f"/health answered {response.status_code}")
 
     async def context(self, server: str, request: Request, generation: str) -> Prefilled:
         """Run a context leg to its end.

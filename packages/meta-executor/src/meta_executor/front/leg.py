@@ -57,6 +57,16 @@ class LegError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """What an instance says of its health."""
+
+    #: Why it cannot serve now, or does not say; "" while it can.
+    why: str
+    #: The lifetime that says so; None where it does not tell.
+    generation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prefilled:
     """The context leg's end: the prompt is computed. ``finish_reason`` is set when the first token ends the answer."""
 

@@ -18,7 +18,7 @@ from meta_executor import wire
 from meta_executor.api.worker_client import WorkerClient
 from meta_executor.executor.request import Request
 from meta_executor.front.http_legs import HttpLegs
-from meta_executor.front.leg import Chunk, LegError, Prefilled
+from meta_executor.front.leg import Chunk, Condition, LegError, Prefilled
 from meta_executor.front.stream_legs import Known, StreamLegs
 
 _INFO = msgspec.json.Decoder(wire.ServerInfo)
@@ -73,8 +73,8 @@ class LegClient:
         """
         return await self._http.routing(server, count_max)
 
-    async def condition(self, server: str) -> str:
-        """Why an instance cannot serve now, or does not say; "" while it can. Bounded in time."""
+    async def condition(self, server: str) -> Condition:
+        """What an instance says of its health. Bounded in time."""
         return await self._http.condition(server)
 
     async def context(self, server: str, request: Request, generation: str) -> Prefilled:
