@@ -12,6 +12,7 @@ import msgspec
 
 FORMAT = "meta-executor evidence"
 VERSION = 1
+RUN_FORMAT = "meta-executor run"
 #: Largest file that is read (bytes).
 FILE_BYTES_MAX = 64 * 1024 * 1024
 
@@ -96,7 +97,7 @@ class LifetimeRecord(msgspec.Struct, frozen=True):
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was made of: which files there must be, and which there cannot be."""
 
-    format: str = "meta-executor run"
+    format: str = RUN_FORMAT
     version: int = VERSION
     run_id: str
     lifetimes: list[LifetimeRecord]
@@ -129,7 +130,7 @@ def read_runs(folder: Path) -> tuple[list[RunRecord], list[str]]:
         except EvidenceError as error:
             broken.append(str(error))
         else:
-            if (run.format, run.version) == (RunRecord.__struct_defaults__[0], VERSION):
+            if (run.format, run.version) == (RUN_FORMAT, VERSION):
                 runs.append(run)
             else:
                 broken.append(f"{path.name}: format {run.format!r} version {run.version}, this reads {VERSION}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kv_bounce_planner.planning import KVTransferError
 from kv_bounce_planner.sessions import PeerId
 
 #: How often the process of a peer whose link is away is looked for (s).
@@ -19,9 +20,11 @@ class PeerWatch:
 
     Args:
         is_gone: Whether the operating system says that a process (``host/pid/start``) has ended; False of other hosts'.
+        log: Gets lines for the log.
     """
 
-    def __init__(self, is_gone: Callable[[str], bool]) -> None:
+    def __init__(self, is_gone: Callable[[str], bool], log: Callable[[str], None] = lambda text: None) -> None:
+        self._log = log
         self._is_gone = is_gone
         self._processes: dict[PeerId, str] = {}
         self._away: set[PeerId] = set()
@@ -34,13 +37,15 @@ class PeerWatch:
         if process:
             self._processes[peer] = process
 
-    def away(self, peer: PeerId) -> None:
+    def away(self, peer: PeerId, reason: str) -> None:
         """Its link is away: look for its process."""
         self._away.add(peer)
+        self._log(f"the control link to {peer} is away: {reason}")
 
     def back(self, peer: PeerId) -> None:
         """Its link is there again."""
         self._away.discard(peer)
+        self._log(f"the control link to {peer} is back")
 
     @property
     def away_count(self) -> int:
@@ -64,6 +69,20 @@ class PeerWatch:
             if all(other.instance != peer.instance for other in self._processes):
                 self.gone.add(peer.instance)
         return sorted(found)
+
+    def retire_gone(self, retire: Callable[[str, str], None]) -> None:
+        """Instances that are gone are retired and forgotten; one whose agent cannot be destroyed now is tried again.
+
+        Args:
+            retire: Of an instance and its generation.
+        """
+        for instance in list(self.gone):
+            try:
+                retire(*instance)
+            except KVTransferError as error:
+                self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
+            else:
+                self.forget(instance)
 
     def forget(self, instance: tuple[str, str]) -> None:
         """Nothing stays of an instance."""

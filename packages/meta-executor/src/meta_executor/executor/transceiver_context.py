@@ -19,7 +19,6 @@ import numpy.typing as npt
 from kv_bounce_planner.planning import (
     InstanceLayout,
     KVLayout,
-    KVTransferError,
     RequestBlocks,
     WriterTransfer,
     decode_blocks,
@@ -138,9 +137,8 @@ class ContextTransceiver:
         process_is_gone: Callable[[str], bool] = lambda process: False,
         log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._log = log
         self._process_of = process_of
-        self._watch = PeerWatch(process_is_gone)
+        self._watch = PeerWatch(process_is_gone, log)
         self._lease_timeout_s = lease_timeout_s
         self._transfer_timeout_s = transfer_timeout_s
         self._next_expiry_s = 0.0
@@ -304,13 +302,7 @@ class ContextTransceiver:
             self._sender.peer_died(peer, PeerEvidence.PROCESS_REAPED)
             for request_id in [one for one, asked in self._metadata.items() if peer in asked]:
                 self._events.append(PeerCancelled(request_id, f"its generation rank {peer.rank} has died"))
-        for instance in list(self._watch.gone):
-            try:
-                self._sender.retire_peer(*instance)
-            except KVTransferError as error:
-                self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
-                continue
-            self._watch.forget(instance)
+        self._watch.retire_gone(self._sender.retire_peer)
 
     def _expire(self, now_s: float) -> None:
         """KV that nobody fetches is not held for ever: sealing it proves that nobody will."""
@@ -542,11 +534,9 @@ class ContextTransceiver:
             self._events.append(Fault(f"{event.reason}: {event.story}"))
         elif isinstance(event, LinkLost):
             self._watch.know(event.peer, self._process_of(event.peer))
-            self._watch.away(event.peer)
-            self._log(f"the control link to {event.peer} is away: {event.reason}")
+            self._watch.away(event.peer, event.reason)
         elif isinstance(event, LinkRestored):
             self._watch.back(event.peer)
-            self._log(f"the control link to {event.peer} is back")
         elif isinstance(event, ReceiveRequested):
             request_id = event.request.request_id
             self._metadata.setdefault(request_id, []).append(event.peer)

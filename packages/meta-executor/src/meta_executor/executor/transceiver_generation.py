@@ -103,7 +103,7 @@ class GenerationTransceiver:
         process_is_gone: Callable[[str], bool] = lambda process: False,
     ) -> None:
         self._log = log
-        self._watch = PeerWatch(process_is_gone)
+        self._watch = PeerWatch(process_is_gone, log)
         self._self_id = self_id
         self._registry = registry
         self._blocks = blocks
@@ -132,7 +132,8 @@ class GenerationTransceiver:
         if peer.name in self._peers:
             return
         if peer.replaces:
-            self.retire_peer(peer.replaces)
+            before, _, its_generation = peer.replaces.partition("/")
+            self.retire_peer(before, its_generation)
         layout = decode_instance(peer.layout)
         instance_id, generation = peer.name.split("/", 1)
         for rank, address in enumerate(peer.control_addresses):
@@ -143,13 +144,13 @@ class GenerationTransceiver:
         self._receiver.introduce([PeerId(instance_id, generation, rank) for rank in range(len(peer.control_addresses))])
         self._peers[peer.name] = layout
 
-    def retire_peer(self, name: str) -> None:
+    def retire_peer(self, instance_id: str, generation: str) -> None:
         """A context instance is gone for good: its operations fail, and what the transport class proves is proven.
 
         Its processes are judged by their own end first: writes that a sender executes are over only with it.
         """
+        name = f"{instance_id}/{generation}"
         if name in self._peers:
-            instance_id, generation = name.split("/", 1)
             self._receiver.retire_peer(instance_id, generation)
             self._watch.forget((instance_id, generation))
             del self._peers[name]
@@ -218,13 +219,7 @@ class GenerationTransceiver:
         """
         for peer in self._watch.ended(now_s):
             self._receiver.peer_died(peer, PeerEvidence.PROCESS_REAPED)
-        for instance in list(self._watch.gone):
-            try:
-                self.retire_peer("/".join(instance))
-            except KVTransferError as error:
-                self._log(f"the agent of {instance[0]} could not be destroyed, tried again: {error}")
-                continue
-            self._watch.forget(instance)
+        self._watch.retire_gone(self.retire_peer)
 
     def poll(self, now_s: float) -> list[TransceiverEvent]:
         """What has happened."""
@@ -349,11 +344,9 @@ class GenerationTransceiver:
             self._ended.append(Fault(f"{event.reason}: {event.story}"))
             return
         if isinstance(event, LinkLost):
-            self._watch.away(event.peer)
-            self._log(f"the control link to {event.peer} is away: {event.reason}")
+            self._watch.away(event.peer, event.reason)
         elif isinstance(event, LinkRestored):
             self._watch.back(event.peer)
-            self._log(f"the control link to {event.peer} is back")
         if not isinstance(event, _OfTransfer):
             return
         sequence = self._open.get(event.identity)
