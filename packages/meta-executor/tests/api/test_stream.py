@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from meta_executor import wire
+from meta_executor.api import worker_client
 from meta_executor.api.door import Door, DoorServer
 from meta_executor.api.endpoint import Refused
 from meta_executor.api.proxy import Proxy, ProxyError
@@ -68,17 +70,29 @@ class Endpoint:
 class Instance:
     def __init__(self, *, direct: bool = True) -> None:
         self.desk = Desk()
+        self.stands, self.goes_on = threading.Event(), threading.Event()
         self.service = ExecutorService(
             self.desk,
             role="generation",
             endpoint=Endpoint(),
             statistics=bytes,
-            routing=lambda count: b"",  # type: ignore[arg-type]
+            routing=self._stand,  # type: ignore[arg-type]
         )
         self.server = RpcServer(self.service, "ipc://", KEY).start()
         self.worker = WorkerClient(str(self.server.address), KEY, fast_path=direct)
         self.door = DoorServer(Door(self.worker), "ipc://", KEY, "door")
         self.clients: list[WorkerClient] = []
+
+    def _stand(self, count: int) -> bytes:
+        self.stands.set()
+        self.goes_on.wait(20.0)
+        return b""
+
+    async def stand_still(self) -> asyncio.Task[bytes]:
+        """The worker's I/O thread takes nothing in any more, until ``goes_on`` is set."""
+        asked = asyncio.create_task(self.worker.routing(1))
+        await until(self.stands.is_set)
+        return asked
 
     def client(self) -> WorkerClient:
         self.clients.append(WorkerClient(self.door.address, KEY, fast_path=False))
@@ -260,6 +274,27 @@ async def test_a_batch_stays_one_and_is_counted_by_the_way_it_took(instance: Ins
     proxy.abort(1, "enough")
     await until(lambda: instance.desk.aborts == [1])
     await proxy.close()
+
+
+async def test_a_worker_that_stands_still_hears_of_an_abort_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has a time limit is not begun after it: the request would be computed for nobody, and its KV kept until
+    ``transfer_timeout_s``. The worker behind a door of another process, and the process where the front's stream ends."""
+    monkeypatch.setattr(worker_client, "_CALL_S", 0.05)
+    made = Instance(direct=False)
+    known = Known("http://x", b"", Endpoint().info())
+    legs = StreamLegs(known, WorkerClient(str(made.server.address), KEY, fast_path=False))
+    try:
+        asked = await made.stand_still()
+        legs.abort(1, "its client has gone")
+        await Door(made.worker).abort(2, "its client has gone")
+        assert not made.desk.aborts
+        made.goes_on.set()
+        await until(lambda: sorted(made.desk.aborts) == [1, 2])
+        await asked
+    finally:
+        made.goes_on.set()
+        await legs.close()
+        await asyncio.to_thread(made.close)
 
 
 async def test_what_the_worker_said_last_gets_out_before_the_door_closes(instance: Instance) -> None:

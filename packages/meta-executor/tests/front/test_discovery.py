@@ -202,7 +202,8 @@ async def test_an_instance_that_was_found_is_asked_once_per_lifetime_where_its_s
             fake.generation = generation
             assert await legs._stream(fake.url, generation) is None, "the fake offers no stream"
         assert fake.info_calls == before + 2
-        assert await legs._stream(fake.url) is None and fake.info_calls == before + 2
+        await legs.abort(fake.url, 1, "its client has gone")
+        assert fake.aborts == [1] and fake.info_calls == before + 2
 
 
 @pytest.mark.asyncio

@@ -104,11 +104,6 @@ class Worker:
             self.site.delay(), lambda: self.instance.alive and self.instance.service.abort(request_id, reason)
         )
 
-    async def abort(self, request_id: int, reason: str) -> bool:
-        known = (await self._there()).abort(request_id, reason)
-        await self._back()
-        return known
-
     async def introduce(self, url: str, server_info: bytes) -> wire.ErrorBody | None:
         refused = (await self._there()).introduce(url, server_info)
         await self._back()

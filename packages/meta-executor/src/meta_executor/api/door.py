@@ -64,9 +64,9 @@ class Door:
         return out
 
     @rpc_method(non_blocking=True)
-    async def abort(self, request_id: int, reason: str) -> bool:
-        """Stop a request, if it is still here. Whether it had an answer to come."""
-        return await self._worker.abort(request_id, reason)
+    async def abort(self, request_id: int, reason: str) -> None:
+        """Stop a request, if it is still here. On the loop, as its batch was: it does not overtake that."""
+        self._worker.stop(request_id, reason)
 
     @rpc_method(non_blocking=True)
     async def introduce(self, url: str, server_info: bytes) -> wire.ErrorBody | None:

@@ -212,7 +212,11 @@ class Proxy:
             self._worker.stop(request_id, reason)
 
     async def abort_known(self, request_id: int, reason: str) -> bool:
-        """Stop a request that perhaps another client brought. Whether it had an answer to come."""
+        """Stop a request that perhaps another client brought. Whether it had an answer to come.
+
+        Raises:
+            RpcError: The worker was lost, or did not answer in time: it may not hear of this.
+        """
         return self._submitter.abort(request_id) or await self._worker.abort(request_id, reason)
 
     @property

@@ -85,7 +85,11 @@ class WorkerClient:
         return self._client.answers(subscriber).remote_streaming()
 
     def stop(self, request_id: int, reason: str) -> None:
-        """Stop a request; nobody waits for whether it was there."""
+        """Stop a request; nobody waits for whether it was there.
+
+        Without a time limit: a worker that stood still for long hears of it when it goes on. One that is lost, or loses its
+        client, stops everything that the client brought.
+        """
         with contextlib.suppress(RpcError):
             self._client.abort(request_id, reason).remote_oneway()
 

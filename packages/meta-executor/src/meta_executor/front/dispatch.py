@@ -159,7 +159,7 @@ class Dispatch:
         self._legs = legs
         self._metrics = metrics
         self._clock = clock
-        self._aborts: set[asyncio.Task[bool]] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def run(self, job: Job) -> AsyncGenerator[Tokens, None]:
         """The answer's tokens as they come. Use with ``contextlib.aclosing``.

@@ -110,14 +110,18 @@ class LegClient:
         async with opened as chunks:
             yield chunks
 
-    async def abort(self, server: str, request_id: int, reason: str) -> bool:
-        """Tell an instance that a request is of no use any more. Bounded in time; whether it was heard."""
-        stream = await self._stream(server)
-        if stream is not None:
-            return await stream.abort(request_id, reason)
-        return await self._http.abort(server, request_id, reason)
+    async def abort(self, server: str, request_id: int, reason: str) -> None:
+        """Tell an instance that a request is of no use any more. Bounded in time.
 
-    async def _stream(self, server: str, generation: str | None = None) -> StreamLegs | None:
+        One whose stream is lost has ended, or stops by itself what came on it.
+        """
+        stream, known = self._streams.get(server), self._known.get(server)
+        if known is None or not known.info.service_address:
+            await self._http.abort(server, request_id, reason)
+        elif stream is not None and not stream.lost:
+            stream.abort(request_id, reason)
+
+    async def _stream(self, server: str, generation: str) -> StreamLegs | None:
         """The one stream to an instance's present lifetime; None where it offers none.
 
         One that was found by its registration has not said yet where its stream ends: it is asked before its first leg. So is
@@ -125,7 +129,7 @@ class LegClient:
         """
         known = self._known.get(server)
         lost = (there := self._streams.get(server)) is not None and there.lost
-        if generation is not None and (known is None or known.info.generation != generation or lost):
+        if known is None or known.info.generation != generation or lost:
             await self.server_info(server)
             known = self._known.get(server)
         if known is None or not known.info.service_address:

@@ -26,7 +26,6 @@ from rpc_local_registry import RpcError
 
 #: Requests that arrive together are sent together; a lone one waits for nobody.
 _BATCHING = BatchSubmitConfig(batch_max=64, delay_ms=1.0, adaptive=True)
-_ABORT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,9 @@ class StreamLegs:
             yield Chunk(tokens, end.finish_reason, logprobs, cached, prompt_logprobs)
             return
 
-    async def abort(self, request_id: int, reason: str) -> bool:
-        """Tell the instance that a request is of no use any more; whether it was heard."""
-        try:
-            async with asyncio.timeout(_ABORT_S):
-                await self._proxy.abort_known(request_id, reason)
-        except (RpcError, TimeoutError):
-            return False
-        return True
+    def abort(self, request_id: int, reason: str) -> None:
+        """Tell the instance that a request is of no use any more: it hears that whenever it listens again, however late."""
+        self._proxy.abort(request_id, reason)
 
     # -- within -------------------------------------------------------------------------------------------------------
 
