@@ -240,6 +240,52 @@ def test_a_drain_while_an_instance_starts_again_does_not_wait_for_it(service, mo
 
 
 @pytest.mark.service
+def test_an_orphan_that_names_who_adopted_it_has_nobody_ended(service):
+    """A guard whose world ended under it may read its adopter (init, a session's manager, a tool) as its parent."""
+    launcher, _ = make(service)
+    with (
+        pytest.raises(RunFailed, match="not clean"),
+        launcher.started(),
+        subprocess.Popen(["sleep", "60"]) as stranger,
+    ):
+        component = launcher._components["ctx-0"]
+        guard = component.members[0].guard
+        true_proxy = component.members[1].proxy
+        assert true_proxy is not None and true_proxy.alive()
+        orphan = Reporter(launcher._directory.path, "ctx-0", 0, component.instance_id)
+        rank = component.members[0].rank
+        for adopter in (stranger.pid, os.getpid()):
+            assert orphan.send(
+                "started",
+                rank_pid=rank.pid,
+                rank_start_ticks=rank.start_ticks,
+                guard_start_ticks=guard.start_ticks,
+                parent_pid=adopter,
+            )
+            launcher._collect(1.0)
+            assert component.members[0].proxy is None
+        orphan.close()
+        launcher._kill(component)
+        assert stranger.poll() is None and not true_proxy.alive()
+        stranger.kill()
+
+
+def test_a_guard_that_was_orphaned_before_it_began_starts_nothing(tmp_path):
+    """Its launcher lives, but its parent hangs below somebody else: the rank is never started."""
+    run = RunDirectory.create(tmp_path, "orphan")
+    left = tmp_path / "started"
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        guard = [sys.executable, "-m", "meta_executor.supervise.guard", "--run-dir", str(run.path), "--owner", "ctx-0"]
+        rank = [sys.executable, "-c", f"open({str(left)!r}, 'w')"]
+        environment = {**os.environ, "PMI_RANK": "0"}
+        ended = subprocess.run([*guard, "--launcher-pid", str(launcher.pid), "--", *rank], env=environment, check=False)
+        assert ended.returncode == 128 + signal.SIGKILL and not left.exists()
+        mine = subprocess.run([*guard, "--launcher-pid", str(os.getpid()), "--", *rank], env=environment, check=False)
+        assert mine.returncode == 0 and left.exists()
+        launcher.kill()
+
+
+@pytest.mark.service
 def test_a_rank_that_dies_while_starting_fails_the_start(service, monkeypatch):
     """Exit 3 of one rank during the start is that rank's death, with its status."""
     monkeypatch.setenv("FAKE_EXIT", "ctx-0/1")

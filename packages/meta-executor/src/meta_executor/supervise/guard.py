@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from meta_executor.mpi_launcher import rank_of
-from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
+from meta_executor.supervise.procfs import ProcessIdentity, descends_from, die_with_parent
 from meta_executor.supervise.report import Reporter
 
 #: After an abnormal death of its rank a guard stays, so that hydra spares the survivors, for at most this long (s).
@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no command for the rank")
     rank = rank_of(os.environ)
     reporter = Reporter(options.run_dir, options.owner, rank, options.instance_id)
-    watched = {pid: name_of(pid) for pid in (options.launcher_pid, os.getppid()) if pid > 1}
+    parent_pid = os.getppid()
+    watched = {pid: name_of(pid) for pid in (options.launcher_pid, parent_pid) if pid > 1}
 
     with selectors.DefaultSelector() as selector:
         handles: dict[int, int] = {}
@@ -72,13 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
                 selector.register(handles[pid], selectors.EVENT_READ, pid)
             except ProcessLookupError:
                 return 128 + signal.SIGKILL
+        if options.launcher_pid and not descends_from(parent_pid, options.launcher_pid):
+            return 128 + signal.SIGKILL  # its world was ended before it began: somebody else adopted it
         # close_fds=False: the rank inherits the launcher's connection (PMI_FD) under the same number.
         child = subprocess.Popen(command, close_fds=False, preexec_fn=die_with_parent)
         identity = ProcessIdentity.of(child.pid)
         reporter.send(
             "started",
             rank_pid=child.pid,
-            parent_pid=os.getppid(),
+            parent_pid=parent_pid,
             rank_start_ticks=identity.start_ticks if identity else 0,
             guard_start_ticks=getattr(ProcessIdentity.of(os.getpid()), "start_ticks", 0),
         )

@@ -37,7 +37,7 @@ from meta_executor.private_files import NotPrivateError, copy_files, open_folder
 from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
 from meta_executor.supervise.find_run import FRONT_URL
 from meta_executor.supervise.guard import describe_status
-from meta_executor.supervise.procfs import ProcessIdentity, die_with_parent
+from meta_executor.supervise.procfs import ProcessIdentity, descends_from, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
 from meta_executor.supervise.rundir import RunDirectory, default_base, read_key, remove_stale_runs
 from meta_executor.supervise.shm import segments_of
@@ -478,7 +478,10 @@ class Launcher:
         if isinstance(told, Started):
             member.guard = ProcessIdentity(message.pid, told.guard_start_ticks)
             member.rank = ProcessIdentity(told.rank_pid, told.rank_start_ticks)
-            member.proxy = ProcessIdentity.of(told.parent_pid)
+            # An orphan names whoever adopted it: that one is never ended by us.
+            started = component.process.pid if component.process else 0
+            proxy = ProcessIdentity.of(told.parent_pid)
+            member.proxy = proxy if proxy and started and descends_from(proxy.pid, started) else None
             member.exited = False
         elif isinstance(told, Status):
             member.phase = told.phase

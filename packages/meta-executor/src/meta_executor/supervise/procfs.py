@@ -19,6 +19,27 @@ def die_with_parent() -> None:
         os._exit(127)
 
 
+def _stat(pid: int) -> list[str]:
+    """What the system says of a process, from its state on; empty when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
+
+
+def descends_from(pid: int, ancestor: int) -> bool:
+    """Whether ``pid`` is ``ancestor`` or was started by it, directly or not, and still hangs below it.
+
+    A process whose parent ended hangs below init, or below whoever adopts orphans (a container's init, a session's
+    ``systemd --user``, a tool): that one is not of our making, whatever number the orphan reads as its parent's.
+    """
+    while pid > 0 and pid != ancestor:
+        fields = _stat(pid)
+        pid = int(fields[1]) if fields else 0
+    return pid == ancestor
+
+
 @dataclass(frozen=True)
 class ProcessIdentity:
     """A process and when it was started (clock ticks since boot): the pair is unique until the next boot."""
@@ -29,12 +50,8 @@ class ProcessIdentity:
     @staticmethod
     def of(pid: int) -> ProcessIdentity | None:
         """The identity of a living process (a zombie counts as dead), or None."""
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
-        except OSError:
-            return None
-        fields = text[text.rindex(")") + 2 :].split()
-        if fields[0] in ("Z", "X"):
+        fields = _stat(pid)
+        if not fields or fields[0] in ("Z", "X"):
             return None
         return ProcessIdentity(pid, int(fields[19]))
 
