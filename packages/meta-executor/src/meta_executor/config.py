@@ -324,6 +324,9 @@ class ServiceConfig(_Section, frozen=True, kw_only=True):
     key_file: str | None = None
     #: Keep evidence files in this folder after the run. None: they go with the run folder.
     evidence_dir: str | None = None
+    #: For trials: of each rank's loop the newest so many turns, and steps of its engine, are noted with what they took and left
+    #: beside the evidence when it ends (count); 0: nothing is.
+    record_turns_max: Annotated[int, msgspec.Meta(ge=0, le=2_000_000)] = 0
     #: Keep the logs in this folder after the run. None: they go with the run folder when it ended well.
     log_dir: str | None = None
     #: How long a drain may take before what is left is reported and stopped (s).

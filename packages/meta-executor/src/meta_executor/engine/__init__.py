@@ -2,18 +2,19 @@
 
 Layout (each imports only what stands above it)::
 
-    errors        one error tree
-    base          the interface: ModelInfo, StageSpec, StepInput, StepOutput, Engine, KVMemory
-    sampling      a logits row and a position -> a token; why an answer ends
-    kv_pool       paged KV bookkeeping: owners, proofs, prefix cache (no memory of its own)
-    gguf_file     the GGUF container: metadata and tensor directory
-    weights       where a model is, what shape it has, a stage's tensors
-    tokenizer     text <-> token ids, chat template, stop strings
-    step_worker   the thread that runs an engine's steps
-    synthetic     the engine without a model
-    llama         the engine for Llama-family models (torch)
-    factory       a configuration -> its engine
-    generate      one prompt in one process: the reference for equality
+    errors         one error tree
+    base           the interface: ModelInfo, StageSpec, StepInput, StepOutput, Engine, KVMemory
+    sampling       a logits row and a position -> a token; why an answer ends
+    kv_pool        paged KV bookkeeping: owners, proofs, prefix cache (no memory of its own)
+    gguf_file      the GGUF container: metadata and tensor directory
+    weights        where a model is, what shape it has, a stage's tensors
+    tokenizer      text <-> token ids, chat template, stop strings
+    step_recorder  what a step took, for trials
+    step_worker    the thread that runs an engine's steps
+    synthetic      the engine without a model
+    llama          the engine for Llama-family models (torch)
+    factory        a configuration -> its engine
+    generate       one prompt in one process: the reference for equality
 
 An engine knows no request of ours and no rank but its own stage. Importing this package needs numpy and msgspec only.
 """

@@ -38,6 +38,7 @@ from meta_executor.engine.base import (
 )
 from meta_executor.engine.errors import EngineError, StepError
 from meta_executor.engine.sampling import chosen
+from meta_executor.engine.step_recorder import StepRecorder
 from meta_executor.engine.step_worker import StepWorker, WorkerHandle
 from meta_executor.engine.weights import LlamaGeometry, load_stage_tensors, resolve_model
 from meta_executor.wire import TokenLogprobs
@@ -319,6 +320,10 @@ class LlamaEngine:
             return self._worker.submit(lambda: self._step(step))
         event = torch.cuda.Event()
         return _DeviceHandle(self._worker.submit(lambda: self._step_on_device(step, event)), event)
+
+    def record_steps(self, recorder: StepRecorder) -> None:
+        """Have it note the steps that are launched from now on."""
+        self._worker.recorder = recorder
 
     def close(self) -> None:
         """End the worker thread. Idempotent."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 from meta_executor.engine.base import StepOutput
 from meta_executor.engine.errors import StepError
+from meta_executor.engine.step_recorder import StepRecorder
 
 
 class WorkerHandle:
@@ -57,6 +59,8 @@ class StepWorker:
         self._queue: SimpleQueue[tuple[WorkerHandle, Callable[[], StepOutput]] | None] = SimpleQueue()
         self._closed = False
         self._prepare = prepare
+        #: Notes the steps that begin from now on; None: nobody does.
+        self.recorder: StepRecorder | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -84,4 +88,5 @@ class StepWorker:
             self._prepare()
         while (item := self._queue.get()) is not None:
             handle, work = item
-            handle.run(work)
+            recorder = self.recorder
+            handle.run(work if recorder is None else partial(recorder.run, work))

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from meta_executor.config import SyntheticConfig
 from meta_executor.engine.base import Int64Array, KVMemory, ModelInfo, StageSpec, StepInput, StepOutput, check_step
 from meta_executor.engine.errors import StepError
+from meta_executor.engine.step_recorder import StepRecorder
 from meta_executor.engine.step_worker import StepWorker, WorkerHandle
 from meta_executor.wire import TokenLogprobs
 
@@ -146,6 +147,11 @@ class SyntheticEngine:
     def launch(self, step: StepInput) -> WorkerHandle:
         """Queue a step; the engine's thread runs it."""
         return self._worker.submit(lambda: self._step(step))
+
+    def record_steps(self, recorder: StepRecorder) -> None:
+        """Have it note the steps that are launched from now on."""
+        self._sleep = recorder.device_wait
+        self._worker.recorder = recorder
 
     def close(self) -> None:
         """End the thread. Idempotent."""

@@ -25,6 +25,7 @@ Layout (each imports only what stands above it here)::
     prefill                 computing prompts on one stage
     decode                  computing answers on one attention-DP rank
     loop                    one iteration of one rank, the same for both roles and every engine
+    recording               what a loop did with its time, for trials
     drive                   iterations, and the waits between them
     compose                 one rank from its parts
     account                 what a rank did, as data

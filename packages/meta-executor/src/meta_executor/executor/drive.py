@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from meta_executor.executor.loop import RankLoop
+from meta_executor.executor.recording import LoopRecorder
 from meta_executor.executor.transceiver import MOVING_CAP_S
 
 #: Longest wait where every end is told (s); and with ranks of other hosts, which cannot ring.
@@ -65,6 +66,7 @@ def drive(
     every_s: float = 1.0,
     periodically: Callable[[float], None] = lambda now_s: None,
     turns: Turns | None = None,
+    recorder: LoopRecorder | None = None,
 ) -> None:
     """Iterate until the loop has left or has met a fault.
 
@@ -77,7 +79,9 @@ def drive(
         every_s: How often ``periodically`` is called (s).
         periodically: For counters that somebody looks at; gets the time.
         turns: Counts the iterations.
+        recorder: Iterates the loop and notes what each phase took, for trials.
     """
+    iterate = loop.iterate if recorder is None else recorder.iterate
     turns = turns or Turns()
     next_s = 0.0
     row_s = FIRST_WAIT_S
@@ -86,7 +90,7 @@ def drive(
     unseen = True
     while not loop.left and not loop.fault:
         now_s, worked_s = clock(), worked()
-        moved = loop.iterate(now_s)
+        moved = iterate(now_s)
         turns.add(clock() - now_s, worked() - worked_s)
         unseen = unseen or moved
         # Before the wait, which may be long: who asks a rank that has just come to rest gets its last counters.

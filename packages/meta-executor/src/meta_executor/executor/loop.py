@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 from meta_executor import wire
@@ -184,17 +185,31 @@ class RankLoop:
 
     def iterate(self, now_s: float) -> bool:
         """One round. Returns whether anything moved; if nothing did, the caller may wait a little."""
-        moved = self._take_new_work(now_s)
-        moved |= self._transceiver.update_readiness(now_s)
-        moved |= self.compute.retire(now_s)
-        moved |= self.compute.schedule()
-        moved |= self.compute.run_layers(now_s)
-        moved |= self._transceiver.progress(now_s)
-        if self._sending is not None:
-            moved |= self._sending.vote_terminal(now_s)
-        moved |= self._poll(now_s)
-        moved |= self._hand_out(now_s)
+        moved = False
+        for _, phase in self.phases:
+            moved |= phase(now_s)
         return moved
+
+    @cached_property
+    def phases(self) -> tuple[tuple[str, Callable[[float], bool]], ...]:
+        """The list, in order, under its names; each takes the time and returns whether anything moved."""
+        transceiver, compute, sending = self._transceiver, self.compute, self._sending
+        return (
+            ("take new work", self._take_new_work),
+            ("update readiness", transceiver.update_readiness),
+            ("retire", compute.retire),
+            ("schedule", lambda now_s: compute.schedule()),
+            ("run layers", compute.run_layers),
+            ("progress transfers", transceiver.progress),
+            *(() if sending is None else (("vote terminal", sending.vote_terminal),)),
+            ("poll", self._poll),
+            ("hand out", self._hand_out),
+        )
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps launched here and tokens in them, since the start (count)."""
+        return self.compute.step_count, self.compute.token_count
 
     @property
     def poll_cap_s(self) -> float | None:

@@ -32,6 +32,7 @@ from meta_executor.config import ConfigError, EngineConfig, InstanceConfig, Inst
 from meta_executor.discovery import profile_of
 from meta_executor.engine.base import Engine, KVMemory, ModelInfo, StageSpec
 from meta_executor.engine.factory import create_engine, model_info
+from meta_executor.engine.step_recorder import StepRecorder
 from meta_executor.executor._mpi import MpiLink
 from meta_executor.executor.aux_slots import AuxSlots
 from meta_executor.executor.bell import RankBell, RingingTransport
@@ -173,6 +174,8 @@ class Rank:
     identity: Identity
     owner: EndpointOwner
     engine: Engine
+    #: Notes the engine's steps, where a trial asks for it.
+    step_recorder: StepRecorder | None
     storage: Storage
     agreed: Negotiated
     limits: StepLimits
@@ -266,7 +269,9 @@ def assemble(
     phase("loading weights")
     model = model_info(spec.service.engine)
     stage = _stage(identity, model)
-    engine = create_engine(spec.service.engine, stage)
+    record_max = spec.service.record_turns_max
+    step_recorder = StepRecorder(record_max) if record_max else None
+    engine = create_engine(spec.service.engine, stage, step_recorder)
 
     phase("measuring memory")
     storage = _storage(identity, comm, owner, engine)
@@ -301,6 +306,7 @@ def assemble(
         identity=identity,
         owner=owner,
         engine=engine,
+        step_recorder=step_recorder,
         storage=storage,
         agreed=agreed,
         limits=limits,

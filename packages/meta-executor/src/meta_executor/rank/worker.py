@@ -35,6 +35,7 @@ from meta_executor.executor.desk import Desk
 from meta_executor.executor.drive import IDLE_CAP_S, SCATTERED_CAP_S, TURN_EDGES_S, Turns, drive
 from meta_executor.executor.liveness import BEAT_S, SILENT_S, Liveness
 from meta_executor.executor.messages import Status
+from meta_executor.executor.recording import RECORD_SUFFIX, LoopRecorder
 from meta_executor.executor.request import Answers
 from meta_executor.rank.assemble import Rank, assemble, log, modes_of
 from meta_executor.rank.startup import barrier
@@ -141,6 +142,8 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
         log(
             f"{instance.owner_id}: ready at {servers.url}, {rank.identity.size} ranks, generation {rank.agreed.generation}"
         )
+    record_max = spec.service.record_turns_max
+    recorder = LoopRecorder(rank.loop, record_max) if record_max else None
     _set_apart_what_stays()
     try:
         idle_s = IDLE_CAP_S if rank.together else SCATTERED_CAP_S
@@ -151,12 +154,15 @@ def run_worker(spec: RunSpec, instance: InstanceSpec, instance_id: str) -> int:
             every_s=STATISTICS_EVERY_S,
             periodically=statistics.update,
             turns=statistics.turns,
+            recorder=recorder,
         )
         if rank.loop.fault:
             log(f"{rank.identity.name}: fault: {rank.loop.fault}")
     except BaseException as error:  # noqa: BLE001 - the diagnosis goes to evidence and log, then the rank leaves
         rank.loop.fault = f"{type(error).__name__}: {error}"
         log(f"{rank.identity.name}: fault: {rank.loop.fault}\n{traceback.format_exc()}")
+    if recorder is not None:
+        _write_record(rank, recorder)
     return _leave(rank, servers, statistics, reporter)
 
 
@@ -397,6 +403,17 @@ def _write_evidence(rank: Rank, statistics: wire.RankStatistics) -> None:
     target = identity.spec.path("evidence", f"{identity.instance.owner_id}.{identity.rank}.json")
     partial = target.with_suffix(".partial")
     partial.write_text(json.dumps(evidence, indent=1, default=str), encoding="utf-8")
+    partial.replace(target)
+
+
+def _write_record(rank: Rank, recorder: LoopRecorder) -> None:
+    """What the loop did with its time, beside the evidence."""
+    identity = rank.identity
+    owner = identity.instance.owner_id
+    record = recorder.record(owner, identity.rank, identity.role, rank.step_recorder)
+    target = identity.spec.path("evidence", f"{owner}.{identity.rank}{RECORD_SUFFIX}")
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(msgspec.msgpack.encode(record))
     partial.replace(target)
 
 
