@@ -46,6 +46,12 @@ def service(tmp_path):
     )
 
 
+@pytest.fixture(autouse=True)
+def survivors_know_nothing(monkeypatch):
+    """Fake ranks write no evidence when another one dies: nothing is waited for."""
+    monkeypatch.setattr(launch, "_SURVIVOR_GRACE_S", 0.1)
+
+
 def make(service, **more):
     lines = []
     launcher = Launcher(service, say=lines.append, worker=(FAKE,), front=(FAKE,), **more)
@@ -67,7 +73,7 @@ def run_until(launcher, predicate, limit_s=30.0):
         launcher.turn(0.1)
 
 
-@pytest.mark.service
+@pytest.mark.service(seconds=30)  # of all here
 def test_start_and_drain_leave_nothing_behind(service, tmp_path):
     """A clean life: every component says once that it is ready, everything ends by itself, every file is gone."""
     launcher, lines = make(service)
@@ -217,13 +223,13 @@ def test_a_start_again_that_hangs_is_ended_like_a_death(service, monkeypatch):
     """Nobody waits for ever for an instance that was started again."""
     launcher, _ = make(service, restart="instance")
     with launcher.started():
-        launcher._service = msgspec.structs.replace(service, start_timeout_s=3.0)
+        launcher._service = msgspec.structs.replace(service, start_timeout_s=2.0)
         monkeypatch.setenv("FAKE_HANGS", "ctx-0")
         assert identities(launcher)["ctx-0/rank0"].kill()
         run_until(launcher, lambda: launcher.restarts == 2)
         monkeypatch.delenv("FAKE_HANGS")
         run_until(launcher, lambda: launcher._components["ctx-0"].ready)
-        assert any("not ready within 3 s" in str(death) for death in launcher.deaths)
+        assert any("not ready within 2 s" in str(death) for death in launcher.deaths)
 
 
 @pytest.mark.service
@@ -504,3 +510,5 @@ def test_every_command_in_every_state(late_signals_are_nothing, service, monkeyp
         assert not (tmp_path / "r").exists()
     if state == "draining" and command == "two signals":
         assert "front: did not leave in time, killed" in lines
+    if state == "draining" and command == "a rank dies":
+        assert "gen-0: lost a rank while it drained, killed" in lines

@@ -96,6 +96,7 @@ class _Member:
     proxy: ProcessIdentity | None = None
     phase: str = "starting"
     exited: bool = False
+    died: bool = False
 
 
 @dataclass
@@ -119,6 +120,12 @@ class _Component:
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def spent(self) -> bool:
+        """One of its ranks died and none is left: its guards wait for the launcher only."""
+        ranks = self.members.values()
+        return any(member.died for member in ranks) and all(member.exited for member in ranks)
 
 
 class RunFailed(Exception):
@@ -482,7 +489,7 @@ class Launcher:
             started = component.process.pid if component.process else 0
             proxy = ProcessIdentity.of(told.parent_pid)
             member.proxy = proxy if proxy and started and descends_from(proxy.pid, started) else None
-            member.exited = False
+            member.exited = member.died = False
         elif isinstance(told, Status):
             member.phase = told.phase
             self._say_progress(component)
@@ -495,8 +502,8 @@ class Launcher:
         elif isinstance(told, Orphaned) and component.running:
             return [Death(message.owner_id, None, told.what, told.gone_pid, "gone")]
         elif isinstance(told, Exited):
-            member.exited = True
-            if told.status != 0:
+            member.exited, member.died = True, told.status != 0
+            if member.died:
                 return [Death(message.owner_id, message.rank, "rank", told.rank_pid, told.text)]
         return []
 
@@ -625,12 +632,15 @@ class Launcher:
                     # Perhaps it leaves already, drained by somebody: how it ends decides.
                     self._say(f"{component.owner_id}: cannot be told to drain: {problem}")
             for component in waiting:
-                while component.running and time.monotonic() < deadline and self._interrupts <= 1:
+                while (
+                    component.running and not component.spent and time.monotonic() < deadline and self._interrupts <= 1
+                ):
                     self._collect(0.1)
                 if component.running:
                     clean = False
-                    self._ended(component, "it did not leave in time and was killed")
-                    self._say(f"{component.owner_id}: did not leave in time, killed")
+                    how = "lost a rank while it drained" if component.spent else "did not leave in time"
+                    self._ended(component, f"it {how} and was killed")
+                    self._say(f"{component.owner_id}: {how}, killed")
                     continue
                 clean &= self._judge_leaving(component)
         if not clean:
