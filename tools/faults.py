@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -374,7 +374,7 @@ class Driver:
 
     def run(self, seconds: float, folder: Path, faults_max: int | None = None) -> None:
         """Faults for so long, then healing, an audit, the drain, and a look at what is left."""
-        shared = sorted(os.listdir("/dev/shm"))
+        shared = os.listdir("/dev/shm")
         before = set(descendants(os.getpid()))
         service = apply_environment(service_config(settings(self.seed, folder)), {})
         self.launcher = Launcher(service, say=lambda line: self.say(f"  {line}"), restart="instance")
@@ -392,7 +392,7 @@ class Driver:
         left = [pid for pid in descendants(os.getpid()) if pid not in before]
         if left:
             self._found(f"{len(left)} processes are left: {[_command(pid)[:120] for pid in left]}")
-        if new := unmapped(set(os.listdir("/dev/shm")) - set(shared)):
+        if new := left_in_shared_memory(shared):
             self._found(f"left in /dev/shm: {new}")
         if (folder / "r").exists():
             self._found(f"left in the run's folder: {sorted(str(p) for p in (folder / 'r').rglob('*'))[:10]}")
@@ -599,8 +599,19 @@ def not_at_rest(launcher: Launcher) -> Iterator[str]:
         yield f"cannot be asked: {type(error).__name__}: {error}"
 
 
-def unmapped(names: set[str]) -> list[str]:
-    """Those of some names in /dev/shm that no process of the machine maps: what others are using now is theirs."""
+def left_in_shared_memory(before: Collection[str], within_s: float = 5.0) -> list[str]:
+    """Names in /dev/shm that were not there before, that no process of the machine maps, and that nobody takes away.
+
+    Others use the folder, too: what they map is theirs, and what they have only just made, or are about to remove, is so for
+    a moment only.
+    """
+    end_s = time.monotonic() + within_s
+    while (left := _unmapped(set(os.listdir("/dev/shm")) - set(before))) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    return left
+
+
+def _unmapped(names: set[str]) -> list[str]:
     for entry in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             maps = entry.read_text("utf-8", errors="replace")

@@ -15,11 +15,12 @@ import httpx
 import pytest
 import yaml
 
+from faults import left_in_shared_memory
 from meta_executor.config import apply_environment, service_config
 from meta_executor.supervise.launch import Launcher, RunFailed
 from meta_executor.supervise.procfs import ProcessIdentity
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.service(seconds=60), pytest.mark.timeout(300)]
 
 #: A process that says that it is ready and drains when it is told: a start that costs nothing.
 FAKE_RANK = str(Path(__file__).resolve().parents[2] / "packages/meta-executor/tests/supervise/fake_rank.py")
@@ -269,7 +270,7 @@ def test_a_rank_that_stands_still_for_good_is_a_death(short_folder, victim):
     """First nobody calls the service well any more, then the rank is named, and its instance is started again."""
     plain = settings(short_folder / "u")
     for section in ("context_servers", "generation_servers"):
-        plain[section].setdefault("cache_transceiver_config", {})["silence_s"] = 12.0
+        plain[section].setdefault("cache_transceiver_config", {})["silence_s"] = 8.0
     launcher = Launcher(apply_environment(service_config(plain), {}), say=lambda _line: None, restart="instance")
     with launcher.started():
         url = launcher.front_url
@@ -304,17 +305,17 @@ def test_ten_starts_and_stops_leave_everything_as_it_was(short_folder):
     """Process table, /dev/shm and the temporary folder."""
 
     def snapshot():
-        shared = sorted(p.name for p in Path("/dev/shm").iterdir())
         temporary = sorted(p.name for p in Path(short_folder).iterdir())
-        return shared, temporary, len(descendants(os.getpid()))
+        return temporary, len(descendants(os.getpid()))
 
-    before = snapshot()
+    before, shared = snapshot(), os.listdir("/dev/shm")
     for _ in range(10):
         with Launcher(
             apply_environment(service_config(settings(short_folder / "t")), {}), say=lambda _l: None
         ).started():
             pass
     assert snapshot() == before
+    assert left_in_shared_memory(shared) == []
 
 
 #: A start of this service takes about so long; signals come at as many moments of it (s, count).
@@ -329,7 +330,7 @@ def test_sigterm_at_any_moment_of_the_start_leaves_nothing(short_folder, tmp_pat
     config = tmp_path / "service.yaml"
     run_dir = short_folder / f"m{moment}"
     config.write_text(yaml.safe_dump(settings(run_dir)))
-    shared = set(os.listdir("/dev/shm"))
+    shared = os.listdir("/dev/shm")
     command = [sys.executable, "-m", "meta_executor", "up", str(config)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         time.sleep(START_S * (moment + 0.5) / MOMENTS)
@@ -345,16 +346,4 @@ def test_sigterm_at_any_moment_of_the_start_leaves_nothing(short_folder, tmp_pat
     assert not run_dir.exists() or "logs stay in" in told
     assert "Traceback" not in told
     assert process.returncode in ((-signal.SIGTERM, 0, 1) if not told else (0, 1)), told
-    left = unmapped(set(os.listdir("/dev/shm")) - shared)
-    assert left == []
-
-
-def unmapped(names):
-    """Those of some names in /dev/shm that no process maps: what others use now is theirs."""
-    for entry in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            maps = entry.read_text("utf-8", errors="replace")
-        except OSError:
-            continue
-        names = {name for name in names if name not in maps}
-    return sorted(name for name in names if Path("/dev/shm", name).exists())
+    assert left_in_shared_memory(shared) == []

@@ -1,6 +1,9 @@
 """What a seed does to a service is the seed's alone, and every kind of it comes; the service itself: integration/tests."""
 
 import itertools
+import mmap
+import os
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -45,3 +48,25 @@ def test_a_schedule_is_told_without_doing_it(capsys):
     """For whoever wants to know what a seed did."""
     assert faults.main(["--seed", "5", "--schedule", "3"]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{n}. {fault}" for n, fault in enumerate(first(5, 3), 1)]
+
+
+def test_what_is_left_in_shared_memory_is_what_nobody_uses_and_nobody_removes():
+    """One that is mapped is somebody's, one that goes in a moment was somebody's; one that stays is named."""
+    before = os.listdir("/dev/shm")
+    mapped, going, staying = (
+        Path(f"/dev/shm/left-test-{os.getpid()}-{name}") for name in ("mapped", "going", "staying")
+    )
+    try:
+        for path in (mapped, going, staying):
+            path.write_bytes(b"x" * 4096)
+        with mapped.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+            timer = threading.Timer(0.2, going.unlink)
+            timer.start()
+            left = faults.left_in_shared_memory(before, 1.0)
+            timer.join()
+            assert staying.name in left and mapped.name not in left and going.name not in left
+            staying.unlink()
+            assert staying.name not in faults.left_in_shared_memory(before, 1.0)
+    finally:
+        for path in (mapped, going, staying):
+            path.unlink(missing_ok=True)

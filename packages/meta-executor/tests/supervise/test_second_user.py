@@ -154,15 +154,20 @@ def listening(pids: set[int]) -> dict[int, str]:
     return ports
 
 
+def named_memory(pids: set[int]) -> list[str]:
+    """Shared memory of these processes that has a name."""
+    lines = {line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/dev/shm/" in line}
+    return sorted({line[line.index("/dev/shm/") :] for line in lines if not line.endswith("(deleted)")})
+
+
 def test_a_running_service(other: int, public: Path) -> None:
     """Files, sockets, processes, shared memory, ports: refused, and the service goes on and drains clean."""
-    shared_before = {str(path) for path in Path("/dev/shm").iterdir()}
     launcher = service(public / "base")
     with launcher.started():
         run = Path(launcher.run.run_dir)
         key = (run / "key").read_text()
         processes = launcher.processes()
-        shared = sorted({str(path) for path in Path("/dev/shm").iterdir()} - shared_before)
+        shared = named_memory(set(processes.values()))
         assert as_user(other, lambda: attack(run, processes, key, shared)) == []
 
         def over_http() -> dict[str, Any]:
