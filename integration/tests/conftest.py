@@ -12,9 +12,11 @@ import httpx
 import msgspec
 import pytest
 
+from hosts import Network, Unavailable
 from meta_executor.config import ServiceConfig, apply_environment, load_service_config
 from meta_executor.supervise.launch import Launcher
 from meta_executor.wire import InstanceStatistics
+from service_on_hosts import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "packages" / "meta-executor" / "examples" / "smollm2.yaml"
@@ -63,3 +65,20 @@ def service(short_folder: Path) -> Iterator[Service]:
     launcher = Launcher(config, say=lines.append)
     with launcher.started():
         yield Service(launcher.front_url, launcher, config, short_folder / "logs", short_folder / "evidence", lines)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Three hosts, and nothing on them yet."""
+    folder = Path(tempfile.mkdtemp(prefix="mx"))
+    try:
+        with Network(("ctx", "gen", "front")) as network:
+            made = Site(network, folder, shutil.which("etcd") or "etcd")
+            try:
+                yield made
+            finally:
+                made.remove()
+    except Unavailable as error:
+        pytest.skip(f"NO COVERAGE: network namespaces cannot be made here: {error}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

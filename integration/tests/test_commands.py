@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -282,13 +281,6 @@ def answered(question: Printed, url: str) -> None:
     assert json.loads(told)["choices"][0]["message"]["content"], told
 
 
-@pytest.mark.service
-@pytest.mark.parametrize("one", those("curl"), ids=str)
-def test_the_printed_question_is_answered(one: Printed, service: Any) -> None:
-    """By the service of the example; the answer is bounded, so that a slow machine gives it, too."""
-    answered(one, service.url)
-
-
 @pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(240)
@@ -309,7 +301,10 @@ def test_the_service_starts_and_answers_the_printed_question(
 @pytest.mark.service
 @pytest.mark.timeout(240)
 def test_parts_that_are_started_apart_are_looked_at(folder: Path, running: list[Running]) -> None:
-    """``serve``, ``front``, ``explain``, ``top`` and, when all have left, ``evidence verify``, with one CONFIG."""
+    """``serve``, ``front``, each ``curl``, ``explain``, ``top`` and, when all have left, ``evidence verify``, with one CONFIG.
+
+    The questions are the example's, whose model they name; by night its own service is asked them.
+    """
     commands = service_commands()
     key = next(one for one in those("openssl"))
     (folder / "key").write_text(ran(key.words, folder).stdout)
@@ -324,6 +319,7 @@ def test_parts_that_are_started_apart_are_looked_at(folder: Path, running: list[
                 "run_dir": str(folder / "r"),
                 "evidence_dir": str(evidence),
                 "engine": {"kind": "synthetic"},
+                "served_model_name": "smollm2",
                 "discovery": {"store": str(folder / "store")},
                 "context_servers": {"pipeline_parallel_size": 1},
                 "generation_servers": {"tensor_parallel_size": 1},
@@ -336,8 +332,8 @@ def test_parts_that_are_started_apart_are_looked_at(folder: Path, running: list[
     (front,) = {tuple(filled(one, CONFIG=str(config))) for one in commands["front"] if "CONFIG" in one.words}
     running.append(Running(list(front), ROOT))
     url = running[-1].until(r"serving (\S+)/v1")[1]
-    body = json.dumps({"model": "synthetic", "prompt": "abc", "max_tokens": 4})
-    ran(["curl", "-sS", "--noproxy", "*", f"{url}/v1/completions", "-d", body], folder)
+    for one in those("curl"):
+        answered(one, url)
     for one in commands["explain"]:
         assert "ctx-0" in ran(filled(one), ROOT, META_EXECUTOR_URL=url).stdout
     for one in commands["top"]:

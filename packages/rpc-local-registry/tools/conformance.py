@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 
@@ -10,6 +11,7 @@ from rpc_local_registry.testing import matrix_differences, matrix_table, run_mat
 
 def main() -> int:
     """Print and compare."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     logging.getLogger("rpc_local_registry").setLevel(logging.CRITICAL)
     cells = run_matrix()
     wrong = matrix_differences(cells)

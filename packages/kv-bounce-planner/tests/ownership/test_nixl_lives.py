@@ -157,7 +157,7 @@ class Proxy:
                     target.shutdown(socket.SHUT_WR)
                     continue
                 if mode == "delay":
-                    time.sleep(0.2)
+                    time.sleep(0.05)
                 target.sendall(data[at:] if mode else data)
                 if mode == "duplicate":
                     target.sendall(data)
