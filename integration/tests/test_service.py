@@ -16,7 +16,7 @@ from meta_executor.engine.factory import create_engine, model_info
 from meta_executor.engine.generate import SequenceRunner, generate
 from meta_executor.engine.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.service(seconds=35), pytest.mark.timeout(600)]
 
 #: Tokens of an answer: what the one process that they are compared with takes decides how long these tests are.
 ANSWER_TOKENS, ANSWER_TOKENS_AT_NIGHT = 16, 32

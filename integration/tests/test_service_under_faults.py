@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.service, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.service(seconds=62), pytest.mark.timeout(500)]
 
 DRIVER = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
 #: How long faults are made (s); the start, the last healing and the audits come on top.

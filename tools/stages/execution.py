@@ -33,6 +33,8 @@ RERUN_FAILURES_MAX = 5
 RERUN_STEPS = ((300.0, 2), (600.0, 1))
 #: Lines of a pytest process's output that are kept to say why it ended (count).
 _TAIL_LINES = 60
+#: Files of tests of services that run at once (count).
+SERVICES_AT_ONCE = 2
 _PLUGIN = Path(__file__).resolve().parent / "plugin"
 
 
@@ -213,20 +215,34 @@ class Runner:
         return known(ended=True)
 
     def _run_line(self, result: LineResult, plan: StagePlan, run: RunPlan, folder: Path, label: str) -> None:
-        """A line's processes: what is safe in parallel, then what wants the machine for itself."""
+        """A line's processes: what is safe in parallel, then services, then what wants the machine for itself."""
         line = result.line
         waivers = waived_tests(run.waivers, line, plan.stage)
         off = tuple(w.test.target for w in waivers)
         result.begun = True
         split = self._workers > 1 and not line.isolated and not line.alone
-        live = self._pytest(line, (line.target,), folder, label, waived=off, half="parallel" if split else "all",
-                            expressions=True)  # fmt: skip
+        live = self._pytest(
+            line, (line.target,), folder, label, waived=off, expressions=True,
+            part="parallel" if split else "all", workers=self._workers if split else 1,
+        )  # fmt: skip
         self._take(result, live, folder, label)
-        if live.alone and not self._interrupted:
-            more = self._pytest(
-                line, (line.target,), folder, f"{label}-alone", waived=off, half="alone", expressions=True
-            )
-            self._take(result, more, folder, f"{label}-alone")
+        files = len({test.split("::")[0] for test in live.services})
+        for part, left, workers in (
+            ("services", live.services, min(files, SERVICES_AT_ONCE)),
+            ("alone", live.alone, 1),
+        ):
+            if left and not self._interrupted:
+                more = self._pytest(
+                    line,
+                    (line.target,),
+                    folder,
+                    f"{label}-{part}",
+                    waived=off,
+                    expressions=True,
+                    part=part,
+                    workers=workers,
+                )
+                self._take(result, more, folder, f"{label}-{part}")
         reasons = {w.test.target: w.reason for w in waivers}
         result.waived += [
             (test, next(reasons[target] for target in off if covers(target, test)))
@@ -267,7 +283,7 @@ class Runner:
 
     def _pytest(
         self, line: TestLine, targets: tuple[str, ...], folder: Path, label: str, *, waived: tuple[str, ...] = (),
-        half: str = "all", expressions: bool = False,
+        part: str = "all", workers: int = 1, expressions: bool = False,
     ) -> LiveResult:  # fmt: skip
         """One pytest process and what it wrote down."""
         live_file = folder / f"{label}.jsonl"
@@ -281,16 +297,20 @@ class Runner:
         if expressions:
             command += ["-m", line.mark] if line.mark else []
             command += ["-k", line.keyword] if line.keyword else []
-        if half == "parallel":
+        if workers > 1:
+            command += ["-p", "xdist", "-n", str(workers)]
             # Whoever has nothing left takes from the other: tests that wait stand in a row, and are handed out in rows.
-            command += ["-p", "xdist", "-n", str(self._workers), "--dist", "worksteal"]
+            # Services go by files, in the order in which the plugin puts them.
+            command += (
+                ["--dist", "worksteal"] if part == "parallel" else ["--dist", "loadfile", "--no-loadscope-reorder"]
+            )
         environment = {
             **os.environ,
             # Plugins of other people's environments are not asked for; the project names its own in its configuration.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
             "STAGE_LIVE_FILE": str(live_file),
             "STAGE_WAIVED": json.dumps(waived),
-            "STAGE_HALF": half,
+            "STAGE_PART": part,
             "PYTHONPATH": needs.python_path(self._root, str(_PLUGIN)),
         }
         if line.timeout_given:

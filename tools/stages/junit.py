@@ -67,7 +67,7 @@ class LiveResult:
     Attributes:
         selected: Node ids of what was to run; empty when it did not get that far.
         waived: Node ids of what was taken out because it is waived.
-        alone: Node ids of what wants the machine for itself and was left to another process.
+        services, alone: Node ids of what was left to other processes: it wants the machine almost, or quite, for itself.
         exit_code: Of the process; None when it was ended because its time was over.
         end: How it ended, in words.
         tail: The last of its output.
@@ -78,6 +78,7 @@ class LiveResult:
     selected: tuple[str, ...]
     exit_code: int | None
     waived: tuple[str, ...] = ()
+    services: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     end: str = ""
     tail: str = ""
@@ -121,8 +122,8 @@ def read_live(
     if interrupted:
         cases = tuple(case for case in cases if case.outcome != "unfinished")
     return LiveResult(
-        (*errors, *cases), lists.get("selected", ()), exit_code, lists.get("waived", ()), lists.get("alone", ()),
-        late or _end(exit_code, internal, tail), tail, interrupted,
+        (*errors, *cases), lists.get("selected", ()), exit_code, lists.get("waived", ()), lists.get("services", ()),
+        lists.get("alone", ()), late or _end(exit_code, internal, tail), tail, interrupted,
     )  # fmt: skip
 
 

@@ -157,6 +157,56 @@ def test_a_line_of_worlds_starts_no_workers(project):
     assert log.count("$ ") == 1 and "xdist" not in log
 
 
+#: A file of two tests of a service, which waits until another one's first test has begun, and stays in one process.
+SERVICE = """
+import os, pathlib, time
+import pytest
+
+pytestmark = pytest.mark.service({arguments})
+HERE = pathlib.Path(__file__)
+
+
+def test_{name}1():
+    HERE.with_name("results-{name}").write_text(str(os.getpid()))
+    end = time.monotonic() + 100
+    while not HERE.with_name("results-{other}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_{name}2():
+    assert HERE.with_name("results-{name}").read_text() == str(os.getpid())
+    {more}
+"""
+
+
+def test_files_of_services_run_two_at_a_time_and_worlds_alone(project):
+    """What says that it takes longest begins first, beside the next one; one file is one worker's; the rest has no worker."""
+    alone = "\n".join(
+        f"@pytest.mark.{marks[0]}\n@pytest.mark.{marks[1]}\ndef test_{name}(request):\n"
+        "    assert not hasattr(request.config, 'workerinput')\n"
+        for name, marks in {"world": ("mpi", "slow"), "card": ("service", "gpu")}.items()
+    )
+    write_tests(
+        project,
+        good=SERVICE.format(arguments="", name="a", other="b", more="assert HERE.with_name('results-c').exists()"),
+        b=SERVICE.format(arguments="seconds=5", name="b", other="c", more="pass"),
+        c=SERVICE.format(arguments="seconds=9", name="c", other="b", more="pass"),
+        d="import pytest\n\n" + alone,
+    )
+    (project / "t" / "test_gpu.py").unlink()
+    lines(project, "t")
+    result = only(project, workers=3)
+    assert result.verdict is Verdict.PASSED, result.reason
+    assert outcomes(result) == dict.fromkeys(
+        ("test_a1", "test_a2", "test_b1", "test_b2", "test_c1", "test_c2", "test_world", "test_card"), ("passed",)
+    ) | {"test_b": ("passed",)}
+    log = next((project / "results").rglob("log.txt")).read_text()
+    assert [line.partition("xdist ")[2] for line in log.splitlines() if line.startswith("$ ")] == [
+        "-n 3 --dist worksteal", "-n 2 --dist loadfile --no-loadscope-reorder", "",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_waived_file_below_a_folder_is_taken_out(project, workers):
     """Also in every worker; parameters of a waived test with it."""

@@ -2,9 +2,9 @@
 
 The runner loads it with ``-p stage_live`` and names the file in ``STAGE_LIVE_FILE``. Only the controlling process writes
 results. In every process it takes out what is waived: the targets in ``STAGE_WAIVED`` (JSON) and what stands below them
-(pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m); and of a line's two
-halves the one that is not ``STAGE_HALF``: tests that start worlds or services of their own (``ALONE``) want the machine for
-themselves, the others may share it.
+(pytest's own ``--deselect`` goes by the beginning of a name, and would take test_more out with test_m); and of a line's parts
+those that are not ``STAGE_PART``: tests of MPI worlds, whose ranks spin, and of services on a GPU want the machine for
+themselves (``alone``), other services mostly wait and may have one beside them (``services``), all else is ``parallel``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import pytest
 
 _DETAILS_MAX = 20_000
 _MESSAGE_MAX = 1_000
-#: Marks of tests that run one at a time.
-ALONE = ("mpi", "service")
+PARTS = ("parallel", "services", "alone")
 
 
 class Writer:
@@ -110,16 +109,55 @@ def _skip_reason(report: Any) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Take out what is waived of what the expressions left, then the other half, and write down what that was."""
+    """Take out what is waived of what the expressions left, then the other parts, and write down what that was."""
     if not _ours():
         return
     targets = json.loads(os.environ.get("STAGE_WAIVED", "[]"))
     _take_out(config, items, "waived", [item for item in items if any(_covers(t, item.nodeid) for t in targets)])
-    half = os.environ.get("STAGE_HALF", "all")
-    if half != "all":
-        alone = [item for item in items if any(item.get_closest_marker(mark) for mark in ALONE)]
-        other = alone if half == "parallel" else [item for item in items if item not in alone]
-        _take_out(config, items, "alone" if half == "parallel" else "", other)
+    part = os.environ.get("STAGE_PART", "all")
+    if part == "all":
+        return
+    parts = {name: [item for item in items if _part(item) == name] for name in PARTS}
+    for name in PARTS:
+        if name != part:
+            _take_out(config, items, name if part == "parallel" else "", parts[name])
+    if part == "services":
+        _longest_first(items)
+
+
+def _part(item: Any) -> str:
+    if item.get_closest_marker("mpi"):
+        return "alone"
+    if item.get_closest_marker("service"):
+        return "alone" if item.get_closest_marker("gpu") else "services"
+    return "parallel"
+
+
+def _longest_first(items: list[Any]) -> None:
+    """Files in the order of what their tests say that they take, so that none that takes long is left for the end."""
+    takes: dict[Any, float] = {}
+    for item in items:
+        seconds = item.get_closest_marker("service").kwargs.get("seconds", 0.0)
+        takes[item.path] = max(seconds, takes.get(item.path, 0.0))
+    items.sort(key=lambda item: -takes[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """Services share fixtures within a file: each file goes to one worker, and only when that one has nothing left."""
+    if not _ours() or os.environ.get("STAGE_PART") != "services":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesInTurn(LoadFileScheduling):  # type: ignore[misc]
+        """As ``loadfile``, which hands out the next file while up to two tests are left."""
+
+        def _reschedule(self, node: Any) -> None:
+            # A worker begins its last test only when it knows what comes next.
+            if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
+    return FilesInTurn(config, log)
 
 
 def _take_out(config: Any, items: list[Any], what: str, gone: list[Any]) -> None:
