@@ -228,7 +228,8 @@ def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_p
     statistics = receiver("statistics")
     assert statistics["quarantined_count"] == 0 and statistics["released"] == 39
     if mode in ("cut", "half-close"):  # a repeated chunk is refused as a replay, or ends the connection
-        assert statistics.get("links_lost", 0) >= 36
+        # The last one's end may be noticed after its transfer is over.
+        drive(together, receiver, sender, lambda received, sent: receiver("statistics").get("links_lost", 0) >= 36)
     proxy.close()
 
 
