@@ -25,9 +25,12 @@ from kv_bounce_planner.planning import (
     from_tensorrt_llm,
     from_tensors,
     from_vllm,
+    gather,
     head_range,
     layer_range,
+    plan_destination,
     plan_transfer,
+    scatter,
 )
 
 GROUP = LayerGroup(
@@ -216,6 +219,77 @@ def test_vllm_shapes() -> None:
     layout = from_vllm(rank=0, layer_ids=[0], tensors=latent, head_total=128, attention="mla")
     assert layout.groups[0].kv_factor == 1 and layout.groups[0].head_total == 1
     _check_same_bytes(layout, {(0, 0): latent[0][:, :, None, :]}, "mla")
+
+
+def _cpu_pools(heads: int, block_tokens: int, blocks: int) -> list[np.ndarray]:
+    return [np.zeros((blocks, heads, block_tokens, 2 * 8), np.float32) for _ in range(2)]
+
+
+def _cpu_views(pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """K and V as (blocks, heads, tokens, dim), read off a pool as the kernel lays them: K with its tokens innermost."""
+    blocks, heads, tokens, joined = pool.shape
+    flat = pool.reshape(blocks, heads, 2, tokens * joined // 2)
+    keys = flat[:, :, 0].reshape(blocks, heads, joined // 2, tokens).swapaxes(2, 3)
+    return keys, flat[:, :, 1].reshape(blocks, heads, tokens, joined // 2)
+
+
+@pytest.mark.parametrize(("ranks", "source_tokens", "target_tokens"), [(1, 8, 8), (1, 8, 4), (1, 4, 8), (2, 8, 4)])
+def test_vllm_cpu_tokens_innermost(ranks: int, source_tokens: int, target_tokens: int) -> None:
+    """The CPU kernel's K has its tokens innermost: any block sizes and head splits move every value to its place."""
+    random, tokens = np.random.default_rng(1), 21
+    sources = [_cpu_pools(4 // ranks, source_tokens, 9) for _ in range(ranks)]
+    for pool in (pool for pools in sources for pool in pools):
+        pool[:] = random.random(pool.shape, np.float32)
+    mine = _cpu_pools(4, target_tokens, 9)
+    layouts = [
+        from_vllm(
+            rank=rank, layer_ids=[0, 1], tensors=pools, head_total=4, first_head=rank * 4 // ranks, attention="cpu_attn",
+            memory_kind="DRAM",
+        )
+        for rank, pools in enumerate(sources)
+    ]  # fmt: skip
+    target = from_vllm(rank=0, layer_ids=[0, 1], tensors=mine, head_total=4, attention="cpu_attn", memory_kind="DRAM")
+    theirs, ours = random.permutation(9), random.permutation(9)
+    tables = [
+        RequestBlocks({group: BlockTable(ids[: -(-tokens // size)]) for group in (0, 1)})
+        for ids, size in ((theirs, source_tokens), (ours, target_tokens))
+    ]
+    instance = InstanceLayout("ctx", tuple(layouts), pp_size=ranks)
+    held = dict.fromkeys(range(ranks), tables[0])
+    moved = plan_transfer(
+        instance, target, tokens=TokenRange(0, tokens), target_blocks=tables[1], source_blocks=held
+    ).transfers
+    assert sorted(moved) == list(range(ranks))
+    for transfer in moved.values():
+        staging = np.zeros(transfer.total_bytes, np.uint8)
+        gather(transfer.source_addresses, transfer.sizes, staging.ctypes.data)
+        scatter(staging.ctypes.data, transfer.target_addresses, transfer.sizes)
+    for layer in range(2):
+        for side in range(2):
+            sent = np.concatenate([_cpu_views(pools[layer])[side] for pools in sources], axis=1)
+            got = _cpu_views(mine[layer])[side]
+            for token in range(tokens):
+                at = sent[theirs[token // source_tokens], :, token % source_tokens]
+                assert np.array_equal(got[ours[token // target_tokens], :, token % target_tokens], at)
+    if ranks == 1:
+        whole = plan_destination(instance, target, tables[1], TokenRange(0, target_tokens))
+        assert whole.writers[0].range_count == 2, "a whole block of a layer is one range"
+
+
+def test_vllm_cpu_shapes_that_do_not_fit_are_refused() -> None:
+    """Guessing where V begins would be silent corruption."""
+    pool = np.zeros((3, 2, 4, 16), np.float32)
+    for tensors, why in (
+        ([pool[:, :, :, :15]], "is not"),
+        ([pool[:, :, ::2]], "dense"),
+        ([pool, pool[:2]], "one shape"),
+        ([pool[:, :1]], "one tensor per layer"),
+    ):
+        layers = [0] if len(tensors) == 1 and why != "one tensor per layer" else [0, 1]
+        with pytest.raises(LayoutError, match=why):
+            from_vllm(rank=0, layer_ids=layers, tensors=tensors, head_total=2, attention="cpu_attn")
+    with pytest.raises(LayoutError, match="head_total"):
+        from_vllm(rank=0, layer_ids=[0], tensors=[pool], head_total=2, first_head=1, attention="cpu_attn")
 
 
 def test_sglang_and_tensorrt_llm_shapes() -> None:

@@ -9,8 +9,8 @@ A planner needs no session and a session no planner. Below the faces, by what it
     planning/     plan, tier, calibration, report, codec
     copies/       gather (host), threads, _torch, _triton, tiles, choice
     words/        explain, draw
-    sessions/     config, events, identity, messages, states, proof, arena, ledgers, reports: the vocabulary
-                  receive_core, send_core: step(event, now_s) -> effects; shell, receiver, sender: they perform effects
+    sessions/     config, events, identity, processes, messages, states, proof, arena, ledgers, reports: the vocabulary
+                  receive_core, send_core: step(event, now_s) -> effects; shell, receiver, sender: they perform effects; keeper
     transports/   interface, pacing, _nixl (the one file that imports nixl), _zmq (the one file that imports zmq)
     testing.py    fakes and conformance checks
     _errors.py    one error tree: fail open before the reservation, fail closed after the advertisement

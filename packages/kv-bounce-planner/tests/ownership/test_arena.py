@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +46,20 @@ def test_alignment_holds_from_an_unaligned_base():
     _, regions = bind(arena.reserve("k", {0: 1, 1: 513, 2: 1}), 0, 1, 2)
     assert all(region.address % 512 == 0 for region in regions)
     arena.validate()
+
+
+def test_an_arena_over_an_array_keeps_it_alive_and_wants_it_whole():
+    """``of`` takes address and size from the array, holds it, and refuses what it could not write into or through."""
+    memory = np.zeros(8192, np.uint8)
+    held = sys.getrefcount(memory)
+    arena = BounceArena.of(memory, alignment=4)
+    assert (arena.base_address, arena.capacity_bytes) == (memory.ctypes.data, 8192)
+    assert sys.getrefcount(memory) == held + 1
+    frozen = np.zeros(8192, np.uint8)
+    frozen.flags.writeable = False
+    for refused in (memory[::2], frozen):
+        with pytest.raises(ValueError, match="contiguous and writable"):
+            BounceArena.of(refused)
 
 
 def test_before_the_advertisement_everything_falls_back_and_after_it_nothing_does():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -142,20 +142,28 @@ def from_vllm(
     tensors: Iterable[Any],
     head_total: int,
     first_head: int = 0,
-    attention: Literal["flash_attn", "flashinfer", "mla"] = "flash_attn",
+    attention: Literal["flash_attn", "flashinfer", "mla", "cpu_attn"] = "flash_attn",
     memory_kind: MemoryKind = "VRAM",
     device_id: int = 0,
 ) -> KVLayout:
     """vLLM's per-layer cache tensors: (2, blocks, tokens, heads, dim) for "flash_attn", (blocks, 2, tokens, heads, dim)
     for "flashinfer", (blocks, tokens, dim) for "mla". HND is the same shape with other strides, so it is read as it is.
+
+    "cpu_attn" is the CPU build's vector kernel: (blocks, heads, tokens, 2 * dim), where a head of a block holds K with its
+    tokens innermost (dim, token), then V (token, dim). Whatever shows tokens innermost has a stride per head and one per
+    element of a head, so each head of each layer is a layer of its own here, K in group 0 and V in group 1, both with the
+    request's one block table; tensor parallelism is then ``InstanceLayout(pp_size=ranks)``.
     """
     axes: dict[str, tuple[Axis, ...]] = {
         "flash_attn": ("kv", "block", "token", "head", "dim"),
         "flashinfer": ("block", "kv", "token", "head", "dim"),
         "mla": ("block", "token", "dim"),
     }
-    _require(attention in axes, f"attention {attention!r}")
+    _require(attention in axes or attention == "cpu_attn", f"attention {attention!r}")
     views = [tensor if isinstance(tensor, TensorView) else TensorView.of(tensor) for tensor in tensors]
+    if attention == "cpu_attn":
+        groups = _tokens_innermost(layer_ids, views, head_total, first_head)
+        return KVLayout(rank=rank, groups=groups, memory_kind=memory_kind, device_id=device_id)
     return from_tensors(
         rank=rank,
         layer_ids=layer_ids,
@@ -166,6 +174,61 @@ def from_vllm(
         memory_kind=memory_kind,
         device_id=device_id,
     )
+
+
+def _tokens_innermost(
+    layer_ids: Sequence[int], views: Sequence[TensorView], head_total: int, first_head: int
+) -> tuple[LayerGroup, LayerGroup]:
+    """K and V of (blocks, heads, tokens, 2 * dim) tensors whose K lies as (dim, token) within a head of a block."""
+    _require(len(views) == len(layer_ids) > 0, "one tensor per layer")
+    first = views[0]
+    _require(
+        all(
+            (v.shape, v.strides_bytes, v.element_bytes) == (first.shape, first.strides_bytes, first.element_bytes)
+            for v in views
+        ),
+        "tensors of one group have one shape",
+    )
+    _require(
+        len(first.shape) == 4 and first.shape[3] % 2 == 0,
+        f"shape {first.shape} is not (blocks, heads, tokens, 2 * dim)",
+    )
+    blocks, heads, tokens, joined = first.shape
+    block_stride, head_stride, token_stride, element_stride = first.strides_bytes
+    element, dim = first.element_bytes, joined // 2
+    _require(element_stride == element and token_stride == joined * element, "a head of a block is dense")
+    _require(first_head + heads <= head_total, "heads lie within head_total")
+    names = [2 * (layer * head_total + first_head + head) for layer in layer_ids for head in range(heads)]
+    bases = [view.address + head * head_stride for view in views for head in range(heads)]
+    keys = LayerGroup(
+        group_id=0,
+        layer_ids=tuple(names),
+        key_bases=tuple(bases),
+        value_bases=(),
+        first_head=0,
+        head_count=dim,
+        head_total=dim,
+        head_dim=1,
+        element_bytes=element,
+        dtype=first.dtype,
+        block_tokens=tokens,
+        block_count=blocks,
+        block_stride_bytes=block_stride,
+        head_stride_bytes=tokens * element,
+        token_stride_bytes=element,
+    )
+    values = replace(
+        keys,
+        group_id=1,
+        layer_ids=tuple(name + 1 for name in names),
+        key_bases=tuple(base + tokens * dim * element for base in bases),
+        head_count=1,
+        head_total=1,
+        head_dim=dim,
+        head_stride_bytes=dim * element,
+        token_stride_bytes=dim * element,
+    )
+    return keys, values
 
 
 def from_sglang(

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from kv_bounce_planner.sessions.identity import PeerId as PeerId
     from kv_bounce_planner.sessions.identity import RequestKey as RequestKey
     from kv_bounce_planner.sessions.identity import TransferIdentity as TransferIdentity
+    from kv_bounce_planner.sessions.keeper import PeerKeeper as PeerKeeper
     from kv_bounce_planner.sessions.ledgers import ExposureLedger as ExposureLedger
     from kv_bounce_planner.sessions.messages import ReceiveRequest as ReceiveRequest
+    from kv_bounce_planner.sessions.processes import ProcessIdentity as ProcessIdentity
+    from kv_bounce_planner.sessions.processes import ProcessWatch as ProcessWatch
     from kv_bounce_planner.sessions.proof import OwnedMemory as OwnedMemory
     from kv_bounce_planner.sessions.proof import ProvenMemory as ProvenMemory
     from kv_bounce_planner.sessions.proof import TransportClass as TransportClass
@@ -82,6 +85,8 @@ __getattr__, __dir__, __all__ = lazy(
         "sessions.messages": ("ReceiveRequest",),
         "sessions.ledgers": ("ExposureLedger",),
         "sessions.arena": ("BounceArena",),
+        "sessions.keeper": ("PeerKeeper",),
+        "sessions.processes": ("ProcessIdentity", "ProcessWatch"),
         "sessions.proof": (
             "OwnedMemory",
             "ProvenMemory",

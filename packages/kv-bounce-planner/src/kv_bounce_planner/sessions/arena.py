@@ -19,7 +19,9 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
+
+import numpy as np
 
 from kv_bounce_planner._errors import LocalProtocolError
 from kv_bounce_planner._reasons import Reason, Refusal
@@ -207,6 +209,7 @@ class BounceArena:
         self.memory_kind: MemoryKind = memory_kind
         self.device_id = device_id
         self._first = first
+        self._memory: object = None
         self._offsets: list[int] = []  # of the spans below, ascending
         self._spans: list[_Span] = []
         self._by_key: dict[Hashable, _Span] = {}
@@ -219,6 +222,23 @@ class BounceArena:
         self._refused = 0
         self._overtakes = 0
         self._closed = False
+
+    @classmethod
+    def of(cls, memory: np.ndarray[Any, Any], *, alignment: int = 512) -> BounceArena:
+        """An arena over host memory that it keeps alive itself.
+
+        Args:
+            memory: Contiguous and writable; register it with the transport.
+            alignment: As of the arena.
+
+        Raises:
+            ValueError: It is not contiguous, or not writable.
+        """
+        if not memory.flags.c_contiguous or not memory.flags.writeable:
+            raise ValueError("bounce memory wants to be contiguous and writable")
+        arena = cls(memory.ctypes.data, memory.nbytes, alignment=alignment)
+        arena._memory = memory
+        return arena
 
     def reserve(self, key: Hashable, parts: Mapping[int, int]) -> Reservation | Refusal:
         """Reserve one region with a part per writer, now or not at all.
