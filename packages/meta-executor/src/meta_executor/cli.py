@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec
 
 import click
 
@@ -18,6 +18,8 @@ from meta_executor.__about__ import __version__
 from meta_executor.config import ConfigError, ServiceConfig, apply_environment, load_service_config
 
 if TYPE_CHECKING:
+    from meta_executor.bench.lengths import Lengths
+    from meta_executor.bench.run import Drive
     from meta_executor.observe import ServiceClient
 
 _P = ParamSpec("_P")
@@ -165,12 +167,49 @@ def generate(prompt: str, model: str, max_tokens: int, temperature: float, top_p
         click.echo(result.text)
 
 
+class _LengthsType(click.ParamType["Lengths"]):
+    """What :func:`meta_executor.bench.lengths.parse_lengths` reads."""
+
+    name = "lengths"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
+        from meta_executor.bench.lengths import parse_lengths
+
+        try:
+            return parse_lengths(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
+    """Options of the commands that send a load."""
+    for option in (
+        click.option("--seed", default=0, show_default=True, type=click.IntRange(0), help="Of drawn lengths."),
+        click.option(
+            "--pin", is_flag=True, help="The load generator has the first core for itself, the service the others."
+        ),
+        click.option("--step-ms", type=click.FloatRange(0.0), help="Device time of a step of the synthetic engine."),
+        click.option("--drive", type=click.Choice(["front", "proxy"]), default="front", show_default=True,
+                     help="Ask the front, or a generation instance's own door, which then computes the prompts."),
+        click.option("--warm-up", default=0, show_default=True, type=click.IntRange(0),
+                     help="Of the requests: figures begin when so many have ended."),
+        click.option("--answer-tokens", default="8", show_default=True, type=_LengthsType(), help="Likewise."),
+        click.option("--prompt-tokens", default="64", show_default=True, type=_LengthsType(),
+                     help="A length, uniform:LOW-HIGH, or lognormal:MEDIAN:SIGMA:HIGH."),
+        click.option(
+            "--concurrency", default=0, show_default=True, type=click.IntRange(0), help="0: all at once."
+        ),
+        click.option("--requests", default=256, show_default=True, type=click.IntRange(1)),
+    ):  # fmt: skip
+        command = option(command)
+    return command
+
+
 @cli.command()
 @click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.option("--requests", default=256, show_default=True, type=click.IntRange(1))
-@click.option("--concurrency", default=0, show_default=True, type=click.IntRange(0), help="0: all at once.")
-@click.option("--prompt-tokens", default=64, show_default=True, type=click.IntRange(1))
-@click.option("--answer-tokens", default=8, show_default=True, type=click.IntRange(1))
+@_load_options
+@click.option("--rate", "rate_per_s", default=0.0, show_default=True, type=click.FloatRange(0.0),
+              help="Requests per second; 0: a new one when an old one has ended.")  # fmt: skip
 @click.option(
     "--schedule", type=click.Choice(["context-first", "generation-first"]), help="Default: the configuration's."
 )
@@ -183,34 +222,42 @@ def generate(prompt: str, model: str, max_tokens: int, temperature: float, top_p
 @click.option(
     "--evidence", type=click.Path(path_type=Path, file_okay=False), help="Keep evidence files in this folder."
 )
-def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: int, answer_tokens: int,
+@click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace that Perfetto opens.")
+def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
+          warm_up: int, drive: Drive, step_ms: float | None, pin: bool, seed: int, rate_per_s: float,
           schedule: str | None, engine: str | None, window: int | None, compute_cap: int | None, gen_blocks: int | None,
-          order: str, evidence: Path | None) -> None:  # fmt: skip
-    """Start a service, send it a load through its front, drain it, and judge its evidence.
+          order: str, evidence: Path | None, trace: Path | None) -> None:  # fmt: skip
+    """Start a service, send it a load through its front or at an instance's door, drain it, and judge its evidence.
 
-    CONFIG is a YAML file as for `up`; without one: four context ranks, two generation ranks, asynchronous agreement on. Ends
-    with one JSON line; exit code 0 only if every request was answered and every rank decided and drained all of them.
+    CONFIG is a YAML file as for `up`; without one: four context ranks, two generation ranks, asynchronous agreement on; at the
+    door one generation rank of the synthetic engine. Ends with one JSON line; exit code 0 only if every request was answered
+    and every rank decided and drained all of them.
     """
     import json
     import tempfile
 
     from meta_executor.bench.load import LoadConfig
     from meta_executor.bench.run import run_trial
-    from meta_executor.bench.settings import trial_service
+    from meta_executor.bench.settings import RECORDED_TURNS, base_service, trial_service
+    from meta_executor.bench.trace import trace_of
     from meta_executor.preflight import check_service
 
-    base = _read(config) if config is not None else None
+    load = LoadConfig(
+        requests, concurrency, prompt_tokens, answer_tokens, rate_per_s=rate_per_s, warm_up=warm_up, seed=seed
+    )
+    base = _read(config) if config is not None else base_service(drive, load, os.environ)
     service = trial_service(
-        base, os.environ, schedule=schedule, engine=engine, window=window, compute_cap=compute_cap, gen_blocks=gen_blocks,
-        opposite=order == "opposite", requests=requests,
+        base, schedule=schedule, engine=engine, window=window, compute_cap=compute_cap, gen_blocks=gen_blocks,
+        opposite=order == "opposite", requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms,
     )  # fmt: skip
-    check_service(service, with_front=True)
-    load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens)
+    check_service(service, with_front=drive == "front")
     with tempfile.TemporaryDirectory(prefix="mx-evidence-") as scratch:
         try:
-            trial = run_trial(service, load, evidence or Path(scratch), _say)
-        except FileExistsError as error:
+            trial = run_trial(service, load, evidence or Path(scratch), _say, drive=drive, pin=pin)
+        except (FileExistsError, ValueError) as error:
             _fail(2, str(error))
+    if trace is not None:
+        trace.write_bytes(trace_of(trial.records, trial.window_ns))
     click.echo(trial.report.text(), err=True)
     click.echo(json.dumps(trial.report.to_dict()))
     sys.exit(0 if trial.report.good else 1)

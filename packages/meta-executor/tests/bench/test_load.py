@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from meta_executor.bench.load import LoadConfig, LoadFailed, LoadResult, Outcome, prompt_of, run_load
-from meta_executor.bench.settings import trial_service
+from meta_executor.bench.settings import base_service, trial_service
 from meta_executor.config import FrontConfig
 
 
@@ -224,8 +224,9 @@ def test_a_generator_without_time_left_says_so() -> None:
 
 def test_a_trials_service_takes_its_whole_load_from_one_address() -> None:
     """Bounds per client and in all are raised to what the trial sends, and never lowered."""
-    front = trial_service(None, {}, requests=10_000).front
+    base = base_service("front", LoadConfig(), {})
+    front = trial_service(base, requests=10_000).front
     assert front.max_requests >= 10_000 <= front.requests_per_client_max
     assert min(front.http.connections_max, front.http.connections_per_client_max) >= 10_000
-    small = trial_service(None, {}, requests=1).front
+    small = trial_service(base, requests=1).front
     assert small.http == FrontConfig().http and small.requests_per_client_max == FrontConfig().requests_per_client_max

@@ -1,10 +1,17 @@
-"""Load on a service, and what came of it: through the front as clients do, judged from the evidence files.
+"""Load on a service, and what came of it: through the front as clients do, or at an instance's door as a front's proxy does,
+judged from the evidence files.
 
 Layout (each imports only what stands above it)::
 
-    settings   a trial's service: a configuration with the trial's knobs turned
-    load       the requests and their measurements
-    client     the process that sends them
-    report     the figures as text and JSON
-    run        starts a service, loads it, drains it, judges it
+    lengths        how long prompts and answers are
+    spread         percentiles, and what a median of few runs is worth
+    load           the requests and their measurements
+    settings       a trial's service: a configuration with the trial's knobs turned
+    client         the process that sends them to a front
+    proxy_client   the process that sends them to an instance
+    sampling       processor time by thread, and queues, while a load runs
+    loops          what the ranks' loops did with their time
+    report         the figures as text and JSON
+    trace          the same for Perfetto
+    run            starts a service, loads it, drains it, judges it
 """

@@ -85,8 +85,8 @@ class Exchange:
         head = b"".join(self.parts).partition(b"\r\n\r\n")[0].lower()
         return not self.unsent and b"\r\nconnection: close" not in head
 
-    def outcome(self, end_s: float) -> Outcome:
-        """Parse what was kept."""
+    def outcome(self, end_s: float, start_s: float) -> Outcome:
+        """Parse what was kept; the load began at ``start_s``."""
         head, _, body = b"".join(self.parts).partition(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1]) if head.startswith(b"HTTP/1.") else 0
         if _content_length(head) is None:
@@ -120,6 +120,7 @@ class Exchange:
             token_ids=tuple(ids),
             pieces_s=pieces,
             finish_reason=reason,
+            sent_s=self.sent_s - start_s,
         )
 
 
@@ -183,8 +184,10 @@ class Generator:
         seconds, cpu_s = time.monotonic() - start_s, time.process_time() - start_cpu_s
         for connection in self._idle:
             connection.close()
-        outcomes = sorted((one.outcome(end_s) for one, end_s in self._ended), key=lambda outcome: outcome.number)
-        return LoadResult(tuple(outcomes), seconds, cpu_s, self._longest_pause_s, self._reconnects)
+        outcomes = sorted(
+            (one.outcome(end_s, start_s) for one, end_s in self._ended), key=lambda outcome: outcome.number
+        )
+        return LoadResult(tuple(outcomes), seconds, cpu_s, self._longest_pause_s, self._reconnects, start_s)
 
     def _send_due(self, start_s: float, now_s: float, limit: int) -> float:
         """Send what is due. Returns how long to wait for anything to come (s)."""
@@ -276,12 +279,13 @@ class Generator:
         self._ended.append((exchange, time.monotonic()))
 
 
-def request_bytes(spec: LoadSpec, number: int, host: str) -> bytes:
-    """One streaming completion, as HTTP/1.1."""
+def request_bytes(spec: LoadSpec, number: int, lengths: tuple[int, int], host: str) -> bytes:
+    """One streaming completion with a prompt and an answer of these lengths (tokens), as HTTP/1.1."""
+    prompt_tokens, answer_tokens = lengths
     body = msgspec.json.encode(
         {
-            "model": spec.model, "prompt": prompt_of(number, spec.load.prompt_tokens, spec.vocab_size),
-            "max_tokens": spec.load.answer_tokens, "temperature": 0.0, "stream": True, "ignore_eos": True,
+            "model": spec.model, "prompt": prompt_of(number, prompt_tokens, spec.vocab_size),
+            "max_tokens": answer_tokens, "temperature": 0.0, "stream": True, "ignore_eos": True,
             "return_token_ids": True,
         }
     )  # fmt: skip
@@ -295,7 +299,7 @@ def main() -> None:
     parts = urlsplit(spec.url)
     if parts.scheme != "http" or parts.hostname is None:
         raise SystemExit(f"the load generator speaks http only, not {spec.url}")
-    requests = [request_bytes(spec, number, parts.netloc) for number in range(spec.load.requests)]
+    requests = [request_bytes(spec, number, one, parts.netloc) for number, one in enumerate(spec.load.lengths())]
     gc.freeze()
     gc.disable()
     result = Generator((parts.hostname, parts.port or 80), requests, spec.load).run()

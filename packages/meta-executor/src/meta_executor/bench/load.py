@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from meta_executor.bench.lengths import Lengths, draw
+
 #: Share of a core above which the load generator had no time left to be on time (0–1).
 LIMIT_SHARE = 0.85
 
@@ -24,18 +26,28 @@ class LoadConfig(msgspec.Struct, frozen=True):
     Attributes:
         requests: How many (count).
         concurrency: At most so many at once (count); 0: all of them.
-        prompt_tokens: Length of each prompt (tokens).
-        answer_tokens: Length of each answer (tokens).
+        prompt_tokens: Length of each prompt, or what it is drawn from (tokens).
+        answer_tokens: Length of each answer, likewise (tokens).
         rate_per_s: Requests begin at this rate (1/s); 0: as fast as concurrency lets them.
         request_timeout_s: A request without its end after so long has failed (s).
+        warm_up: The first so many requests warm up: figures begin when all of them have ended (count).
+        seed: What is drawn depends on it alone.
     """
 
     requests: int = 256
     concurrency: int = 0
-    prompt_tokens: int = 64
-    answer_tokens: int = 16
+    prompt_tokens: Lengths = 64
+    answer_tokens: Lengths = 16
     rate_per_s: float = 0.0
     request_timeout_s: float = 3600.0
+    warm_up: int = 0
+    seed: int = 0
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of each request's prompt and answer, in order (tokens)."""
+        prompts = draw(self.prompt_tokens, self.requests, self.seed)
+        # Of the same seed they would be long and short together.
+        return list(zip(prompts, draw(self.answer_tokens, self.requests, self.seed + 1_000_003)))
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -62,6 +74,8 @@ class Outcome(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
     pieces_s: tuple[float, ...]
     finish_reason: str | None
+    #: Since the first request of the load was sent (s).
+    sent_s: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -85,6 +99,15 @@ class LoadResult(msgspec.Struct, frozen=True):
     cpu_s: float
     longest_pause_s: float
     reconnects: int
+    #: Monotonic time of its begin, on its host (s).
+    began_s: float = 0.0
+
+    def window_s(self, warm_up: int) -> tuple[float, float]:
+        """From when the first so many requests had ended to when the last one was sent: the load was whole then. Where that is
+        nothing, to the end (s since its begin)."""
+        begin_s = max((one.sent_s + one.total_s for one in self.outcomes[:warm_up]), default=0.0)
+        end_s = max((one.sent_s for one in self.outcomes), default=0.0)
+        return (begin_s, end_s) if end_s - begin_s > self.seconds / 4 else (min(begin_s, self.seconds), self.seconds)
 
     @property
     def share(self) -> float:
@@ -117,7 +140,7 @@ def prompt_of(number: int, length: int, vocab_size: int) -> list[int]:
 
 
 def run_load(url: str, model: str, vocab_size: int, load: LoadConfig, *, cpus: Sequence[int] = ()) -> LoadResult:
-    """Send the load from a process of its own.
+    """Send the load to a front, from a process of its own.
 
     Args:
         url: ``http://HOST:PORT`` of a front.
@@ -130,13 +153,25 @@ def run_load(url: str, model: str, vocab_size: int, load: LoadConfig, *, cpus: S
         LoadFailed: The process ended without a result. A request that failed is an outcome, never an exception.
     """
 
+    return run_generator(
+        "meta_executor.bench.client", msgspec.json.encode(LoadSpec(url, model, vocab_size, load)), cpus
+    )
+
+
+def run_generator(module: str, spec: bytes, cpus: Sequence[int] = ()) -> LoadResult:
+    """Run a load generator's process, with what it is told on its standard input.
+
+    Raises:
+        LoadFailed: The process ended without a result.
+    """
+
     def settle() -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)
 
     done = subprocess.run(
-        [sys.executable, "-m", "meta_executor.bench.client"],
-        input=msgspec.json.encode(LoadSpec(url, model, vocab_size, load)),
+        [sys.executable, "-m", module],
+        input=spec,
         stdout=subprocess.PIPE,
         preexec_fn=settle if cpus else None,
     )

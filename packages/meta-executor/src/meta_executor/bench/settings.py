@@ -7,8 +7,12 @@ from typing import Any
 
 import msgspec
 
-from meta_executor.config import ServiceConfig, apply_environment, service_config
+from meta_executor.bench.lengths import longest
+from meta_executor.bench.load import LoadConfig
+from meta_executor.config import ConfigError, EngineConfig, ServiceConfig, apply_environment, service_config
 
+#: Of each rank's loop a trial keeps the newest so many turns (count): minutes of a loaded one.
+RECORDED_TURNS = 200_000
 #: Of every so many context legs the last goes first in a trial of opposite orders (count).
 OPPOSITE_GROUP = 16
 #: The service of a trial that is given none.
@@ -37,9 +41,52 @@ _DEFAULT: dict[str, Any] = {
 }
 
 
+def proxy_service(concurrency: int, tokens: int, *, ranks: int = 1) -> dict[str, Any]:
+    """A generation instance alone, with room for that many requests of so many tokens each, which computes prompts itself."""
+    rows = -(-concurrency // ranks)
+    return {
+        "drain_timeout_s": 300.0,
+        # The time of a step is its device's; the answer does not depend on what is in the KV memory.
+        "engine": {"kind": "synthetic", "synthetic": {"layer_count": 1, "kv_head_count": 1, "head_dim": 2,
+                                                      "context_tokens_max": max(8192, tokens), "kv_check": "off"}},
+        "generation_servers": {
+            "tensor_parallel_size": ranks,
+            "enable_attention_dp": ranks > 1,
+            "max_batch_size": rows + 256,
+            # Prompts behind the rows: as many as old requests end in a step, and more.
+            "max_num_tokens": rows + 64 * tokens,
+            "max_queue_size": 2 * concurrency,
+            "kv_cache_config": {"max_tokens": (rows + 64) * (tokens + 16)},
+        },
+    }  # fmt: skip
+
+
+def _engine(engine: EngineConfig, kind: str | None, step_ms: float | None) -> EngineConfig:
+    replace = msgspec.structs.replace
+    if kind is not None:
+        engine = replace(engine, kind=kind)
+    if step_ms is None:
+        return engine
+    if engine.kind != "synthetic":
+        raise ConfigError("engine.synthetic.step_ms", f"is of the synthetic engine; this one is {engine.kind}")
+    return replace(engine, synthetic=replace(engine.synthetic, step_ms=step_ms))
+
+
+def base_service(drive: str, load: LoadConfig, environ: Mapping[str, str]) -> ServiceConfig:
+    """The service of a trial that is given none.
+
+    Raises:
+        ConfigError: An environment variable holds something else than its type.
+    """
+    data = _DEFAULT
+    if drive == "proxy":
+        tokens = longest(load.prompt_tokens) + longest(load.answer_tokens)
+        data = proxy_service(load.concurrency or load.requests, tokens)
+    return apply_environment(service_config(data), environ)
+
+
 def trial_service(
-    base: ServiceConfig | None,
-    environ: Mapping[str, str],
+    base: ServiceConfig,
     *,
     schedule: str | None = None,
     engine: str | None = None,
@@ -48,14 +95,14 @@ def trial_service(
     gen_blocks: int | None = None,
     opposite: bool = False,
     requests: int = 256,
+    record_turns_max: int = 0,
+    step_ms: float | None = None,
 ) -> ServiceConfig:
-    """The configuration of a trial.
+    """A service with a trial's knobs turned.
 
     Raises:
         ConfigError: The knobs do not go together; names the field.
     """
-    if base is None:
-        base = apply_environment(service_config(_DEFAULT), environ)
     replace = msgspec.structs.replace
     context, generation, http = base.context_servers, base.generation_servers, base.front.http
     if window is not None:
@@ -70,7 +117,8 @@ def trial_service(
     made = replace(
         base,
         schedule_style=schedule.replace("-", "_") if schedule else base.schedule_style,
-        engine=replace(base.engine, kind=engine) if engine else base.engine,
+        engine=_engine(base.engine, engine, step_ms),
+        record_turns_max=record_turns_max,
         front=replace(
             base.front,
             context_leg_group=min(OPPOSITE_GROUP, requests) if opposite else base.front.context_leg_group,
