@@ -272,7 +272,8 @@ def filled(one: Printed, **values: str) -> list[str]:
 
 def test_every_command_of_the_service_is_tried() -> None:
     """In one of the tests below."""
-    assert set(service_commands()) == {"up", "serve", "front", "generate", "explain", "top", "evidence"}
+    told = {"up", "serve", "front", "generate", "explain", "top", "evidence", "bench", "ab"}
+    assert set(service_commands()) == told
 
 
 def answered(question: Printed, url: str) -> None:
@@ -386,3 +387,16 @@ def live(words: list[str], url: str) -> str:
 def test_one_prompt_in_this_process(one: Printed) -> None:
     """It answers."""
     assert "Paris" in ran(filled(one), ROOT, 200).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(240)
+def test_a_trial_and_a_comparison_end_with_their_figures(folder: Path) -> None:
+    """As printed; of the comparison one round, which concludes nothing and says so."""
+    commands = service_commands()
+    for one in commands["bench"]:
+        assert json.loads(ran(filled(one), folder).stdout)["result"] == "PASS"
+    for one in commands["ab"]:
+        told = ran([*filled(one), "--rounds", "1", "--requests", "64"], folder).stdout
+        assert "| tokens per second (1/s) |" in told and "no conclusion: " in told

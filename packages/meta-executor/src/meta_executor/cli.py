@@ -51,6 +51,8 @@ def cli() -> None:
     meta-executor generate "Once upon"     answer one prompt in this process, no service
     meta-executor explain                  why each of the last requests went where it did
     meta-executor top                      instances, ranks, queues, KV and rates of a running service, live
+    meta-executor bench                    load a service of its own and report what it did
+    meta-executor ab KNOB...               the same with something off and on, in turn
     meta-executor evidence verify DIR      check that every rank of a run decided the same
 
     Exit codes: 0 done, 1 failed while running, 2 could not be started as asked.
@@ -245,7 +247,9 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     load = LoadConfig(
         requests, concurrency, prompt_tokens, answer_tokens, rate_per_s=rate_per_s, warm_up=warm_up, seed=seed
     )
-    base = _read(config) if config is not None else base_service(drive, load, os.environ)
+    base = (
+        _read(config) if config is not None else base_service(drive, load, os.environ, synthetic=engine == "synthetic")
+    )
     service = trial_service(
         base, schedule=schedule, engine=engine, window=window, compute_cap=compute_cap, gen_blocks=gen_blocks,
         opposite=order == "opposite", requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms,
@@ -261,6 +265,57 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     click.echo(trial.report.text(), err=True)
     click.echo(json.dumps(trial.report.to_dict()))
     sys.exit(0 if trial.report.good else 1)
+
+
+@cli.command()
+@click.argument("knobs", nargs=-1, required=True, metavar="KNOB...")
+@_load_options
+@click.option("--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="As for `bench`.")
+@click.option("--rounds", default=6, show_default=True, type=click.IntRange(1), help="Fewer than 6 conclude nothing.")
+@click.option("--keep", type=click.Path(path_type=Path, dir_okay=False),
+              help="Add each trial to this file, and go on where it ends.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON line instead of the table.")
+def ab(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
+       warm_up: int, drive: Drive, step_ms: float | None, pin: bool, seed: int, config: Path | None, rounds: int,
+       keep: Path | None, as_json: bool) -> None:  # fmt: skip
+    """Compare a service with each KNOB off and on: trials of both in turn, medians, intervals, and no conclusion where they do
+    not tell.
+
+    \b
+    KNOB: fast-path, batch, agreement, window, bounce, router, spawn, or all: what the drive has of the first six together,
+    without window.
+    """
+    import json
+    import tempfile
+
+    import msgspec
+
+    from meta_executor.bench.compare import Kept, rows_json, rows_of, run_arms, table_of
+    from meta_executor.bench.knobs import Knob, knob_of, with_settings
+    from meta_executor.bench.load import LoadConfig
+    from meta_executor.bench.report import Report
+    from meta_executor.bench.run import run_trial
+    from meta_executor.bench.settings import RECORDED_TURNS, base_service, trial_service
+
+    load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens, warm_up=warm_up, seed=seed)
+    base = _read(config) if config is not None else base_service(drive, load, os.environ, synthetic=True)
+    service = trial_service(base, requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms)
+    setting = {"load": msgspec.to_builtins(load), "service": msgspec.to_builtins(service), "drive": drive, "pin": pin}
+
+    def trial(knob: Knob, arm: str) -> Report:
+        with tempfile.TemporaryDirectory(prefix="mx-evidence-") as scratch:
+            armed = with_settings(service, knob.settings(arm))
+            return run_trial(armed, load, Path(scratch), lambda line: None, drive=drive, pin=pin).report
+
+    try:
+        chosen = [knob_of(name, drive) for name in knobs]
+        kept = Kept(keep, setting)
+        run_arms(chosen, rounds, kept, trial, _say)
+    except ValueError as error:
+        _fail(2, str(error))
+    names = {knob.name for knob in chosen}
+    rows = rows_of([run for run in kept.runs if run.knob in names])
+    click.echo(json.dumps(rows_json(rows)) if as_json else table_of(rows))
 
 
 def _observed(command: Callable[_P, None]) -> Callable[_P, None]:

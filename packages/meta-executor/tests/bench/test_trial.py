@@ -25,7 +25,7 @@ def service_of(drive: Drive, load: LoadConfig) -> ServiceConfig:
 
 @pytest.mark.parametrize("drive", get_args(Drive))
 def test_a_trial_reports_what_its_ranks_recorded(drive: Drive, tmp_path: Path) -> None:
-    """Every request answered; every rank's steps are no shorter than the device's; the threads have their names; the trace has all
+    """Every request answered; steps are no shorter than the device's; threads have their names; the trace has all
     ranks."""
     load = LoadConfig(48, 8, prompt_tokens=Uniform(16, 48), answer_tokens=Uniform(8, 24), warm_up=8, seed=1)
     trial = run_trial(service_of(drive, load), load, tmp_path / "evidence", lambda line: None, drive=drive)

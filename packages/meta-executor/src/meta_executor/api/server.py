@@ -59,6 +59,9 @@ _DRAIN = msgspec.json.Decoder(wire.DrainRequest)
 _INFO = msgspec.json.Decoder(wire.ServerInfo)
 _STATISTICS = msgspec.json.Decoder(wire.InstanceStatistics)
 
+#: Name of the thread that serves.
+API_THREAD = "api-server"
+
 
 class ApiServer:
     """See the module.
@@ -464,7 +467,7 @@ class ServerThread:
         self._uvicorn: uvicorn.Server | None = None
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="api-server", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=API_THREAD, daemon=True)
 
     def start(self, timeout_s: float = 30.0) -> None:
         """Serve. Returns when requests are accepted.

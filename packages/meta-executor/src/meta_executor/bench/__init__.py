@@ -13,5 +13,7 @@ Layout (each imports only what stands above it)::
     loops          what the ranks' loops did with their time
     report         the figures as text and JSON
     trace          the same for Perfetto
+    knobs          what can be switched off and on, and how one sees which it was
+    compare        a knob's two arms run in turn, and what the rounds tell
     run            starts a service, loads it, drains it, judges it
 """

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import httpx
 import msgspec
 
+from meta_executor.api.server import API_THREAD
 from meta_executor.bench.load import LoadConfig, LoadResult, Outcome, run_generator, run_load
 from meta_executor.bench.loops import every_loop
 from meta_executor.bench.proxy_client import ProxySpec
@@ -22,7 +23,7 @@ from meta_executor.evidence.records import read_folder
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.executor.recording import RECORD_SUFFIX, LoopRecord
 from meta_executor.supervise.launch import Launcher
-from meta_executor.wire import InstanceStatistics, ServerInfo
+from meta_executor.wire import InstanceRouting, InstanceStatistics, ServerInfo
 
 #: Who is asked: the front, as clients do, or a generation instance's own door, as a front's proxy does.
 Drive = Literal["front", "proxy"]
@@ -81,6 +82,7 @@ def run_trial(
             result = asked.load(service, load, drive, (cores[0],) if pin else ())
         looks = sampler.looks()
         counted = {owner: asked.statistics(owner) for owner in launcher.urls()}
+        policies = {owner: asked.policy(owner) for owner in launcher.urls()}
     window_s = tuple(result.began_s + at_s for at_s in result.window_s(load.warm_up))
     window_ns = int(window_s[0] * 1e9), int(window_s[1] * 1e9)
     records = read_records(evidence)
@@ -92,7 +94,7 @@ def run_trial(
         warm_up=load.warm_up,
         loops=every_loop(records, window_ns),
         usage=usage_between(looks, (window_s[0], window_s[1]), names),
-        modes=modes_seen(evidence, counted),
+        modes=modes_seen(evidence, counted, policies, records),
     )
     return Trial(report, result.outcomes, records, window_ns)
 
@@ -128,6 +130,11 @@ class _Asked:
         every = {owner: self.statistics(owner) for owner in self._launcher.urls()}
         return {owner: (one.requests_live_now, one.requests_waiting_now) for owner, one in every.items()}
 
+    def policy(self, owner: str) -> str:
+        """How an instance chooses a rank."""
+        url = f"{self._launcher.urls()[owner]}/debug/routing?limit=1"
+        return msgspec.json.decode(self._get(url), type=InstanceRouting).policy
+
     def info(self, owner: str) -> ServerInfo:
         """An instance's endpoint record."""
         return msgspec.json.decode(self._get(f"{self._launcher.urls()[owner]}/server_info"), type=ServerInfo)
@@ -158,10 +165,16 @@ def read_records(folder: Path) -> tuple[LoopRecord, ...]:
     return tuple(decode(path.read_bytes()) for path in sorted(folder.glob(f"*{RECORD_SUFFIX}")))
 
 
-def modes_seen(folder: Path, counted: dict[str, InstanceStatistics]) -> dict[str, dict[str, Any]]:
-    """How each instance really ran: what its ranks negotiated, and what its counters show."""
+def modes_seen(
+    folder: Path,
+    counted: dict[str, InstanceStatistics],
+    policies: dict[str, str],
+    loops: tuple[LoopRecord, ...],
+) -> dict[str, dict[str, Any]]:
+    """How each instance really ran: what its ranks negotiated, what its counters show, which threads it had."""
     records, _ = read_folder(folder)
     seen: dict[str, dict[str, Any]] = {record.owner_id: dict(record.modes) for record in records if record.rank == 0}
+    threads = {loop.owner_id: set(loop.threads.values()) for loop in loops if loop.rank == 0}
     for owner, one in counted.items():
         submits = one.local_submits + one.rpc_submits
         seen.setdefault(owner, {}).update(
@@ -171,5 +184,7 @@ def modes_seen(folder: Path, counted: dict[str, InstanceStatistics]) -> dict[str
             transfers_coalesced=sum(rank.transfers_coalesced for rank in one.ranks),
             transfers_direct=sum(rank.transfers_direct for rank in one.ranks),
             routed_per_rank=list(one.routed_per_rank),
+            policy=policies.get(owner, ""),
+            api_in_rank=API_THREAD in threads[owner] if owner in threads else None,
         )
     return seen

@@ -61,6 +61,33 @@ def proxy_service(concurrency: int, tokens: int, *, ranks: int = 1) -> dict[str,
     }  # fmt: skip
 
 
+def front_service(concurrency: int, prompt_tokens: int, answer_tokens: int) -> dict[str, Any]:
+    """Four context ranks and two generation ranks on the synthetic engine, with room for that many requests of that length at
+    once, and steps of the context instance that read as many prompts as answers end."""
+    rows, tokens = -(-concurrency // 2), prompt_tokens + answer_tokens
+    prompts = max(8, -(-2 * rows // answer_tokens))
+    pool = {"max_tokens": (rows + 64) * (tokens + 16)}
+    return {
+        **{key: value for key, value in _DEFAULT.items() if not key.endswith("_servers")},
+        # The answer depends on a few words of the KV, so a wrong transfer shows and the host's time is not the check's.
+        "engine": {"kind": "synthetic", "synthetic": {"context_tokens_max": max(8192, tokens), "kv_check": "sampled"}},
+        "context_servers": {
+            **_DEFAULT["context_servers"],
+            "max_batch_size": prompts,
+            "max_num_tokens": prompts * prompt_tokens,
+            "max_queue_size": max(4096, 2 * concurrency),
+            "kv_cache_config": {"max_tokens": max(131_072, 16 * prompts * (prompt_tokens + 16))},
+        },
+        "generation_servers": {
+            **_DEFAULT["generation_servers"],
+            "max_batch_size": rows + 64,
+            "max_num_tokens": 2 * rows + 64,
+            "max_queue_size": max(4096, 2 * concurrency),
+            "kv_cache_config": pool,
+        },
+    }
+
+
 def _engine(engine: EngineConfig, kind: str | None, step_ms: float | None) -> EngineConfig:
     replace = msgspec.structs.replace
     if kind is not None:
@@ -72,16 +99,19 @@ def _engine(engine: EngineConfig, kind: str | None, step_ms: float | None) -> En
     return replace(engine, synthetic=replace(engine.synthetic, step_ms=step_ms))
 
 
-def base_service(drive: str, load: LoadConfig, environ: Mapping[str, str]) -> ServiceConfig:
-    """The service of a trial that is given none.
+def base_service(drive: str, load: LoadConfig, environ: Mapping[str, str], *, synthetic: bool = False) -> ServiceConfig:
+    """The service of a trial that is given none; ``synthetic``: with the engine of that name, sized for the load.
 
     Raises:
         ConfigError: An environment variable holds something else than its type.
     """
     data = _DEFAULT
+    prompt_tokens, answer_tokens = longest(load.prompt_tokens), longest(load.answer_tokens)
+    concurrency = load.concurrency or load.requests
     if drive == "proxy":
-        tokens = longest(load.prompt_tokens) + longest(load.answer_tokens)
-        data = proxy_service(load.concurrency or load.requests, tokens)
+        data = proxy_service(concurrency, prompt_tokens + answer_tokens)
+    elif synthetic:
+        data = front_service(concurrency, prompt_tokens, answer_tokens)
     return apply_environment(service_config(data), environ)
 
 
