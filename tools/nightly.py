@@ -30,15 +30,17 @@ from lifeline import Tethered
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds for planted faults in one night: about a sixth of the whole.
-FAULTS_S = 720
+FAULTS_S = 600
 #: Seconds after which a part that has not ended is ended, and has failed.
 LIMIT_S = 1800
+#: The same for all tests, also the slow ones; each of their groups has its own limit.
+TESTS_LIMIT_S = 3600
 #: Seconds of a service under faults; what was begun then has to heal, and is looked at, for some minutes more.
 SERVICE_FAULTS_S = 1800
 #: The same for the planted faults of all packages: two hours and more on two cores.
 FAULTS_ALL_S = 6 * 3600
-#: Parts that keep one core busy run so many at a time (count).
-LANES = 2
+#: Parts that keep one core busy run so many at a time (count); the service under faults mostly waits.
+LANES = 3
 #: What each long check of a package takes at night: every script of packages/*/tools that is a program.
 CHECKS: dict[str, tuple[str, ...]] = {
     "comm-broadcast/explore": ("--stride", "10", "--count", "600"),
@@ -93,7 +95,7 @@ def whose_turn(day: datetime.date, names: list[str]) -> str:
 
 def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
     """The night's parts, in their order."""
-    found = [Part("tests", ("tools/run_tests.py", "--slow"))]
+    found = [Part("tests", ("tools/run_tests.py", "--slow"), TESTS_LIMIT_S)]
     under_faults = ("tools/faults.py", "--seconds", f"{SERVICE_FAULTS_S}", "--seed", f"{day.toordinal()}")
     found.append(Part("service under faults", under_faults, SERVICE_FAULTS_S + 600, beside=True))  # it mostly waits
     for name, arguments in CHECKS.items():

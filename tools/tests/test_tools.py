@@ -71,6 +71,14 @@ def test_a_group_fails_on_a_failure_and_on_nothing(tmp_path, body, passed, faile
     assert (tally.passed, tally.failed) == (passed, failed)
 
 
+def test_a_group_may_be_empty_where_only_some_paths_were_asked_for(tmp_path):
+    """Nothing was run and nothing failed: whether anything ran at all is asked of all groups together."""
+    (tmp_path / "test_it.py").write_text("")
+    arguments = ["-q", "-c", "/dev/null", "-p", "no:cacheprovider", str(tmp_path)]
+    tally = run_tests.run_group("it", arguments, tmp_path / "r.xml", may_be_empty=True)
+    assert (tally.passed, tally.failed, tally.reasons) == (0, 0, [])
+
+
 def write(root, name, text):
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
