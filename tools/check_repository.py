@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {path.name: path.name.replace("-", "_") for path in sorted((ROOT / "packages").iterdir()) if path.is_dir()}
 #: What lies at the top level: anything else, a note or an output, got there by mistake.
 TOP_LEVEL = frozenset({
-    ".ci", ".github", ".gitignore", ".pre-commit-config.yaml", "CONTRIBUTING.md", "LICENSE", "README.md", "conftest.py",
-    "constraints.txt", "docs", "integration", "noxfile.py", "packages", "pyproject.toml", "testlists", "tools",
+    ".ci", ".dockerignore", ".github", ".gitignore", ".pre-commit-config.yaml", "ARCHITECTURE.md", "CONTRIBUTING.md", "LICENSE",
+    "NOTICE", "README.md", "SECURITY.md", "conftest.py", "constraints.txt", "deploy", "docs", "integration", "noxfile.py",
+    "packages", "pyproject.toml", "testlists", "tools",
 })  # fmt: skip
 #: The composing package; it alone imports its siblings.
 COMPOSER = "meta-executor"
@@ -51,8 +52,8 @@ ROOMS = {
 }
 #: Import order of the rooms: each may import what stands before it.
 ROOM_ORDER = (
-    "private_files", "mpi_launcher", "config", "wire", "discovery", "evidence", "recent", "listener", "engine", "executor",
-    "supervise", "api", "rank", "front", "preflight", "bench", "observe", "cli",
+    "reasons", "private_files", "mpi_launcher", "config", "wire", "discovery", "evidence", "recent", "listener", "engine",
+    "executor", "supervise", "api", "rank", "front", "preflight", "bench", "observe", "cli",
 )  # fmt: skip
 #: The front is not allowed to reach these rooms even though they stand below it.
 FRONT_FORBIDDEN = ("executor", "rank")

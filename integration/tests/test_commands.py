@@ -27,13 +27,19 @@ from meta_executor.mpi_launcher import find_launcher
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PACKAGES = sorted(p.parent.name for p in (ROOT / "packages").glob("*/pyproject.toml"))
+#: Commands that are wrong, which its own test tries; and what the code prints of itself.
+_TRIED_ELSEWHERE = {
+    ROOT / "packages" / "meta-executor" / "docs" / "mistakes.md",
+    *(ROOT / "docs" / "reference").glob("*.md"),
+}
 DOCUMENTS = sorted(
-    [
+    {
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(path for name in PACKAGES for path in (ROOT / "packages" / name).glob("README.md")),
         *(path for name in PACKAGES for path in (ROOT / "packages" / name / "docs").rglob("*.md")),
-    ]
+    }
+    - _TRIED_ELSEWHERE
 )
 BLOCK = re.compile(r"^```(?:sh|bash|shell)\n(?P<lines>.*?)^```", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("pip", "nox", "python", "python3", "meta-executor", "mpiexec", "openssl", "curl", "hatch", "apt-get")
@@ -264,6 +270,17 @@ def service_commands() -> dict[str, list[Printed]]:
     return found
 
 
+def started() -> list[Printed]:
+    """Each ``up`` that starts something."""
+    return [one for one in service_commands()["up"] if len(one.words) > 2 and "--print-launch" not in one.words]
+
+
+def base_of(one: Printed) -> Path:
+    """Where its configuration is found from: the document's folder, or the root of a checkout."""
+    (config,) = [word for word in one.words[2:] if word.endswith(".yaml")]
+    return next(folder for folder in (one.document.parent, ROOT) if (folder / config).is_file())
+
+
 def filled(one: Printed, **values: str) -> list[str]:
     """Its words; what stands for something replaced; the environment's programs wherever they are."""
     words = [values.get(word, word) for word in one.words]
@@ -276,6 +293,17 @@ def test_every_command_of_the_service_is_tried() -> None:
     assert set(service_commands()) == told
 
 
+@pytest.mark.parametrize("one", [p for p in service_commands()["up"] if "--print-launch" in p.words], ids=str)
+def test_the_lines_that_start_each_part_are_printed(one: Printed, tmp_path: Path) -> None:
+    """For each launcher and part; nothing is started."""
+    config = tmp_path / "two-hosts.yaml"
+    config.write_text(yaml.safe_dump({"context_servers": {"hostname": "10.77.0.1"}}))
+    told = ran(filled(one, **{"CONFIG": str(config), "two-hosts.yaml": str(config)}), tmp_path).stdout
+    assert all(word in told for word in ("mpiexec", "mpirun", "srun", "serve context", "serve generation", "front")), (
+        told
+    )
+
+
 def answered(question: Printed, url: str) -> None:
     """As printed, with the port that was said."""
     told = ran(["bash", "-c", question.command.replace("PORT", url.rpartition(":")[2])], ROOT).stdout
@@ -285,13 +313,12 @@ def answered(question: Printed, url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.service
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("one", [p for p in service_commands()["up"] if len(p.words) > 2], ids=str)
+@pytest.mark.parametrize("one", started(), ids=str)
 def test_the_service_starts_and_answers_the_printed_question(
     one: Printed, folder: Path, running: list[Running]
 ) -> None:
     """``up`` with the example, then each ``curl`` with the port that was said, then Ctrl-C."""
-    base = one.document.parent
-    up = Running(filled(one), base, TMPDIR=str(folder), XDG_RUNTIME_DIR="")
+    up = Running(filled(one), base_of(one), TMPDIR=str(folder), XDG_RUNTIME_DIR="")
     running.append(up)
     url = up.until(r"serving (\S+)/v1")[1]
     for question in those("curl"):

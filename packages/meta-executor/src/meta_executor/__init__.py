@@ -18,6 +18,7 @@ Rooms, each importing only what stands below it::
     discovery       where instances register and the front finds them
     mpi_launcher    how an MPI world is started here
     config          what a service is configured to be
+    reasons         why a value is refused, in plain words
     private_files   files and folders that are this user's alone
     addresses       where an instance listens, and how it is announced
     wire            words between the front and an instance over HTTP

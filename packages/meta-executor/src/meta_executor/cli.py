@@ -89,10 +89,10 @@ def up(config: Path | None, restart: str, evidence: Path | None, print_launch: b
 
 
 @cli.command()
-@click.argument("role", type=click.Choice(["context", "generation"]))
+@click.argument("role", type=click.Choice(["context", "generation"]), metavar="ROLE")
 @_CONFIG
 def serve(role: str, config: Path | None) -> None:
-    """Start one instance only, without a front, and print its address when it is ready.
+    """Start one instance only, without a front, and print its address when it is ready. ROLE: context or generation.
 
     With `key_file` in CONFIG, a front that is started apart with the same key can use it (`meta-executor front`).
     """

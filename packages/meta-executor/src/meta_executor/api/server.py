@@ -37,6 +37,7 @@ from meta_executor.listener.bounds import Ledger
 from meta_executor.listener.metrics import ListenerMetrics
 from meta_executor.listener.reading import body_decoded
 from meta_executor.listener.serving import listen, server_of, url_of
+from meta_executor.reasons import plain
 from rpc_batch_submit import BatchSubmitConfig
 from rpc_local_registry import RpcError
 
@@ -411,7 +412,7 @@ async def _decoded(request: Request, decoder: msgspec.json.Decoder[_Body], *, em
         return decoder.decode(data)
     except msgspec.ValidationError as error:
         what, _, path = str(error)[:_ECHO_MAX].partition(" - at `$")
-        raise _invalid(path.strip("`.") or _missing(what), what) from error
+        raise _invalid(path.strip("`.") or _missing(what), plain(what)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid("", f"not JSON: {str(error)[:_ECHO_MAX]}") from error
 

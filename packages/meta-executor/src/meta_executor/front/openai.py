@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from meta_executor.reasons import plain
 from meta_executor.wire import LOGPROBS_MAX
 
 #: Tokens of an answer where a completion does not say (the API's own default).
@@ -301,7 +302,8 @@ def decoded(body: bytes, kind: type[_Any]) -> _Any:
         field, reason = _field_of(str(error))
         raise ApiError(400, f"{field}: {reason}" if field else reason, param=field, code="invalid_value") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:_ECHO_MAX]}", code="invalid_json") from error
+        what = f"the body is not JSON: {str(error)[:_ECHO_MAX]}" if body.strip() else "the body is empty, want JSON"
+        raise ApiError(400, what, code="invalid_json") from error
 
 
 def json_of(value: Any) -> str:
@@ -349,7 +351,7 @@ def _field_of(message: str) -> tuple[str | None, str]:
         name = message[len(_MISSING) : len(_MISSING) + _ECHO_MAX].removesuffix("`")
         return (f"{path}.{name}" if path else name), "is required"
     reason = message[:_ECHO_MAX]
-    return (path or None), reason[:1].lower() + reason[1:]
+    return (path or None), plain(reason)
 
 
 def stop_strings(request: CompletionRequest | ChatRequest) -> tuple[str, ...]:
