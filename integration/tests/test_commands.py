@@ -297,7 +297,10 @@ def test_every_command_of_the_service_is_tried() -> None:
 def test_the_lines_that_start_each_part_are_printed(one: Printed, tmp_path: Path) -> None:
     """For each launcher and part; nothing is started."""
     config = tmp_path / "two-hosts.yaml"
-    config.write_text(yaml.safe_dump({"context_servers": {"hostname": "10.77.0.1"}}))
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    config.write_text(yaml.safe_dump({"key_file": str(key), "context_servers": {"hostname": "10.77.0.1"}}))
     told = ran(filled(one, **{"CONFIG": str(config), "two-hosts.yaml": str(config)}), tmp_path).stdout
     assert all(word in told for word in ("mpiexec", "mpirun", "srun", "serve context", "serve generation", "front")), (
         told
