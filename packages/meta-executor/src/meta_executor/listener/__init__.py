@@ -2,6 +2,7 @@
 
 Layout (each imports only what stands above it)::
 
+    lingering     connections that were refused and may still read why
     bounds        who may have how much: connections, bytes of bodies, requests, in all and per client; pure
     descriptors   as many connections as the process may have descriptors
     structure     how deep and how long a JSON text is, before anybody decodes it; pure
@@ -10,7 +11,7 @@ Layout (each imports only what stands above it)::
     credentials   what the configuration says about who may come in
     metrics       the accounts for Prometheus
     protocol      the bounds on one connection: deadlines, sizes, refusals (uvicorn and httptools)
-    entrance      a TLS connection until its handshake is over
+    entrance      accepting one by one, and a TLS connection until its handshake is over
     reading       a body: read within its bound, looked at, decoded
     serving       sockets, TLS and uvicorn's settings
 """

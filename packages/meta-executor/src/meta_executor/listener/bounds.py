@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meta_executor.config import HttpConfig
+from meta_executor.listener.lingering import Lingering
 
 #: An error as a listener words it: status, code, message to body.
 Worded = Callable[[int, str, str], bytes]
@@ -70,9 +71,8 @@ class Ledger:
         self._handshakes: Counter[str] = Counter()
         #: TLS handshakes that have begun and not ended (count).
         self.handshakes = 0
-        #: Connections that were refused and may still read why (count); beyond so many they are closed at once.
-        self.lingering = 0
-        self.lingering_max = lingering_max(config)
+        #: Connections that were refused and may still read why.
+        self.lingering = Lingering(lingering_max(config))
         #: Refusals by code (count).
         self.refused: Counter[str] = Counter()
 

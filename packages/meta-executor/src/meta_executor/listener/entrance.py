@@ -1,9 +1,13 @@
-"""A TLS connection until its handshake is over: counted and bounded from the moment when it was accepted.
+"""A connection on its way in: counted and bounded from the moment when it was accepted.
 
-A server of asyncio tells its protocol of a TLS connection after the handshake. A client that connects and says nothing would
-until then hold a descriptor that nobody counts, and a few thousand of them would take all that the process may have. Here
-connections are accepted one by one, so that each handshake has its place in the ledger; one without a place is closed at
-once: there is no way yet to tell its client why.
+Connections are accepted one by one, each when there is a place to be refused in (:mod:`~meta_executor.listener.lingering`):
+it is let in, or told why not. Until there is such a place they stay in the kernel's queue, where they cost no descriptor. A
+server of asyncio accepts whatever comes and, where the process has no descriptor left, closes it without a word.
+
+A server of asyncio also tells its protocol of a TLS connection after the handshake. A client that connects and says nothing
+would until then hold a descriptor that nobody counts, and a few thousand of them would take all that the process may have.
+Here each handshake has its place in the ledger; one without a place is closed at once: there is no way yet to tell its client
+why.
 """
 
 from __future__ import annotations
@@ -23,12 +27,12 @@ _LOG = logging.getLogger("meta_executor.listener")
 _EXHAUSTED_S = 1.0
 
 
-class TlsEntrance:
+class Entrance:
     """Accepts at one listener; in the place of an :class:`asyncio.Server`. Construction, inside a running loop, begins.
 
     Args:
         listener: Listens, and does not block.
-        context: The server's certificate.
+        context: The server's certificate; None: no TLS.
         make: Makes a connection's protocol.
         ledger: Of this listener.
         handshake_s: A handshake must be over within this time (s).
@@ -37,7 +41,7 @@ class TlsEntrance:
     def __init__(
         self,
         listener: socket.socket,
-        context: ssl.SSLContext,
+        context: ssl.SSLContext | None,
         make: Callable[[], asyncio.Protocol],
         ledger: Ledger,
         *,
@@ -51,7 +55,7 @@ class TlsEntrance:
         self._ledger = ledger
         self._handshake_s = handshake_s
         self._shaking: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept(), name="tls-entrance")
+        self._accepting = asyncio.create_task(self._accept(), name="entrance")
         self._accepting.add_done_callback(lambda _: self._listener.close())
 
     def close(self) -> None:
@@ -68,23 +72,41 @@ class TlsEntrance:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await self._ledger.lingering.place()
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno != errno.ECONNABORTED:
+                    self._ledger.refused["not_accepted"] += 1
                     await asyncio.sleep(_EXHAUSTED_S)
                 continue
-            client = client_of(address[0])
-            if not self._ledger.shake(client):
-                connection.close()
-                continue
-            task = asyncio.create_task(self._shake(connection))
-            self._shaking.add(task)
-            task.add_done_callback(functools.partial(self._shaken, connection, client))
+            if self._context is None:
+                await self._let_in(connection)
+            else:
+                self._begin_handshake(connection, client_of(address[0]), self._context)
 
-    async def _shake(self, connection: socket.socket) -> None:
+    async def _let_in(self, connection: socket.socket) -> None:
+        """The protocol has it when this returns, and has refused it where it is one too many."""
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make, connection)
+        except OSError:
+            # It is gone already.
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+
+    def _begin_handshake(self, connection: socket.socket, client: str, context: ssl.SSLContext) -> None:
+        if not self._ledger.shake(client):
+            connection.close()
+            return
+        task = asyncio.create_task(self._shake(connection, context))
+        self._shaking.add(task)
+        task.add_done_callback(functools.partial(self._shaken, connection, client))
+
+    async def _shake(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         await asyncio.get_running_loop().connect_accepted_socket(
-            self._make, connection, ssl=self._context, ssl_handshake_timeout=self._handshake_s
+            self._make, connection, ssl=context, ssl_handshake_timeout=self._handshake_s
         )
 
     def _shaken(self, connection: socket.socket, client: str, task: asyncio.Task[None]) -> None:

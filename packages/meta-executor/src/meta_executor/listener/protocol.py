@@ -30,9 +30,8 @@ from uvicorn.server import ServerState
 
 from meta_executor.config import HttpConfig
 from meta_executor.listener.bounds import Ledger, Refusal, Worded, client_of
+from meta_executor.listener.lingering import LINGER_S
 
-#: After a refusal a client may read it for this long (s).
-_LINGER_S = 2.0
 #: Under this key a request's ``scope["state"]`` has a function that ends the account of its body.
 BODY_DECODED = "body_decoded"
 #: A chunked body may have this many chunks, and one more per so many bytes: each chunk costs a call.
@@ -131,8 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-        if self._lingers:
-            self._ledger.lingering -= 1
+        self._ledger.lingering.leave(self._abort)
         for account in self._accounts:
             self._release(account)
             self._leave(account.cycle)
@@ -340,18 +338,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         if self.transport.is_closing():
             return
-        if whole or self._ledger.lingering >= self._ledger.lingering_max:
+        if whole or not (self._lingers or self._ledger.lingering.enter(self._abort, self.loop.time())):
             self.transport.close()
             self._within(self._bounds.write_timeout_s, self._abort)
             return
-        if not self._lingers:
-            self._lingers = True
-            self._ledger.lingering += 1
+        self._lingers = True
         # What the client has still on its way is thrown away, so that it does not meet a closed socket.
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        self._within(_LINGER_S, self._abort)
+        self._within(LINGER_S, self._abort)
 
     # -- deadlines ----------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,13 @@ from starlette.types import ASGIApp
 from meta_executor.addresses import resolved
 from meta_executor.config import HttpConfig
 from meta_executor.listener.bounds import Ledger, Worded
-from meta_executor.listener.entrance import TlsEntrance
+from meta_executor.listener.entrance import Entrance
 from meta_executor.listener.protocol import BoundedProtocol
 
+#: Connections that wait to be accepted (count); the system may have a lower bound of its own (``net.core.somaxconn``).
 BACKLOG = 2048
+#: A connection whose client says nothing is accepted after about so long (s).
+DEFER_S = 1
 
 
 def listen(hostname: str, port: int) -> socket.socket:
@@ -42,6 +45,8 @@ def listen(hostname: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Who has said nothing yet waits in the kernel, where he costs no descriptor; after so long he is accepted all the same.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)
@@ -105,7 +110,7 @@ def server_of(
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to its process, and lets TLS connections in through :class:`TlsEntrance`."""
+    """Leaves signals to its process, and lets connections in through :class:`Entrance`."""
 
     def __init__(self, config: uvicorn.Config, ledger: Ledger, handshake_s: float) -> None:
         super().__init__(config)
@@ -117,14 +122,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.ssl is None:
-            await super().startup(sockets)
-            return
         protocol: Any = self.config.http_protocol_class
         make = functools.partial(protocol, config=self.config, server_state=self.server_state, app_state={})
         entrances = [
-            TlsEntrance(one, self.config.ssl, make, self._ledger, handshake_s=self._handshake_s)
-            for one in sockets or ()
+            Entrance(one, self.config.ssl, make, self._ledger, handshake_s=self._handshake_s) for one in sockets or ()
         ]
         self.servers = entrances  # type: ignore[assignment]
         self.started = True
