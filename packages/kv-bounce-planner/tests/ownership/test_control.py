@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
+import socket
+import threading
 import time
 
 import msgspec
@@ -12,6 +15,7 @@ import zmq
 
 from kv_bounce_planner.sessions import ChannelError, PeerId, WouldBlock, ZmqControlChannel
 from kv_bounce_planner.testing import FakeNetwork, check_control_channel, check_linked_channel
+from kv_bounce_planner.transports import _zmq
 from kv_bounce_planner.transports._zmq import QUEUE_FRAMES_MAX
 
 KEY = b"sixteen bytes ok"
@@ -192,12 +196,17 @@ def wait_refused(channel, why):
     raise AssertionError(f"never refused for {why}: {channel.refused}")
 
 
-def stranger(address, parts):
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
-    socket.send_multipart(parts)
-    return socket
+def stranger(address, parts, like=None):
+    """A socket of our own that sends these parts; ``like`` a channel, which has the key."""
+    made = zmq.Context.instance().socket(zmq.DEALER)
+    made.setsockopt(zmq.LINGER, 0)
+    if like is not None:
+        made.setsockopt(zmq.CURVE_SECRETKEY, like._curve_secret)
+        made.setsockopt(zmq.CURVE_PUBLICKEY, like._curve_public)
+        made.setsockopt(zmq.CURVE_SERVERKEY, like._curve_public)
+    made.connect(address)
+    made.send_multipart(parts)
+    return made
 
 
 def parts_of(channel, peer, frame):
@@ -216,15 +225,103 @@ def parts_of(channel, peer, frame):
     return taken
 
 
-def test_a_wrong_key_is_refused():
+def test_a_wrong_key_is_refused_and_said():
+    """In the handshake: the listening side counts it and keeps nothing, the dialling one is told, and tries again."""
     listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
     dialler = ZmqControlChannel(LEFT, b"another key of 16")
     dialler.connect(RIGHT, listener.address)
     dialler.send(RIGHT, b"hello")
-    assert wait_refused(listener, "authentication") == 1
-    assert listener._links == {}, "an unauthenticated peer left state behind"
+    assert wait_refused(listener, "handshake") >= 1
+    assert listener._links == {} and listener._numbers == {}, "an unauthenticated peer left state behind"
+    events, waits = [], set()
+    for _ in range(3000):
+        dialler.poll(4)
+        events += dialler.link_events()
+        waits.add(dialler._dialled[RIGHT].wait_s)
+        if len([event for event in events if not event.up]) >= 3:
+            break
+        pause()
+    assert not events[0].up and events[0].reason
+    assert len(waits) >= 3, "it dials again without waiting longer each time"
     dialler.close()
     listener.close()
+
+
+def greeting(mechanism):
+    """The first 64 bytes of a ZMTP 3.1 connection."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+
+
+@pytest.mark.parametrize("mechanism", [b"NULL", b"PLAIN", b"CURVE"])
+def test_who_has_no_key_has_no_message_gathered(mechanism):
+    """A message whose parts never end, sent before anything was proved: the connection is closed, whatever it claims to be."""
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    part = b"\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)  # long, and more follows
+    with (
+        contextlib.closing(ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")) as listener,
+        socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])), timeout=30) as connection,
+    ):
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(greeting(mechanism) + ready)
+            while sent < 4096:  # 256 MiB
+                connection.sendall(part)
+                sent += 1
+        assert sent < 4096, "it took everything"
+        assert wait_refused(listener, "handshake") == 1 and listener.refused == {"handshake": 1}
+
+
+def test_a_connection_that_shows_no_key_is_closed_in_time(monkeypatch):
+    """It says nothing at all."""
+    monkeypatch.setattr(_zmq, "HANDSHAKE_MS", 50)
+    with (
+        contextlib.closing(ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")) as listener,
+        socket.create_connection(("127.0.0.1", int(listener.address.rpartition(":")[2])), timeout=30) as connection,
+    ):
+        while connection.recv(4096):  # its own greeting, then the end
+            pass
+
+
+def test_what_is_said_does_not_cross_the_wire_in_clear(tmp_path):
+    """A relay between the two sees neither names nor content."""
+    listener = ZmqControlChannel(RIGHT, KEY, "tcp://127.0.0.1:*")
+    dialler = ZmqControlChannel(LEFT, KEY)
+    seen = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        relay = threading.Thread(target=_relay, args=(server, int(listener.address.rpartition(":")[2]), seen))
+        relay.start()
+        dialler.connect(RIGHT, f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        dialler.send(RIGHT, b"the content of this frame")
+        assert receive(listener) == [b"the content of this frame"]
+        dialler.close()
+        listener.close()
+        relay.join(timeout=30)
+    passed = b"".join(seen)
+    assert len(passed) > 200 and b"content" not in passed and b"left" not in passed and b"l1" not in passed
+
+
+def _relay(server, port, seen):
+    here, _ = server.accept()
+    with here, socket.create_connection(("127.0.0.1", port)) as there, selectors.DefaultSelector() as selector:
+        selector.register(here, selectors.EVENT_READ, there)
+        selector.register(there, selectors.EVENT_READ, here)
+        while True:
+            for key, _ in selector.select():
+                try:
+                    data = key.fileobj.recv(65536)
+                    if not data:
+                        return
+                    seen.append(data)
+                    key.data.sendall(data)
+                except ConnectionError:
+                    return
+
+
+def test_without_curve_there_is_no_channel(monkeypatch):
+    """A ZeroMQ that was built without it is named; frames in clear are no way out."""
+    monkeypatch.setattr(zmq, "has", lambda what: what != "curve")
+    with pytest.raises(ChannelError, match="built without CURVE"):
+        ZmqControlChannel(LEFT, KEY)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -233,14 +330,14 @@ def test_every_changed_part_is_refused(pair, part):
     dialler, listener = pair
     parts = parts_of(dialler, RIGHT, b"content")
     parts[part] = parts[part][:-1] + bytes([parts[part][-1] ^ 1])
-    socket = stranger(listener.address, parts)
+    other = stranger(listener.address, parts, dialler)
     for _ in range(3000):
         assert listener.poll(4) == []
         if listener.refused:
             break
         pause()
     assert sum(listener.refused.values()) == 1
-    socket.close()
+    other.close()
 
 
 def test_replayed_reflected_and_foreign_frames_are_refused(pair):
@@ -249,7 +346,7 @@ def test_replayed_reflected_and_foreign_frames_are_refused(pair):
     parts = parts_of(dialler, RIGHT, b"once")
     dialler.send(RIGHT, b"once")
     assert receive(listener) == [b"once"]
-    thief = stranger(listener.address, parts)
+    thief = stranger(listener.address, parts, dialler)
     assert wait_refused(listener, "replay") == 1
     dialler._links[RIGHT].socket.send_multipart(parts)
     for _ in range(3000):
@@ -261,10 +358,10 @@ def test_replayed_reflected_and_foreign_frames_are_refused(pair):
     listener._links[LEFT].socket.send_multipart([listener._links[LEFT].route, *parts])
     assert wait_refused(dialler, "address") == 1
     other = ZmqControlChannel(PeerId("other", "o1", 0), KEY, "tcp://127.0.0.1:*")
-    second = stranger(other.address, parts)
+    second = stranger(other.address, parts, dialler)
     assert wait_refused(other, "address") == 1
-    for socket in (thief, second):
-        socket.close()
+    for one in (thief, second):
+        one.close()
     other.close()
 
 
@@ -295,15 +392,15 @@ def test_a_late_frame_of_a_peer_that_was_disconnected_leaves_no_record(pair):
 
 def test_unstructured_frames_are_counted_and_dropped(pair):
     _, listener = pair
-    sockets = [stranger(listener.address, parts) for parts in ([b"x"], [b"x"] * 4, [b""] * 9)]
+    sockets = [stranger(listener.address, parts, listener) for parts in ([b"x"], [b"x"] * 4, [b""] * 9)]
     for _ in range(3000):
         assert listener.poll(4) == []
         if listener.refused.get("structure", 0) == 3:
             break
         pause()
     assert listener.refused == {"structure": 3}
-    for socket in sockets:
-        socket.close()
+    for one in sockets:
+        one.close()
 
 
 def test_a_full_link_would_block_and_takes_nothing():
@@ -330,6 +427,6 @@ def test_peer_names_are_part_of_what_is_authenticated(pair):
     dialler, listener = pair
     parts = parts_of(dialler, RIGHT, b"content")
     parts[1] = msgspec.msgpack.encode((PeerId("somebody", "else", 0), RIGHT))
-    socket = stranger(listener.address, parts)
+    other = stranger(listener.address, parts, dialler)
     assert wait_refused(listener, "authentication") == 1
-    socket.close()
+    other.close()

@@ -3,9 +3,14 @@
 Theory. Each peer binds a ROUTER if others are to reach it; who wants to talk connects one DEALER per peer, and answers come
 back on the link that the question came on. So a pair of peers has one link and one order.
 
-Every frame carries an HMAC-SHA256 over link number, sequence number, sender, receiver and content, with a key per direction
-derived from the shared one. A link number is random, one per direction and link; a number that was used before is never
-accepted again, so frames of an earlier link, of the wrong direction, replayed or out of order are refused.
+Nobody without the shared key is listened to: each connection begins with a CURVE handshake whose server key is derived from
+the shared one and is never sent, so who does not have it ends there, before ZeroMQ gathers the first part of a message (a
+message of parts without end would otherwise fill the memory, which no option of ZeroMQ bounds). It also hides what is said.
+
+Which peer of those with the key speaks, CURVE does not say. Every frame carries an HMAC-SHA256 over link number, sequence
+number, sender, receiver and content, with a key per direction derived from the shared one. A link number is random, one per
+direction and link; a number that was used before is never accepted again, so frames of an earlier link, of the wrong
+direction, replayed or out of order are refused.
 
 ZeroMQ would reconnect by itself and drop frames silently. Here a link ends with its connection: a monitor (or a send that has
 no route, or a gap in the sequence) ends it, the end is an event (``link_events``), and the dialling side makes a new link with
@@ -28,6 +33,7 @@ from typing import Any, Final
 
 import msgspec
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kv_bounce_planner._errors import ChannelError, WouldBlock
@@ -53,6 +59,13 @@ REDIAL_LAST_S: Final = 2.0
 #: ZeroMQ's own heartbeats (milliseconds): a connection whose other end does not answer is closed.
 HEARTBEAT_MS: Final = 1000
 HEARTBEAT_TIMEOUT_MS: Final = 5000
+#: A connection that has not shown the key by then is closed (milliseconds).
+HANDSHAKE_MS: Final = 10_000
+_HANDSHAKE_FAILED: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+#: Failed handshakes that one look at the listening socket counts (count); the others wait for the next.
+_FAILURES_PER_LOOK: Final = 256
 
 
 class _Link:
@@ -91,10 +104,15 @@ class ZmqControlChannel:
         key: Shared by all peers, at least 16 bytes.
         bind: Address to listen on (``tcp://host:*``, ``ipc://path``), or None to connect only. An ipc file is removed by
             ``close``.
-        context: A zmq context to share; by default its own.
+        context: A zmq context to share; by default its own. A ZAP handler of that context is asked about every connection.
         clock: Monotonic seconds, for dialling again.
 
+    ``refused`` counts what was not taken, by reason; ``handshake``: connections of who does not have the key.
+
     Not thread-safe: one thread polls and sends.
+
+    Raises:
+        ChannelError: This ZeroMQ has no CURVE.
     """
 
     def __init__(
@@ -108,12 +126,17 @@ class ZmqControlChannel:
     ) -> None:
         if len(key) < KEY_BYTES_MIN:
             raise ValueError(f"key wants at least {KEY_BYTES_MIN} bytes, got {len(key)}")
+        if not zmq.has("curve"):
+            raise ChannelError(f"ZeroMQ {zmq.zmq_version()} was built without CURVE, which links are made with")
         self.self_id = self_id
         self._key = bytes(key)
+        self._curve_secret = z85.encode(hmac.digest(self._key, b"kv-control curve", "sha256"))
+        self._curve_public = zmq.curve_public(self._curve_secret)
         self._clock = clock
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context(1)
         self._router: Any = None
+        self._arrivals: Any = None  # tells of connections to the router that failed
         self.address: str | None = None
         self._links: dict[PeerId, _Link] = {}
         self._dialled: dict[PeerId, _Dialled] = {}
@@ -125,6 +148,9 @@ class ZmqControlChannel:
             self._router = self._context.socket(zmq.ROUTER)
             self._options(self._router)
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.setsockopt(zmq.CURVE_SERVER, 1)
+            self._arrivals = self._router.get_monitor_socket(_HANDSHAKE_FAILED)
+            self._arrivals.setsockopt(zmq.LINGER, 0)
             self._router.bind(bind)
             self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -135,6 +161,9 @@ class ZmqControlChannel:
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX + 4096)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._curve_secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._curve_public)
 
     # -- links
 
@@ -156,9 +185,14 @@ class ZmqControlChannel:
         socket = self._context.socket(zmq.DEALER)
         self._options(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._curve_public)
         try:
             monitor = socket.get_monitor_socket(
-                zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_CLOSED
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | _HANDSHAKE_FAILED
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CONNECT_RETRIED
+                | zmq.EVENT_CLOSED
             )
             monitor.setsockopt(zmq.LINGER, 0)
             socket.connect(dialled.address)
@@ -225,12 +259,13 @@ class ZmqControlChannel:
                     event = recv_monitor_message(dialled.monitor, zmq.DONTWAIT)
                 except zmq.Again:
                     break
-                if event["event"] == zmq.EVENT_CONNECTED:
+                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     dialled.wait_s = REDIAL_FIRST_S
-                else:
-                    self._drain_dealer(peer, dialled)
-                    if dialled.link is not None:
-                        self._break(peer, dialled.link, "the connection broke")
+                    continue
+                self._drain_dealer(peer, dialled)
+                if dialled.link is not None:
+                    failed = event["event"] & _HANDSHAKE_FAILED
+                    self._break(peer, dialled.link, "the two keys differ" if failed else "the connection broke")
 
     def _drain_dealer(self, peer: PeerId, dialled: _Dialled) -> None:
         """The other side's last word, if it was that another session has taken this name."""
@@ -284,6 +319,7 @@ class ZmqControlChannel:
         if self._closed:
             return frames
         if self._router is not None:
+            self._count_failures()
             while len(frames) < frames_max:
                 parts = self._take(self._router)
                 if parts is None:
@@ -311,6 +347,8 @@ class ZmqControlChannel:
         for dialled in self._dialled.values():
             self._hang_up(dialled)
         if self._router is not None:
+            self._router.disable_monitor()
+            self._arrivals.close()
             self._router.close()
         if self._own_context:
             self._context.term()
@@ -330,6 +368,13 @@ class ZmqControlChannel:
         except zmq.Again:
             return None
         return parts
+
+    def _count_failures(self) -> None:
+        """Connections to the router whose handshake failed."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_FAILURES_PER_LOOK):
+                recv_monitor_message(self._arrivals, zmq.DONTWAIT)
+                self._refuse("handshake")
 
     def _refuse(self, why: str) -> tuple[PeerId, bytes] | None:
         self.refused[why] = self.refused.get(why, 0) + 1
