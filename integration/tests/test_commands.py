@@ -300,7 +300,12 @@ def test_the_lines_that_start_each_part_are_printed(one: Printed, tmp_path: Path
     key = tmp_path / "key"
     key.write_text("ab" * 32)
     key.chmod(0o600)
-    config.write_text(yaml.safe_dump({"key_file": str(key), "context_servers": {"hostname": "10.77.0.1"}}))
+    settings = {
+        "key_file": str(key),
+        "discovery": {"store": "http://10.77.0.1:2379"},
+        "context_servers": {"hostname": "10.77.0.1"},
+    }
+    config.write_text(yaml.safe_dump(settings))
     told = ran(filled(one, **{"CONFIG": str(config), "two-hosts.yaml": str(config)}), tmp_path).stdout
     assert all(word in told for word in ("mpiexec", "mpirun", "srun", "serve context", "serve generation", "front")), (
         told
