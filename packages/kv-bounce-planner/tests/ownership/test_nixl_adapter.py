@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -176,6 +177,17 @@ def test_the_class_is_that_of_what_the_host_could_use():
     assert unrestricted.key.startswith("ucx:tcp,cma,")
     fixed = TransportClass.of_ucx(["cma"])
     assert NixlTransport(SELF, config=NixlConfig(transport_class=fixed)).transport_class is fixed
+
+
+@pytest.mark.parametrize("variable", ["cma", "tcp,cma", "all", "^sysv", ""])
+def test_a_variable_that_would_win_over_the_transport_is_refused(variable, monkeypatch):
+    """NIXL leaves ``tls`` out where the environment names transports; with the same, or without ``tls``, all is well."""
+    monkeypatch.setenv("UCX_TLS", variable)
+    with pytest.raises(TransportError, match=f"^UCX_TLS={re.escape(variable)} in the environment would win"):
+        NixlTransport(SELF, config=NixlConfig(tls="tcp"))
+    assert len(NixlTransport(SELF).transport_class.required) > 1
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    assert NixlTransport(SELF, config=NixlConfig(tls="tcp")).transport_class.required == {Evidence.AGENT_DESTROYED}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import os
 import sys
 import time
 import uuid
@@ -104,7 +105,8 @@ class NixlConfig:
 
     Args:
         tls: ``"tcp"`` restricts UCX to tcp through the backend's own ``engine_config``; None leaves UCX its choice, whose
-            class is then every transport that this host could use.
+            class is then every transport that this host could use. NIXL lets ``UCX_TLS`` of the environment win over it, so
+            with a variable that says something else there is no transport.
         transport_class: Overrides the class that was derived; for hosts whose transports were qualified by hand.
         spare_agents: Agents made ahead, count, >= 0: first contact then costs no construction.
         descriptors_per_post_max: Per post, count, >= 1.
@@ -355,6 +357,10 @@ class NixlTransport:
     Construction opens no network; ``register`` before the first connection. One thread uses it. Errors of the library are
     raised as TransportError with the cause kept; after one raised by ``agent_info``, ``connect`` or ``register`` the
     object is usable.
+
+    Raises:
+        TransportError: ``UCX_TLS`` of the environment names other transports than ``config.tls``: what a write's end proves
+            would be taken for another transport's.
     """
 
     def __init__(
@@ -363,6 +369,12 @@ class NixlTransport:
         self.self_id = self_id
         self.config = config
         self._clock = clock
+        variable = os.environ.get("UCX_TLS")
+        if config.tls is not None and variable is not None and variable != config.tls:
+            raise TransportError(
+                f"UCX_TLS={variable[:100]} in the environment would win over tls={config.tls!r}: unset the variable, or leave "
+                "tls out (the transports are then taken to be any that this host has)"
+            )
         if config.transport_class is not None:
             self._class = config.transport_class
         elif config.tls is not None:
