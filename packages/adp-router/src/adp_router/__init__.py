@@ -13,14 +13,16 @@ Layout:
 - ``_memory``: what a router remembers between calls; ``_homes``: of conversations
 - ``_router``: order of the phases, settings, statistics
 - ``_result``: the frozen log, decisions and the rule behind each, in words
+- ``_books``: what ranks hold by what was placed and what ended, for callers that are not told
 - ``_gate``: waiting for fuller batches, bounded
 - ``_errors``: the one error tree
-- ``testing``: lower bounds and an exact optimum for small cases
+- ``testing``: lower bounds and an exact optimum for small cases, and a check of who keeps a router supplied
 """
 
 from adp_router.__about__ import __version__
 from adp_router._adapter import ATTRIBUTES, batch_from, requests_from
 from adp_router._batch import RouteBatch
+from adp_router._books import RankBooks
 from adp_router._errors import RankStateError, RouteBatchError, RouterConfigError, RouterError
 from adp_router._gate import DpGate, GateConfig, GateRank, GateStatistics
 from adp_router._result import Decision, PassedOver, RouteLog, RoutingResult, Span
@@ -47,6 +49,7 @@ __all__ = [
     "Leftover",
     "LeftoverReason",
     "PassedOver",
+    "RankBooks",
     "RankState",
     "RankStateError",
     "RequestError",
