@@ -257,6 +257,16 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def engines(session: nox.Session) -> None:
+    """The packages in engines that are not ours: the examples of integration/engines, their figures and all of their tests."""
+    shared_environment(session)
+    bring_etcd(session)
+    python(session, "integration/engines/balance.py", *session.posargs)
+    python(session, "integration/engines/restarts.py", *(["--etcd"] if shutil.which("etcd") else []))
+    hand_over(session, "tools/run_tests.py", "--slow", "integration/tests/test_engines.py")
+
+
+@nox.session(python=False)
 def faults(session: nox.Session) -> None:
     """A running service whose processes are killed and stopped by a seed: ``nox -s faults -- --seconds 600 --seed 3``."""
     shared_environment(session)
@@ -291,10 +301,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def types(session: nox.Session) -> None:
-    """mypy, strict, over every package's sources."""
+    """mypy, strict, over every package's sources and the examples in other engines."""
     shared_environment(session)
     for name in PACKAGES:
         python(session, "-m", "mypy", f"packages/{name}/src")
+    python(session, "-m", "mypy", "integration/engines", env={"MYPYPATH": "integration/engines"})
 
 
 @nox.session

@@ -39,9 +39,7 @@ async def instance(store: LeaseStore, url: str, ended: asyncio.Event) -> None:
         await publisher.wait_registered(timeout_s=10.0)
         print("registered", url, record.generation, flush=True)
         await ended.wait()
-        owner.start_draining()
-        publisher.update()
-    owner.retire(record.generation)
+        await publisher.drain(10.0)
 
 
 async def front(store: LeaseStore, ended: asyncio.Event) -> None:

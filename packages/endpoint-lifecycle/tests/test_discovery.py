@@ -15,6 +15,7 @@ from endpoint_lifecycle import (
     AsyncReconciler,
     DirectoryConfig,
     EndpointRecord,
+    InvalidTransition,
     LocalProtocolError,
     MemoryLeaseStore,
     RecordInvalid,
@@ -267,6 +268,47 @@ def test_published_owner_is_followed_from_registration_to_withdrawal() -> None:
                 assert publisher.statistics().keep_alives >= 18
             await until(lambda: directory.servers() == ())
         await directory.aclose()
+
+    run_virtual(main())
+
+
+def test_draining_waits_for_what_is_in_flight_and_withdraws() -> None:
+    """Seen as draining meanwhile; nothing is abandoned, and the withdrawal does not wait for the publisher's end."""
+
+    async def main() -> None:
+        store = MemoryLeaseStore()
+        worker = FakeWorker(A, "context", "ctx-0")
+        directory = directory_of(worker)
+        async with AsyncReconciler(store, directory), AsyncLeasePublisher(store, worker.owner, A, 9.0) as publisher:
+            await until(lambda: directory.ready(context=1))
+            admission = worker.owner.admit(worker.generation)
+            draining = asyncio.create_task(publisher.drain(60.0))
+            await until(lambda: directory.status(A) is ServerStatus.DRAINING)
+            await asyncio.sleep(5.0)
+            assert not draining.done()
+            admission.finish()
+            assert await draining == 0
+            await until(lambda: directory.servers() == ())
+        await directory.aclose()
+
+    run_virtual(main())
+
+
+def test_draining_abandons_what_outlives_its_time() -> None:
+    """The caller is told how many admissions it has to fail; nothing that was not published can drain."""
+
+    async def main() -> None:
+        store = MemoryLeaseStore()
+        worker = FakeWorker(A, "context", "ctx-0")
+        async with AsyncLeasePublisher(store, worker.owner, A, 9.0) as publisher:
+            await publisher.wait_registered()
+            for _ in range(3):
+                worker.owner.admit(worker.generation)
+            began_s = asyncio.get_running_loop().time()
+            assert await publisher.drain(2.0) == 3
+            assert asyncio.get_running_loop().time() - began_s == pytest.approx(2.0)
+            with pytest.raises(InvalidTransition):
+                await publisher.drain(2.0)
 
     run_virtual(main())
 

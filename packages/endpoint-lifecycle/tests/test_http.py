@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ from endpoint_lifecycle import (
     reservations_body,
     server_info_body,
 )
+from endpoint_lifecycle.testing import check_instance
 
 ADDRESS = ("tcp://10.0.0.1:7000",)
 
@@ -139,3 +141,122 @@ def test_every_error_of_the_package_has_a_status() -> None:
         if isinstance(kind, type) and issubclass(kind, EndpointError) and kind not in (EndpointError,):
             error = kind.__new__(kind)
             assert http_status(error) != 500 or kind is endpoint_lifecycle.RemoteProtocolError, name
+
+
+# -- an instance's face -------------------------------------------------------------------------------------------------
+
+
+class Face:
+    """An instance as the packages' document says to write one."""
+
+    def __init__(self) -> None:
+        self.owner = EndpointOwner("ctx-0", "process-1", "context")
+        self.owner.finalize().publish(list(ADDRESS))
+
+    async def info(self) -> Any:
+        return server_info_body(self.owner)
+
+    async def work(self, generation: str) -> tuple[int, Any]:
+        try:
+            with self.owner.admit(generation):
+                return 200, {"answer": 42}
+        except EndpointError as error:
+            return http_status(error), error_body(error)
+
+    async def drain(self) -> None:
+        self.owner.start_draining()
+
+
+class Unchecked(Face):
+    async def work(self, generation: str) -> tuple[int, Any]:
+        return 200, {}
+
+
+class ChecksNothingLate(Face):
+    async def work(self, generation: str) -> tuple[int, Any]:
+        return await super().work(generation) if self.owner.ready else (200, {})
+
+
+class Fails(Face):
+    async def work(self, generation: str) -> tuple[int, Any]:
+        return 500, {"error": "INTERNAL"}
+
+
+class RefusesAll(Face):
+    async def work(self, generation: str) -> tuple[int, Any]:
+        return await super().work("another")
+
+
+class SaysLittle(Face):
+    async def info(self) -> Any:
+        return {"ready": True}
+
+
+class Remints(Face):
+    calls = 0
+
+    async def info(self) -> Any:
+        self.calls += 1
+        return {**server_info_body(self.owner), "generation": f"g{self.calls}"}
+
+
+class RemintsInTheDrain(Face):
+    async def info(self) -> Any:
+        found = server_info_body(self.owner)
+        return found if self.owner.ready else {**found, "generation": "another"}
+
+
+class EndsAtOnce(Face):
+    async def drain(self) -> None:
+        self.owner.start_draining()
+        self.owner.retire(self.owner.generation)
+
+
+class NeverDrains(Face):
+    async def drain(self) -> None:
+        pass
+
+
+class DrainsFromTheStart(Face):
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner.start_draining()
+
+
+class StaleOnce(Face):
+    stale = False
+
+    async def work(self, generation: str) -> tuple[int, Any]:
+        status, body = await super().work("gone" if self.stale else generation)
+        self.stale |= status == 409
+        return status, body
+
+
+def test_an_instance_as_documented_conforms() -> None:
+    """Record, admission, refusals, drain."""
+    face = Face()
+    asyncio.run(check_instance(face.info, face.work, face.drain))
+    assert face.owner.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Unchecked, "another generation is not refused as stale"),
+        (ChecksNothingLate, "new work is not refused as draining"),
+        (Fails, "neither served nor refused"),
+        (RefusesAll, "work for its own generation is refused"),
+        (SaysLittle, "record cannot be read"),
+        (Remints, "generation changes"),
+        (RemintsInTheDrain, "draining has changed the generation"),
+        (EndsAtOnce, "must still say so"),
+        (NeverDrains, "does not say that it drains"),
+        (DrainsFromTheStart, "is not published"),
+        (StaleOnce, "has ended the lifetime"),
+    ],
+)
+def test_an_instance_that_does_not_conform_is_found(kind: type[Face], said: str) -> None:
+    """Each mistake that such a face makes, by its name."""
+    face = kind()
+    with pytest.raises(AssertionError, match=said):
+        asyncio.run(check_instance(face.info, face.work, face.drain))

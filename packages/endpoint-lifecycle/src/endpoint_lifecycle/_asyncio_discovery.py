@@ -34,6 +34,9 @@ from endpoint_lifecycle._record import check_field
 
 T = TypeVar("T")
 
+#: Between looks at what is in flight while an owner drains: it may end in any thread.
+_DRAIN_POLL_S = 0.01
+
 
 class StaticServers:
     """A source that is a fixed list: ``StaticServers({"context": ["http://a:8000"], "generation": [...]})``.
@@ -408,6 +411,30 @@ class AsyncLeasePublisher:
     def update(self) -> None:
         """The owner's record changed (draining): write it now instead of at the next keep-alive."""
         self._wake.set()
+
+    async def drain(self, timeout_s: float) -> int:
+        """End the owner's lifetime: take nothing new, say so in the store, wait for what is in flight, withdraw.
+
+        Args:
+            timeout_s: Longest wait for what is in flight.
+
+        Returns:
+            Admissions that were still in flight then and are abandoned: the caller fails them (count).
+
+        Raises:
+            InvalidTransition: Nothing is published. Nothing changed.
+        """
+        owner = self._owner
+        owner.start_draining()
+        self.update()
+        now_s = asyncio.get_running_loop().time
+        until_s = now_s() + timeout_s
+        while owner.in_flight and now_s() < until_s:
+            await asyncio.sleep(min(_DRAIN_POLL_S, max(0.0, until_s - now_s())))
+        before = owner.statistics().abandoned
+        owner.retire(owner.generation, abandon=True)
+        self.update()
+        return owner.statistics().abandoned - before
 
     async def _run(self) -> None:
         while not self._superseded.is_set():

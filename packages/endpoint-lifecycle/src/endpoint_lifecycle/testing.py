@@ -9,6 +9,7 @@
 - ``explore``: every interleaving of a scenario's tasks, and every choice that its fakes ask for, by depth-first replay.
 - ``explore_faults``: a scenario in first-come order, once per moment at which something can be done to it: each action
   (cancel, timeout, server removed, ...) is tried before every step that the loop makes, alone and, where asked, in pairs.
+- ``check_lease_store`` and ``check_instance``: what a store of one's own, and an instance's HTTP face, must do.
 
 A moment is "before the loop's n-th callback". The target task is suspended at every moment, so all of its await points are
 covered, each both while what it waits for is pending and when it is done but not yet delivered.
@@ -27,10 +28,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, TypeVarTuple
 
-from endpoint_lifecycle._errors import LocalProtocolError, StoreError
-from endpoint_lifecycle._http import server_info_body
+from endpoint_lifecycle._errors import (
+    Draining,
+    EndpointError,
+    LocalProtocolError,
+    NotReady,
+    StaleGeneration,
+    StoreError,
+    Unavailable,
+)
+from endpoint_lifecycle._http import refusal_of, server_info_body
 from endpoint_lifecycle._owner import EndpointOwner, EndpointSlot, PublishCapability
-from endpoint_lifecycle._record import EndpointProfile
+from endpoint_lifecycle._record import EndpointProfile, parse_record
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -741,3 +750,53 @@ async def check_lease_store(
     require(any(e.key == "/check/b" and e.value is None and e.revision > third for e in events), "expiry was not shown")
     await watch.aclose()
     await store.aclose()
+
+
+async def check_instance(
+    info: Callable[[], Awaitable[Any]],
+    work: Callable[[str], Awaitable[tuple[int, Any]]],
+    drain: Callable[[], Awaitable[object]],
+) -> None:
+    """What an instance's face must do; one of your own, over whatever carries it, can be checked with it.
+
+    Args:
+        info: Its ``/server_info``: text or decoded.
+        work: Sends one piece of work for a generation; gives status and body, as ``send`` of ``directory.dispatch`` does.
+        drain: Tells it to drain and returns when it has begun to, while it still answers. Afterwards it ends.
+
+    Raises:
+        AssertionError: Something differs.
+    """
+
+    def require(ok: bool, what: str, shown: object) -> None:
+        if not ok:
+            raise AssertionError(f"{what}: {shown}")
+
+    async def refusal(generation: str) -> StaleGeneration | Unavailable | None:
+        status, body = await work(generation)
+        refused = refusal_of(status, body)
+        require(refused is not None or 200 <= status < 300, "work is neither served nor refused", (status, body))
+        return refused
+
+    try:
+        record = parse_record(await info())
+    except EndpointError as error:
+        raise AssertionError(f"its record cannot be read: {error}") from error
+    again = parse_record(await info())
+    require(again.generation == record.generation, "the generation changes within one lifetime", again.generation)
+    require(record.state == "published", "it is not published", record.state)
+    generation = str(record.generation)
+    served = await refusal(generation)
+    require(served is None, "work for its own generation is refused", served)
+    stale = await refusal("0" * len(generation))
+    require(isinstance(stale, StaleGeneration), "work for another generation is not refused as stale", stale)
+    require(await refusal(generation) is None, "a stale piece of work has ended the lifetime", generation)
+    await drain()
+    try:
+        record = parse_record(await info())
+    except NotReady:
+        require(False, "what drains must still say so, with its record", await info())
+    require(record.state == "draining", "it does not say that it drains", record.state)
+    require(record.generation == generation, "draining has changed the generation", record.generation)
+    late = await refusal(generation)
+    require(isinstance(late, Draining), "new work is not refused as draining", late)
