@@ -105,6 +105,7 @@ def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
     if not all_faults:
         faults = (whose_turn(day, packages()), "--seconds", f"{FAULTS_S}", "--shuffle", day.isoformat())
     found.append(Part("planted faults", ("tools/mutants.py", *faults), FAULTS_ALL_S if all_faults else LIMIT_S))
+    found.append(Part("siblings", ("tools/siblings.py",)))
     return [*found, Part("distributions", ("tools/build_distributions.py",))]
 
 

@@ -44,13 +44,13 @@ _SETUP = """\
 
 
 def workflow(stages: tuple[Stage, ...]) -> str:
-    """The workflow's text: lint and types, then a job per hardware kind with its stages as the matrix; GPU kinds on runners
+    """The workflow's text: lint, types and docs, then a job per hardware kind with its stages as the matrix; GPU kinds on runners
     labelled by kind, and those for changes of this repository only.
 
     Post-merge stages are jobs of their own: before a merge the whole job is skipped, and shown so, unless it was approved. A
     step that is skipped would leave a green job that ran nothing.
     """
-    jobs = [_check("lint"), _check("types")]
+    jobs = [_check("lint"), _check("types"), _check("docs")]
     for kind in dict.fromkeys(stage.hardware for stage in stages):
         for post_merge in (False, True):
             mine = [s for s in stages if s.hardware == kind and s.post_merge is post_merge and not s.on_demand]

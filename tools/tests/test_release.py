@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.version import Version
 
 import release
 import siblings
-from release import NotReleased, Release
+from release import NotReleased, Release, Version
+from siblings import Requirement
+
+#: What makes changelogs and distributions: of the shared environment, not of every machine that runs the tests.
+MISSING = [name for name in ("towncrier", "hatchling", "twine") if importlib.util.find_spec(name) is None]
+needs_tools = pytest.mark.skipif(bool(MISSING), reason=f"NO COVERAGE: {', '.join(MISSING)} not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "small-thing"
@@ -55,6 +59,7 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@needs_tools
 def test_a_release_is_whole_and_a_second_run_changes_nothing(checkout: Path) -> None:
     """Version, changelog, sign-off, tag and distributions; again: the same commit, tag and bytes."""
     dist = Release(checkout, NAME, "0.2.0").run()
@@ -70,6 +75,7 @@ def test_a_release_is_whole_and_a_second_run_changes_nothing(checkout: Path) -> 
     assert {path.name: path.read_bytes() for path in dist.iterdir()} == bytes_of
 
 
+@needs_tools
 def test_a_release_that_was_broken_off_goes_on(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the commit and before the tag: the commit is not made again."""
     with monkeypatch.context() as broken:
@@ -82,6 +88,7 @@ def test_a_release_that_was_broken_off_goes_on(checkout: Path, monkeypatch: pyte
     assert git(checkout, "rev-parse", "HEAD", f"{NAME}-v0.2.0^{{commit}}").split() == [commit, commit]
 
 
+@needs_tools
 def test_what_breaks_before_the_commit_leaves_the_tree_as_it_was(checkout: Path) -> None:
     (checkout / "tools" / "towncrier.toml").write_text("[tool.towncrier\n")
     git(checkout, "commit", "--quiet", "--all", "-m", "Broken")
@@ -92,6 +99,7 @@ def test_what_breaks_before_the_commit_leaves_the_tree_as_it_was(checkout: Path)
     )
 
 
+@needs_tools
 def test_a_dry_run_changes_nothing(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And shows the changelog's new section."""
     before = git(checkout, "for-each-ref")
@@ -119,6 +127,7 @@ def test_what_is_not_released(checkout: Path) -> None:
         Release(checkout, NAME, "0.4.0").run()
 
 
+@needs_tools
 def test_wheels_that_differ_are_refused(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the sdist lacks, the wheel that is built from it lacks."""
     project = checkout / "packages" / NAME / "pyproject.toml"
@@ -132,6 +141,7 @@ def test_wheels_that_differ_are_refused(checkout: Path, monkeypatch: pytest.Monk
     assert not git(checkout, "tag")
 
 
+@needs_tools
 def test_the_wheel_says_the_version(checkout: Path) -> None:
     wheel = Release(checkout, NAME, "0.2.0rc1").run() / "small_thing-0.2.0rc1-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:

@@ -610,7 +610,7 @@ def test_covering_goes_by_whole_names():
 
 
 def test_the_hosted_workflow_is_complete_and_keeps_forks_out(table):
-    """Lint, types and every kind; post-merge jobs wait for a label, and the label starts them; no fork's code on our
+    """Lint, types, docs and every kind; post-merge jobs wait for a label, and the label starts them; no fork's code on our
     machines."""
     text = matrix.workflow(table)
     data = yaml.safe_load(text)
@@ -618,6 +618,7 @@ def test_the_hosted_workflow_is_complete_and_keeps_forks_out(table):
     assert set(jobs) == {
         "lint",
         "types",
+        "docs",
         "cpu",
         "a10",
         "a100x",
@@ -635,7 +636,7 @@ def test_the_hosted_workflow_is_complete_and_keeps_forks_out(table):
         assert (f"'{matrix.APPROVAL}'" in gate) == name.endswith("post-merge")
         (run,) = [step for step in job["steps"] if "run" in step]
         assert set(run) == {"run"}
-        if name in ("lint", "types"):
+        if name in ("lint", "types", "docs"):
             assert run["run"] == f"python3 tools/bootstrap.py -s {name}"
             continue
         assert "tools/bootstrap.py -s stages" in run["run"]

@@ -54,7 +54,7 @@ def decode_registration(value: bytes) -> Registration:
         raise RecordInvalid("$", f"not a registration: {str(error)[:200]}") from error
     check_id("role", registration.role)
     if not registration.server or len(registration.server) > 512 or not registration.server.isprintable():
-        raise RecordInvalid("server", f"is {registration.server[:64]!r}")
+        raise RecordInvalid("server", f"is {registration.server[:64]!r}, must be 1 to 512 printable characters")
     if registration.record is not None:
         parse_record(registration.record, server=registration.server, role=registration.role, require_generation=False)
     return registration

@@ -520,7 +520,7 @@ class EstimationRuntime:
         with owner._lock:
             self._check_current()
             if not isinstance(size_bytes, int) or size_bytes < 0:
-                raise LocalProtocolError(f"{resource}: size_bytes is {size_bytes!r}")
+                raise LocalProtocolError(f"{resource}: size_bytes is {size_bytes!r}, must be an integer >= 0")
             if resource in self._open:
                 raise LocalProtocolError(f"{resource} is open already", story=owner.story())
             self._open[resource] = size_bytes

@@ -205,7 +205,7 @@ def check_record(record: EndpointRecord, *, server: str = "", require_generation
     else:
         check_id("generation", record.generation, server=server)
     if record.state not in (PUBLISHED, DRAINING):
-        raise RecordInvalid("state", f"is {record.state!r}", server=server)
+        raise RecordInvalid("state", f"is {record.state!r}, must be {PUBLISHED!r} or {DRAINING!r}", server=server)
     _check_profile(record.profile, server)
     _check_addresses(record, server)
 
@@ -226,7 +226,9 @@ def _check_profile(profile: EndpointProfile, server: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 20:
             raise RecordInvalid(f"profile.{field}", f"is {value!r}, must be an integer from 1 to 2**20", server=server)
     if profile.address_scope not in ("rank", "dp_rank"):
-        raise RecordInvalid("profile.address_scope", f"is {profile.address_scope!r}", server=server)
+        raise RecordInvalid(
+            "profile.address_scope", f"is {profile.address_scope!r}, must be 'rank' or 'dp_rank'", server=server
+        )
     rank = profile.dp_rank
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < profile.dp_size):
         raise RecordInvalid("profile.dp_rank", f"is {rank!r}, not in [0, {profile.dp_size})", server=server)

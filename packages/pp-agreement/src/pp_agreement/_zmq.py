@@ -47,7 +47,7 @@ class ZmqTransport:
     ) -> None:
         within("window", window, 1, 64)
         if key is not None and (not isinstance(key, bytes) or len(key) < 16):
-            raise ConfigurationError("key", "no bytes, or fewer than 16")
+            raise ConfigurationError("key", "want at least 16 bytes")
         self._domain = domain
         self._me = domain.index_of(rank)
         self._coordinator = domain.coordinator_index
@@ -57,9 +57,9 @@ class ZmqTransport:
                 continue
             address = addresses.get(name)
             if not isinstance(address, str) or not address.startswith(("ipc://", "tcp://")):
-                raise ConfigurationError("addresses", f"rank {name}: {address!r}")
+                raise ConfigurationError("addresses", f"rank {name}: want ipc:// or tcp://, got {address!r}")
             if address.startswith("tcp://") and key is None:
-                raise ConfigurationError("key", f"rank {name}: {address} needs one")
+                raise ConfigurationError("key", f"is wanted for tcp ({address}, rank {name})")
             self._addresses[member] = address
         self._window = window
         self._key = key
@@ -129,7 +129,7 @@ class ZmqTransport:
         try:
             self._sockets[peer].send(frame, zmq.DONTWAIT)
         except zmq.Again as error:
-            raise WouldBlock("high-water mark") from error
+            raise WouldBlock(f"as many frames as fit wait for rank {self._domain.ranks[peer]}") from error
         except zmq.ZMQError as error:
             raise TransportError(str(error), rank=self._domain.ranks[peer]) from error
 

@@ -98,10 +98,10 @@ class _Decoding:
 
     def _extension(self, code: int, data: memoryview) -> Any:
         if code != EXT_ARRAY:
-            raise ValueError(f"extension {code}")
+            raise ValueError(f"extension {code} is not known")
         ref = _ref_decode(data)
         if not 0 <= ref.index < len(self.buffers):
-            raise ValueError(f"array {ref.index} of {len(self.buffers)}")
+            raise ValueError(f"array {ref.index} is named, {len(self.buffers)} came")
         return _numpy.rebuild(ref.dtype, ref.shape, self.buffers[ref.index])
 
     def _custom(self, kind: Any, value: Any) -> Any:

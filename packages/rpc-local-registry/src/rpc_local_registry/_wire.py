@@ -345,7 +345,7 @@ class Opener:
             raise Refused("mac")
         if self._handshake:
             if sequence != 0:
-                raise Refused("gap", "sequence in a handshake", authentic=True)
+                raise Refused("gap", "a handshake has no sequence number", authentic=True)
         elif sequence != self.sequence + 1:
             if sequence <= self.sequence:
                 raise Refused("replayed", f"sequence {sequence} after {self.sequence}", authentic=True)
@@ -356,11 +356,11 @@ class Opener:
         offset = HEADER_BYTES + name_bytes
         end = offset + 8 * buffer_count + body_bytes
         if reserved or name_bytes > NAME_BYTES_MAX or buffer_count > self._buffers_max or end > size:
-            raise Refused("structure", "lengths", authentic=True)
+            raise Refused("structure", "its lengths do not fit together", authentic=True)
         name = bytes(first[HEADER_BYTES:offset]) if name_bytes else b""
         if not buffer_count:
             if end != size or count != 1:
-                raise Refused("structure", "trailing bytes", authentic=True)
+                raise Refused("structure", "bytes are left over", authentic=True)
             self._may_miss = False
             self.sequence = sequence
             return Message(kind, flags, call_id, argument, name, data[offset:end], (), total)
@@ -376,7 +376,7 @@ class Opener:
             length = entry & ~_EXTERNAL
             if entry & _EXTERNAL:
                 if external >= len(frames) or len(frames[external]) != length:
-                    raise Refused("structure", "array frame", authentic=True)
+                    raise Refused("structure", "an array's frame is missing or of another size", authentic=True)
                 frame = frames[external]
                 buffers.append(frame if isinstance(frame, memoryview) else memoryview(frame))
                 external += 1
@@ -384,10 +384,10 @@ class Opener:
                 start = end + (-end & 7)
                 end = start + length
                 if end > size:
-                    raise Refused("structure", "inline array", authentic=True)
+                    raise Refused("structure", "an array reaches beyond the message", authentic=True)
                 buffers.append(view[start:end])
         if end != size or external != len(frames):
-            raise Refused("structure", "trailing bytes", authentic=True)
+            raise Refused("structure", "bytes are left over", authentic=True)
         self._may_miss = False
         self.sequence = sequence
         return Message(kind, flags, call_id, argument, name, body, buffers, total)

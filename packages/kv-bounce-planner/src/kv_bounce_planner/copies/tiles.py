@@ -33,9 +33,9 @@ class KernelShape:
     def __post_init__(self) -> None:
         for value in (self.tile_bytes, self.tiles_per_program, self.num_warps):
             if value < 1 or value & (value - 1):
-                raise LayoutError(f"{self}: powers of two")
+                raise LayoutError(f"{self}: all three must be powers of two")
         if self.tile_bytes < WORD_BYTES_MAX:
-            raise LayoutError(f"{self}: a tile holds at least one word")
+            raise LayoutError(f"{self}: a tile must hold at least one word of {WORD_BYTES_MAX} bytes")
 
 
 def word_bytes_of(*arrays: Int64Array) -> int:

@@ -296,7 +296,9 @@ class StepInput:
         """
         told = self.told[index]
         if told is None:
-            raise StepError(f"step {self.step_id}, request {self.request_ids[index]}: what is scored wants told")
+            raise StepError(
+                f"step {self.step_id}, request {self.request_ids[index]}: told, which holds the scored prompt, is missing"
+            )
         return told.prompt[int(self.starts[index]) + 1 : int(self.ends[index]) + 1]
 
     @property
@@ -506,4 +508,6 @@ def _check_shapes(step: StepInput) -> None:
     for index, one in enumerate(step.sampling):
         wanted = index in step.scored or (one is not None and one.changes_logits)
         if wanted and (len(step.told) != count or step.told[index] is None):
-            raise StepError(f"step {step.step_id}, request {step.request_ids[index]}: its sampling wants told")
+            raise StepError(
+                f"step {step.step_id}, request {step.request_ids[index]}: told, which its sampling looks at, is missing"
+            )

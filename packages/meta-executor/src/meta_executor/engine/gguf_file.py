@@ -117,7 +117,9 @@ class GgufFile:
             directory.append((name, tuple(reversed(shape)), type_id, self._number("Q")))
         alignment = self.metadata.get("general.alignment", _ALIGNMENT_DEFAULT)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
-            raise ModelFormatError(f"GGUF file {self.path}: general.alignment is {str(alignment)[:40]}")
+            raise ModelFormatError(
+                f"GGUF file {self.path}: general.alignment is {str(alignment)[:40]}, want an integer in 1..{1 << 20}"
+            )
         data_start = -(-self._at // alignment) * alignment
         for name, _, _, offset in directory:
             if data_start + offset > len(self._map):
@@ -142,7 +144,9 @@ class GgufFile:
         (size,) = struct.unpack_from("<Q", self._map, self._at)
         start = self._at + 8
         if start + size > len(self._map):
-            raise ModelFormatError(f"GGUF file {self.path}: a string of {size} bytes at byte {self._at}")
+            raise ModelFormatError(
+                f"GGUF file {self.path}: the string at byte {self._at} has {size} bytes, more than are left"
+            )
         self._at = start + size
         return self._map[start : self._at].decode("utf-8")
 
@@ -155,18 +159,22 @@ class GgufFile:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
-            raise ModelFormatError(f"GGUF file {self.path}: value type {kind} at byte {self._at}")
+            raise ModelFormatError(f"GGUF file {self.path}: type {kind} of the value at byte {self._at} is not known")
         inner = self._number("I")
         count = self._number("Q")
         if inner == _ARRAY:
-            raise ModelFormatError(f"GGUF file {self.path}: an array of arrays at byte {self._at}")
+            raise ModelFormatError(f"GGUF file {self.path}: the array of arrays at byte {self._at} is not supported")
         if inner in _SCALARS:
             code, size = _SCALARS[inner]
             if self._at + size * count > len(self._map):
-                raise ModelFormatError(f"GGUF file {self.path}: an array of {count} at byte {self._at}")
+                raise ModelFormatError(
+                    f"GGUF file {self.path}: the array at byte {self._at} has {count} entries, more than are left"
+                )
             array = np.frombuffer(self._map, dtype=np.dtype(code).newbyteorder("<"), count=count, offset=self._at)
             self._at += size * count
             return array.copy()
         if count > len(self._map):
-            raise ModelFormatError(f"GGUF file {self.path}: an array of {count} at byte {self._at}")
+            raise ModelFormatError(
+                f"GGUF file {self.path}: the array at byte {self._at} has {count} entries, more than are left"
+            )
         return [self._value(inner) for _ in range(count)]

@@ -183,7 +183,9 @@ def _describe_gguf(file: GgufFile, kv_dtype: str) -> tuple[ModelInfo, LlamaGeome
     inverse = _scaled_by_file(file, _inverse_frequencies(number("rope.freq_base", 10000.0), head_dim))
     eos, eot, bos = token("eos_token_id"), token("eot_token_id"), token("bos_token_id")
     if len(embedding.shape) != 2 or embedding.shape[0] >= _FIELD_MAX:
-        raise ModelFormatError(f"{file.path}: tensor token_embd.weight has shape {embedding.shape}")
+        raise ModelFormatError(
+            f"{file.path}: tensor token_embd.weight has shape {embedding.shape}, want (tokens, size)"
+        )
     info = ModelInfo(
         name=_PACKAGED_NAMES.get(file.path.name, str(metadata.get("general.name", file.path.stem))),
         layer_count=int(number("block_count")),
@@ -559,8 +561,9 @@ def _read_folder(
             arrays = [read(f"{stem}.weight") for stem in stems]
             if name.endswith(".qkv"):
                 for place, heads in ((0, info.attention_head_count), (1, info.kv_head_count)):
-                    if arrays[place].shape != (heads * info.head_dim, info.hidden_size):
-                        raise ModelFormatError(f"{folder}: {stems[place]} has shape {arrays[place].shape}")
+                    want = (heads * info.head_dim, info.hidden_size)
+                    if arrays[place].shape != want:
+                        raise ModelFormatError(f"{folder}: {stems[place]} has shape {arrays[place].shape}, want {want}")
                     arrays[place] = interleaved_rows(arrays[place], heads)
             tensors[name] = _joined(name, arrays, info, geometry, folder)
         return tensors

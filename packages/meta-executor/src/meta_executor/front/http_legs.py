@@ -125,7 +125,12 @@ class HttpLegs:
             raise LegError("context", server, MALFORMED, str(error), status=200, received=True) from error
         if answer.request_id != request.request_id:
             raise LegError(
-                "context", server, MALFORMED, f"answer for request {answer.request_id}", status=200, received=True
+                "context",
+                server,
+                MALFORMED,
+                f"the answer is for request {answer.request_id}, not {request.request_id}",
+                status=200,
+                received=True,
             )
         return Prefilled(
             answer.first_token,
