@@ -44,8 +44,8 @@ _SETUP = """\
 
 
 def workflow(stages: tuple[Stage, ...]) -> str:
-    """The workflow's text: lint, types and docs, then a job per hardware kind with its stages as the matrix; GPU kinds on runners
-    labelled by kind, and those for changes of this repository only.
+    """The workflow's text: lint, types and docs, then a job per hardware kind with its stages as the matrix; GPU kinds on
+    runners labelled by kind, and those for changes of this repository only.
 
     Post-merge stages are jobs of their own: before a merge the whole job is skipped, and shown so, unless it was approved. A
     step that is skipped would leave a green job that ran nothing.
