@@ -8,6 +8,7 @@ Layout (each imports only what stands above it)::
     kv_pool        paged KV bookkeeping: owners, proofs, prefix cache (no memory of its own)
     gguf_file      the GGUF container: metadata and tensor directory
     weights        where a model is, what shape it has, a stage's tensors
+    templates      a chat template, rendered within bounds of time and memory
     tokenizer      text <-> token ids, chat template, stop strings
     step_recorder  what a step took, for trials
     step_worker    the thread that runs an engine's steps

@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from meta_executor.engine.errors import EngineError, ModelFormatError, ModelNotF
 from meta_executor.engine.gguf_file import GgufFile
 from meta_executor.engine.weights import ModelSource, resolve_model
 
+if TYPE_CHECKING:
+    from meta_executor.engine.templates import ChatTemplate
+
 #: What of a template's error is repeated (characters): it may hold a client's text.
 _ECHO_MAX = 300
-#: Largest number that a template may compute (bits); Python writes none of more than 14,284 bits (4,300 digits) as text.
-_NUMBER_BITS_MAX = 1 << 14
-#: Longest text or list that a template may make by repetition (count).
-_REPEATED_MAX = 1 << 20
 #: Largest id of a token; the largest vocabularies have a few hundred thousand.
 _ID_MAX = (1 << 22) - 1
 #: Pieces in which a text is looked at (characters).
@@ -82,7 +81,7 @@ class Tokenizer:
         self._control = dict(control_tokens)
         self._control_ids = frozenset(self._control.values())
         self._template_text = chat_template
-        self._template: Any = None
+        self._template: ChatTemplate | None = None
         self._add_bos = add_bos and bos_token_id is not None
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -415,24 +414,27 @@ class Tokenizer:
     ) -> str:
         import jinja2
 
+        from meta_executor.engine.templates import ChatTemplate
+
         if self._template_text is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
         try:
             if self._template is None:
-                self._template = _template_environment().from_string(self._template_text)
+                self._template = ChatTemplate(self._template_text)
             names = {index: text for text, index in self._control.items()}
-            return str(
-                self._template.render(
+            return self._template.render(
+                {
                     **variables,
-                    messages=messages,
-                    add_generation_prompt=add_generation_prompt,
-                    bos_token=names.get(-1 if self.bos_token_id is None else self.bos_token_id, ""),
-                    eos_token=names.get(self.eos_token_ids[0] if self.eos_token_ids else -1, ""),
-                )
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                    "bos_token": names.get(-1 if self.bos_token_id is None else self.bos_token_id, ""),
+                    "eos_token": names.get(self.eos_token_ids[0] if self.eos_token_ids else -1, ""),
+                }
             )
         except (
             jinja2.TemplateError,
             ArithmeticError,
+            AssertionError,  # a filter's, about its arguments
             AttributeError,
             LookupError,
             MemoryError,
@@ -664,43 +666,3 @@ def _template_processor_adds_bos(text: str, bos: object) -> bool:
             ids = part.get("special_tokens", {}).get(name, {}).get("ids", [])
             return bos in ids
     return False
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    """A power in a template, of no more bits than :data:`_NUMBER_BITS_MAX`: a larger one takes for ever, and the memory too."""
-    if isinstance(base, int) and isinstance(exponent, int) and exponent * base.bit_length() > _NUMBER_BITS_MAX:
-        raise OverflowError(f"a power has more than {_NUMBER_BITS_MAX} bits")
-    return base**exponent
-
-
-def _product(left: Any, right: Any) -> Any:
-    """A product in a template: a number of no more than :data:`_NUMBER_BITS_MAX` bits, or a text or list that is repeated to no
-    more than :data:`_REPEATED_MAX` characters or items."""
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _NUMBER_BITS_MAX:
-            raise OverflowError(f"a product has more than {_NUMBER_BITS_MAX} bits")
-    else:
-        for repeated, times in ((left, right), (right, left)):
-            if (
-                isinstance(repeated, str | list | tuple)
-                and isinstance(times, int)
-                and len(repeated) * times > _REPEATED_MAX
-            ):
-                raise OverflowError(f"a text or list is repeated to more than {_REPEATED_MAX} characters or items")
-    return left * right
-
-
-def _template_environment() -> Any:
-    from jinja2.exceptions import TemplateError as JinjaError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise JinjaError(message)
-
-    # Not optimised: that takes the cube of an expression's depth, and computes while it compiles.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, optimized=False)
-    environment.globals["raise_exception"] = raise_exception
-    # What is named here is also not computed while a template is compiled.
-    environment.binop_table |= {"**": _power, "*": _product}
-    environment.intercepted_binops = frozenset(("**", "*"))
-    return environment
