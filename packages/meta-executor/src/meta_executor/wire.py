@@ -53,6 +53,8 @@ DRAINING = "DRAINING"
 #: Every rank was ready for it, and it was not scheduled in time. Nothing was computed; it may be sent again.
 LEASE_EXPIRED = "LEASE_EXPIRED"
 INTERNAL = "INTERNAL"
+#: What STALE_GENERATION names as its field where the context instance that a request needs is another.
+CONTEXT_GENERATION = "context.endpoint_generation"
 
 #: HTTP status of each error code. 4xx were refused before any memory was touched.
 STATUS_OF: dict[str, int] = {

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from kv_bounce_planner.planning import InstanceLayout, KVLayout
 from meta_executor import wire
 from meta_executor.api import worker_client
 from meta_executor.api.door import Door, DoorServer
@@ -25,9 +26,10 @@ from meta_executor.api.service import ExecutorService, Submit
 from meta_executor.api.worker_client import SubmitCounts, WorkerClient
 from meta_executor.engine.base import SamplingParams
 from meta_executor.executor.desk import DeskError
+from meta_executor.executor.messages import Peer
 from meta_executor.executor.request import Notice, Request, make_answers
 from meta_executor.front.http_legs import HttpLegs
-from meta_executor.front.leg import CUT, UNREACHABLE, LegError
+from meta_executor.front.leg import CUT, UNREACHABLE, LegError, context_is_stale
 from meta_executor.front.stream_legs import Known, StreamLegs
 from rpc_batch_submit import BatchSubmitConfig
 from rpc_local_registry import RpcServer, new_key
@@ -41,6 +43,8 @@ class Desk:
         self.requests: list[Request] = []
         self.aborts: list[int] = []
         self.refuse: DeskError | None = None
+        #: Context instances that the ranks were told of, and whom each replaces.
+        self.peers: list[tuple[str, str]] = []
 
     def submit(self, request: Request) -> None:
         if self.refuse is not None:
@@ -49,6 +53,9 @@ class Desk:
 
     def abort(self, request_id: int, reason: str) -> None:
         self.aborts.append(request_id)
+
+    def announce_peer(self, peer: Peer) -> None:
+        self.peers.append((peer.name, peer.replaces))
 
 
 class Endpoint:
@@ -67,6 +74,26 @@ class Endpoint:
         return contextlib.nullcontext()
 
 
+#: Of a context instance: one rank with one layer.
+LAYOUT = InstanceLayout(
+    "c",
+    (
+        KVLayout.uniform(
+            rank=0, first_layer=0, layer_count=1, head_total=2, head_dim=4, element_bytes=2, block_tokens=4,
+            block_count=16, key_bases=[0x10000], value_bases=[0x18000],
+        ),
+    ),
+    pp_size=1,
+)  # fmt: skip
+
+
+def context_info(generation: str) -> wire.ServerInfo:
+    return wire.ServerInfo(
+        ready=True, state="PUBLISHED", role="context", owner_id="ctx-0", instance_id="c", generation=generation,
+        layout=msgspec.json.decode(LAYOUT.to_json()),
+    )  # fmt: skip
+
+
 class Instance:
     def __init__(self, *, direct: bool = True) -> None:
         self.desk = Desk()
@@ -78,10 +105,15 @@ class Instance:
             statistics=bytes,
             routing=self._stand,  # type: ignore[arg-type]
         )
+        self.introduce("g")
         self.server = RpcServer(self.service, "ipc://", KEY).start()
         self.worker = WorkerClient(str(self.server.address), KEY, fast_path=direct)
         self.door = DoorServer(Door(self.worker), "ipc://", KEY, "door")
         self.clients: list[WorkerClient] = []
+
+    def introduce(self, generation: str) -> None:
+        """By another front than the one under test."""
+        assert self.service.introduce("http://c", wire.encode_json(context_info(generation))) is None
 
     def _stand(self, count: int) -> bytes:
         self.stands.set()
@@ -163,6 +195,7 @@ async def test_refusals_are_typed_and_touch_nothing(instance: Instance) -> None:
         (Submit(ask(2, stop_token_ids=(500,), min_tokens=1), "g1"), wire.INVALID_REQUEST),
         (Submit(msgspec.structs.replace(ask(2), first_token=None), "g1"), wire.INVALID_REQUEST),
         (Submit(msgspec.structs.replace(ask(2), prefills_here=True), "g1"), wire.INVALID_REQUEST),
+        (Submit(msgspec.structs.replace(ask(2), peer="c/g0"), "g1"), wire.STALE_GENERATION),
         (Submit(ask(1), "g1"), wire.DUPLICATE_REQUEST),
     ):
         with pytest.raises(ProxyError) as caught:
@@ -170,6 +203,83 @@ async def test_refusals_are_typed_and_touch_nothing(instance: Instance) -> None:
         assert caught.value.code == code and not caught.value.received
     assert proxy.tracked_count == 1
     await proxy.close()
+
+
+@contextlib.asynccontextmanager
+async def legs_of(instance: Instance) -> AsyncIterator[StreamLegs]:
+    legs = StreamLegs(Known("http://x", b"", Endpoint().info()), instance.client())
+    yield legs
+    await legs.close()
+
+
+def from_context(generation: str) -> tuple[wire.PeerContext, Known]:
+    info = context_info(generation)
+    peer = wire.PeerContext(instance_id="c", endpoint_generation=generation, control_addresses=[], url="http://c")
+    return peer, Known("http://c", wire.encode_json(info), info)
+
+
+async def test_a_context_instance_that_another_front_has_replaced_is_introduced_again(instance: Instance) -> None:
+    """A front that still takes an earlier lifetime for the present one tells of it late. A request is refused, before anything
+    is touched: who is right is found out. The next one introduces its context instance again, those behind it need not."""
+    async with legs_of(instance) as legs:
+
+        async def sent(request_id: int) -> None:
+            async with legs.generation(ask(request_id), "g1", *from_context("g2")):
+                pass
+
+        await sent(1)
+        instance.introduce("g")
+        with pytest.raises(LegError) as caught:
+            await sent(2)
+        assert context_is_stale(caught.value) and not caught.value.received
+        await sent(3)
+        await sent(4)
+        assert instance.desk.peers == [("c/g", ""), ("c/g2", "c/g"), ("c/g", "c/g2"), ("c/g2", "c/g")]
+        assert [(one.request_id, one.peer) for one in instance.desk.requests] == [(n, "c/g2") for n in (1, 3, 4)]
+
+
+async def test_an_instance_that_is_replaced_at_one_address_is_gone_at_the_others(instance: Instance) -> None:
+    """The ranks know it no more, by whichever address it was introduced."""
+    info = wire.encode_json(context_info("g"))
+    assert instance.service.introduce("http://also-c", info) is None
+    instance.introduce("g2")
+    proxy = instance.proxy()
+    with pytest.raises(ProxyError) as caught:
+        await proxy.submit(Submit(ask(1), "g1"))
+    assert (caught.value.code, caught.value.body.field) == (wire.STALE_GENERATION, wire.CONTEXT_GENERATION)
+    assert instance.desk.requests == []
+    await proxy.close()
+
+
+async def test_introductions_are_made_one_after_the_other(instance: Instance, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier lifetime whose introduction takes its time does not replace a later one: the later one waits."""
+    async with legs_of(instance) as legs:
+        worker, gate, begun = instance.clients[-1], asyncio.Event(), []
+        introduce = worker.introduce
+
+        async def late(url: str, server_info: bytes) -> wire.ErrorBody | None:
+            begun.append(msgspec.json.decode(server_info, type=wire.ServerInfo).generation)
+            if len(begun) == 1:
+                await gate.wait()
+            return await introduce(url, server_info)
+
+        monkeypatch.setattr(worker, "introduce", late)
+
+        async def sent(request_id: int, generation: str) -> None:
+            async with legs.generation(ask(request_id), "g1", *from_context(generation)):
+                pass
+
+        earlier = asyncio.create_task(sent(1, "g2"))
+        await until(lambda: begun)
+        later = asyncio.create_task(sent(2, "g3"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert begun == ["g2"]
+        gate.set()
+        await later
+        with contextlib.suppress(LegError):  # replaced before it was sent
+            await earlier
+        assert instance.desk.peers == [("c/g", ""), ("c/g2", "c/g"), ("c/g3", "c/g2")]
 
 
 async def test_sampling_and_log_probabilities_travel_whole(instance: Instance) -> None:

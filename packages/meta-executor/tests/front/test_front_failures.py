@@ -249,6 +249,24 @@ async def test_unreachable_server_is_left_for_another(make_cluster: Any) -> None
         await cluster.settled()
 
 
+async def test_generation_first_leg_that_reaches_nobody_goes_to_another(make_cluster: Any) -> None:
+    """Nothing of it was received, and any generation instance may be told of the same context instance: the context leg runs on
+    and is not repeated. With nobody left it is 502 or 503, and the context leg is told."""
+    async with make_cluster("generation_first", generations=2) as cluster:
+        first, second = (instance for instance in cluster.instances if instance.role == "generation")
+        cluster.context.peer = second
+        await cluster.servers.stop(first.url)
+        answers = [await cluster.complete() for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert len(second.received) == len({body.request_id for body in cluster.context.received}) == 4
+        assert len(cluster.context.received) == 4 and not cluster.context.aborts + second.aborts
+        assert cluster.service.metrics.generation.retry.collect()[0].samples[0].value >= 1
+        await cluster.settled()
+        await cluster.servers.stop(second.url)
+        assert (await cluster.complete()).status_code in (502, 503)
+        await cluster.settled()
+
+
 async def test_no_instance_is_a_503(make_cluster: Any) -> None:
     """Nothing was sent to anybody: the client may try again, and hears so in bounded time."""
     async with make_cluster() as cluster:

@@ -233,6 +233,9 @@ class ApiServer:
         try:
             return await _unless_left(self._proxy.submit(Submit(request, generation)), http)
         except ProxyError as error:
+            if error.body.field == wire.CONTEXT_GENERATION:
+                # The ranks know it no more: the next request introduces it again.
+                self._peers.pop(request.peer, None)
             raise Refused(error.body) from error
 
     # -- peers --------------------------------------------------------------------------------------------------------
@@ -272,7 +275,7 @@ class ApiServer:
                 wire.ErrorBody(
                     error=wire.STALE_GENERATION,
                     message=f"context generation {context.endpoint_generation!r} is not the live one of {context.url}",
-                    field="context.endpoint_generation",
+                    field=wire.CONTEXT_GENERATION,
                     endpoint_generation=info.generation,
                 )
             )

@@ -157,6 +157,13 @@ class ExecutorService:
             expected = not (request.generation_first or request.prefills_here)
             if expected != (request.first_token is not None):
                 return _invalid("first_token", "is required" if expected else "must be null: it comes from elsewhere")
+            if not request.prefills_here and not self._is_introduced(request.peer):
+                return wire.ErrorBody(
+                    error=wire.STALE_GENERATION,
+                    message=f"context instance {request.peer} is not introduced here, or another has replaced it",
+                    request_id=request.request_id,
+                    field=wire.CONTEXT_GENERATION,
+                )
         if request.prefills_here and (self._role == "context" or request.generation_first):
             return _invalid("prefills_here", "is for context_first requests of a generation instance")
         if info.vocab_size and not 0 <= int(request.token_ids.min()) <= int(request.token_ids.max()) < info.vocab_size:
@@ -181,6 +188,10 @@ class ExecutorService:
         if keeps > limits.kv_tokens:
             return _invalid("token_ids", f"needs KV for {keeps} tokens, one rank holds {limits.kv_tokens}")
         return None
+
+    def _is_introduced(self, name: str) -> bool:
+        with self._lock:
+            return name in self._peer_at.values()
 
     @rpc_method(non_blocking=True)
     def abort(self, request_id: int, reason: str) -> bool:
@@ -215,6 +226,9 @@ class ExecutorService:
         name = f"{info.instance_id}/{info.generation}"
         with self._lock:
             before = self._peer_at.pop(url, "")
+            if before != name:
+                # Whoever is replaced at one of its addresses has ended, and answers at no other either.
+                self._peer_at = {at: known for at, known in self._peer_at.items() if known != before}
             self._peer_at[url] = name
             while len(self._peer_at) > _PEERS_MAX:
                 del self._peer_at[next(iter(self._peer_at))]

@@ -26,7 +26,7 @@ from endpoint_lifecycle import AsyncEndpointDirectory, AsyncReservation, Endpoin
 from meta_executor import wire
 from meta_executor.executor.request import Request
 from meta_executor.front.choices import Choices
-from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled
+from meta_executor.front.leg import UNREACHABLE, Chunk, LegError, Prefilled, context_is_stale
 from meta_executor.front.legs import LegClient
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.order import LegOrder
@@ -114,15 +114,6 @@ class _Leg:
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + _RENEW_EVERY_S
             self.reservation.renew()
-
-
-def _context_is_stale(error: LegError) -> bool:
-    """Whether a generation instance refused because the context instance is not the one it was told of."""
-    return (
-        error.role == "generation"
-        and error.code == wire.STALE_GENERATION
-        and (error.field or "").startswith("context.")
-    )
 
 
 class Dispatch:
@@ -216,7 +207,7 @@ class Dispatch:
                             self._ended(generation)
                         yield Tokens(chunk.tokens, chunk.finish_reason, chunk.logprobs)
             except LegError as error:
-                if _context_is_stale(error):
+                if context_is_stale(error):
                     await self._refresh(context)
                 raise
 
@@ -248,9 +239,20 @@ class Dispatch:
                 return await stack.enter_async_context(self._open_generation(leg, job, peer, None))
 
             async def consume() -> None:
-                async with contextlib.AsyncExitStack() as opened:
-                    async for chunk in await self._refreshed_once(generation, ask_generation, opened):
-                        events.put_nowait(chunk)
+                nonlocal generation
+                unreachable: tuple[str, ...] = ()
+                while True:
+                    async with contextlib.AsyncExitStack() as opened:
+                        try:
+                            chunks = await self._refreshed_once(generation, ask_generation, opened)
+                        except LegError as error:
+                            unreachable = self._left_behind(generation, error, unreachable)
+                        else:
+                            async for chunk in chunks:
+                                events.put_nowait(chunk)
+                            return
+                    generation = await stack.enter_async_context(self._leg("generation", job, exclude=unreachable))
+                    self._metrics.role("generation").retry.inc()
 
             async def prefill() -> Prefilled:
                 await self._order.turn()
@@ -263,7 +265,7 @@ class Dispatch:
 
             consuming = asyncio.create_task(consume(), name=f"generation {job.request_id}")
             prefilling = asyncio.create_task(prefill(), name=f"context {job.request_id}")
-            tasks: dict[asyncio.Task[Any], _Leg] = {consuming: generation, prefilling: context}
+            tasks: tuple[asyncio.Task[Any], ...] = (consuming, prefilling)
             for task in tasks:
                 task.add_done_callback(events.put_nowait)
 
@@ -272,7 +274,7 @@ class Dispatch:
                 try:
                     await task
                 except LegError as error:
-                    await self._heal(tasks[task], context, error)
+                    await self._heal(generation if task is consuming else context, context, error)
                     raise
                 if task is prefilling and not context.ended:
                     prefilled(prefilling.result())
@@ -354,19 +356,24 @@ class Dispatch:
                 try:
                     answer = await self._refreshed_once(leg, ask, stack)
                 except LegError as error:
-                    if not error.received:
-                        leg.ended = True
-                    if error.code != UNREACHABLE:
-                        raise
-                    leg.reservation.unreachable()
-                    self._tell(leg, "cannot be reached")
-                    unreachable = (*unreachable, leg.server)
-                    if len(unreachable) >= _CONNECT_TRIES or len(unreachable) >= len(self._directory.servers(role)):
-                        raise
+                    unreachable = self._left_behind(leg, error, unreachable)
                 else:
                     yield leg, answer
                     return
             self._metrics.role(role).retry.inc()
+
+    def _left_behind(self, leg: _Leg, error: LegError, unreachable: tuple[str, ...]) -> tuple[str, ...]:
+        """The servers that a leg has tried in vain, after one more; where no other may be tried, what happened is raised."""
+        if not error.received:
+            leg.ended = True
+        if error.code != UNREACHABLE:
+            raise error
+        leg.reservation.unreachable()
+        self._tell(leg, "cannot be reached")
+        unreachable = (*unreachable, leg.server)
+        if len(unreachable) >= _CONNECT_TRIES or len(unreachable) >= len(self._directory.servers(leg.role)):
+            raise error
+        return unreachable
 
     async def _refreshed_once(
         self,
@@ -382,7 +389,7 @@ class Dispatch:
             pass
         except LegError as error:
             # A stale context generation is not for this leg to mend: the KV that it wants went with its instance.
-            if error.code != wire.STALE_GENERATION or _context_is_stale(error):
+            if error.code != wire.STALE_GENERATION or context_is_stale(error):
                 raise
         self._metrics.role(leg.role).retry.inc()
         self._tell(leg, "was replaced: asked again")
@@ -394,7 +401,7 @@ class Dispatch:
         if not error.received:
             leg.ended = True
         if error.code == wire.STALE_GENERATION:
-            await self._refresh(context if _context_is_stale(error) else leg)
+            await self._refresh(context if context_is_stale(error) else leg)
         elif error.code == UNREACHABLE:
             leg.reservation.unreachable()
 

@@ -56,6 +56,12 @@ class LegError(Exception):
         return LegError(role, server, body.error, body.message, status=status, field=body.field, received=not untouched)
 
 
+def context_is_stale(error: LegError) -> bool:
+    """Whether a generation instance refused because the context instance is not the one it was told of."""
+    stale = error.code == wire.STALE_GENERATION and error.field == wire.CONTEXT_GENERATION
+    return stale and error.role == "generation"
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     """What an instance says of its health."""

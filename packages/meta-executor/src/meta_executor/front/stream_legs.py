@@ -20,7 +20,7 @@ from meta_executor.api.proxy import Proxy, ProxyError, Tracked
 from meta_executor.api.service import Submit
 from meta_executor.api.worker_client import WorkerClient
 from meta_executor.executor.request import Notice, Request
-from meta_executor.front.leg import CUT, UNREACHABLE, Chunk, LegError, Prefilled
+from meta_executor.front.leg import CUT, UNREACHABLE, Chunk, LegError, Prefilled, context_is_stale
 from rpc_batch_submit import BatchSubmitConfig
 from rpc_local_registry import RpcError
 
@@ -52,6 +52,8 @@ class StreamLegs:
         self._proxy = Proxy(self._worker, _BATCHING)
         #: Context instances that the ranks there were told of, by name.
         self._introduced: dict[str, asyncio.Task[wire.ErrorBody | None]] = {}
+        #: One is introduced after the other: an earlier lifetime that came late would replace a later one.
+        self._introducing = asyncio.Lock()
 
     @property
     def lost(self) -> bool:
@@ -103,11 +105,10 @@ class StreamLegs:
         Raises:
             LegError: See there; also from the iterator.
         """
-        if context is not None:
-            name = f"{context.instance_id}/{context.endpoint_generation}"
-            await self._introduce(name, source)
-            request = msgspec.structs.replace(request, peer=name)
-        tracked = await self._sent("generation", request, generation)
+        if context is None:
+            tracked = await self._sent("generation", request, generation)
+        else:
+            tracked = await self._sent_introduced(request, generation, context, source)
         try:
             async with contextlib.aclosing(self._chunks(tracked)) as chunks:
                 yield chunks
@@ -151,7 +152,24 @@ class StreamLegs:
         except ProxyError as error:
             raise self._failed(role, error) from error
 
-    async def _introduce(self, name: str, source: Known | None) -> None:
+    async def _sent_introduced(
+        self, request: Request, generation: str, context: wire.PeerContext, source: Known | None
+    ) -> Tracked:
+        """Send a request that needs a context instance, which the ranks are told of before.
+
+        Another front may have replaced it there, with an earlier lifetime that it still took for the present one. The instance
+        refuses then and has touched nothing. Who is right is for the dispatcher to find out: the next request tells anew.
+        """
+        name = f"{context.instance_id}/{context.endpoint_generation}"
+        told = await self._introduce(name, source)
+        try:
+            return await self._sent("generation", msgspec.structs.replace(request, peer=name), generation)
+        except LegError as error:
+            if context_is_stale(error) and self._introduced.get(name) is told:
+                del self._introduced[name]
+            raise
+
+    async def _introduce(self, name: str, source: Known | None) -> asyncio.Task[wire.ErrorBody | None]:
         """Let the ranks know the context instance, once per lifetime; requests that need it share the work."""
         if source is None or f"{source.info.instance_id}/{source.info.generation}" != name:
             raise LegError(
@@ -159,12 +177,12 @@ class StreamLegs:
                 self._url,
                 wire.STALE_GENERATION,
                 f"context instance {name} is not the one that answers now",
-                field="context.endpoint_generation",
+                field=wire.CONTEXT_GENERATION,
                 received=False,
             )
         task = self._introduced.get(name)
         if task is None:
-            task = asyncio.create_task(self._worker.introduce(source.url, source.raw))
+            task = asyncio.create_task(self._introduced_in_turn(source))
             self._introduced[name] = task
             task.add_done_callback(partial(self._introduction_ended, name))
         try:
@@ -174,6 +192,11 @@ class StreamLegs:
             raise LegError("generation", self._url, UNREACHABLE, words, received=False) from error
         if refused is not None:
             raise LegError.refused("generation", self._url, refused)
+        return task
+
+    async def _introduced_in_turn(self, source: Known) -> wire.ErrorBody | None:
+        async with self._introducing:
+            return await self._worker.introduce(source.url, source.raw)
 
     def _introduction_ended(self, name: str, task: asyncio.Task[wire.ErrorBody | None]) -> None:
         """A failure is never remembered, also where whoever wanted it has left meanwhile: the next request tries again."""
