@@ -183,6 +183,15 @@ class _LengthsType(click.ParamType["Lengths"]):
             self.fail(str(error), param, ctx)
 
 
+def _check_load(requests: int, concurrency: int, warm_up: int, still: bool, rate_per_s: float = 0.0) -> None:
+    if still and (warm_up or rate_per_s or 0 < concurrency < requests):
+        raise click.UsageError(
+            "--still sends all requests at once: leave out --warm-up, --rate and a smaller --concurrency"
+        )
+    if warm_up >= requests:
+        raise click.UsageError(f"--warm-up {warm_up} leaves nothing of {requests} requests")
+
+
 def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
     """Options of the commands that send a load."""
     for option in (
@@ -195,6 +204,7 @@ def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
                      help="Ask the front, or a generation instance's own door, which then computes the prompts."),
         click.option("--warm-up", default=0, show_default=True, type=click.IntRange(0),
                      help="Of the requests: figures begin when so many have ended."),
+        click.option("--still", is_flag=True, help="All requests at once; figures of the time when none arrives."),
         click.option("--answer-tokens", default="8", show_default=True, type=_LengthsType(), help="Likewise."),
         click.option("--prompt-tokens", default="64", show_default=True, type=_LengthsType(),
                      help="A length, uniform:LOW-HIGH, or lognormal:MEDIAN:SIGMA:HIGH."),
@@ -226,7 +236,7 @@ def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
 )
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace that Perfetto opens.")
 def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
-          warm_up: int, drive: Drive, step_ms: float | None, pin: bool, seed: int, rate_per_s: float,
+          warm_up: int, still: bool, drive: Drive, step_ms: float | None, pin: bool, seed: int, rate_per_s: float,
           schedule: str | None, engine: str | None, window: int | None, compute_cap: int | None, gen_blocks: int | None,
           order: str, evidence: Path | None, trace: Path | None) -> None:  # fmt: skip
     """Start a service, send it a load through its front or at an instance's door, drain it, and judge its evidence.
@@ -244,8 +254,16 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     from meta_executor.bench.trace import trace_of
     from meta_executor.preflight import check_service
 
+    _check_load(requests, concurrency, warm_up, still, rate_per_s)
     load = LoadConfig(
-        requests, concurrency, prompt_tokens, answer_tokens, rate_per_s=rate_per_s, warm_up=warm_up, seed=seed
+        requests,
+        concurrency,
+        prompt_tokens,
+        answer_tokens,
+        rate_per_s=rate_per_s,
+        warm_up=warm_up,
+        still=still,
+        seed=seed,
     )
     base = (
         _read(config) if config is not None else base_service(drive, load, os.environ, synthetic=engine == "synthetic")
@@ -258,7 +276,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     with tempfile.TemporaryDirectory(prefix="mx-evidence-") as scratch:
         try:
             trial = run_trial(service, load, evidence or Path(scratch), _say, drive=drive, pin=pin)
-        except (FileExistsError, ValueError) as error:
+        except FileExistsError as error:
             _fail(2, str(error))
     if trace is not None:
         trace.write_bytes(trace_of(trial.records, trial.window_ns))
@@ -276,7 +294,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
               help="Add each trial to this file, and go on where it ends.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON line instead of the table.")
 def ab(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
-       warm_up: int, drive: Drive, step_ms: float | None, pin: bool, seed: int, config: Path | None, rounds: int,
+       warm_up: int, still: bool, drive: Drive, step_ms: float | None, pin: bool, seed: int, config: Path | None, rounds: int,
        keep: Path | None, as_json: bool) -> None:  # fmt: skip
     """Compare a service with each KNOB off and on: trials of both in turn, medians, intervals, and no conclusion where they do
     not tell.
@@ -297,7 +315,8 @@ def ab(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: L
     from meta_executor.bench.run import run_trial
     from meta_executor.bench.settings import RECORDED_TURNS, base_service, trial_service
 
-    load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens, warm_up=warm_up, seed=seed)
+    _check_load(requests, concurrency, warm_up, still)
+    load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens, warm_up=warm_up, still=still, seed=seed)
     base = _read(config) if config is not None else base_service(drive, load, os.environ, synthetic=True)
     service = trial_service(base, requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms)
     setting = {"load": msgspec.to_builtins(load), "service": msgspec.to_builtins(service), "drive": drive, "pin": pin}
@@ -310,9 +329,9 @@ def ab(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: L
     try:
         chosen = [knob_of(name, drive) for name in knobs]
         kept = Kept(keep, setting)
-        run_arms(chosen, rounds, kept, trial, _say)
     except ValueError as error:
         _fail(2, str(error))
+    run_arms(chosen, rounds, kept, trial, _say)
     names = {knob.name for knob in chosen}
     rows = rows_of([run for run in kept.runs if run.knob in names])
     click.echo(json.dumps(rows_json(rows)) if as_json else table_of(rows))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from meta_executor.bench.lengths import LogNormal, Uniform, draw, longest, parse_lengths
 from meta_executor.bench.load import LoadConfig, LoadResult, Outcome
@@ -20,6 +21,7 @@ from meta_executor.bench.report import make_report
 from meta_executor.bench.sampling import Look, Sampler, ThreadUse, threads_of, usage_between
 from meta_executor.bench.spread import Spread, effect_of, median_interval, rounds_min
 from meta_executor.bench.trace import trace_of
+from meta_executor.cli import cli
 from meta_executor.engine.step_recorder import STEP_COLUMNS
 from meta_executor.evidence.verify import VerifyResult
 from meta_executor.executor.recording import TURN_COLUMNS, LoopRecord
@@ -290,8 +292,8 @@ def test_figures_are_of_the_window_behind_the_warm_up() -> None:
         outcome(3, 10.0, (1.0, 2.0)),
     )
     result = LoadResult(outcomes, 12.0, 3.0, 0.0, 0, 100.0)
-    assert result.window_s(1) == (2.0, 10.0)
-    report = make_report(result, {}, VerifyResult(True, (), ()), warm_up=1)
+    assert result.window_s(LoadConfig(4, warm_up=1)) == (2.0, 10.0)
+    report = make_report(result, {}, VerifyResult(True, (), ()), load=LoadConfig(4, warm_up=1))
     assert report.good and report.seconds == 8
     # At 2.0 (the last of the warm-up), 2.5, 3.5, 4.5, 6.5 and 7.0 s.
     assert report.tokens_per_s == pytest.approx(6 / 8)
@@ -303,8 +305,33 @@ def test_figures_are_of_the_window_behind_the_warm_up() -> None:
 
 def test_a_load_that_was_sent_at_once_is_reported_to_its_end() -> None:
     result = LoadResult((outcome(0, 0.0, (1.0, 2.0)), outcome(1, 0.0, (1.0, 4.0))), 4.0, 0.1, 0.0, 0)
-    assert result.window_s(0) == (0.0, 4.0)
+    assert result.window_s(LoadConfig(2)) == (0.0, 4.0)
     assert make_report(result, {}, VerifyResult(True, (), ())).tokens_per_s == 1.0
+
+
+def test_a_still_load_is_reported_from_the_last_first_token_to_the_first_end() -> None:
+    """Nothing arrives then; where one ended before another began there was no such time."""
+    still = LoadConfig(2, still=True)
+    result = LoadResult((outcome(0, 0.0, (1.0, 2.0, 3.0)), outcome(1, 0.5, (1.0, 4.0))), 4.5, 0.1, 0.0, 0)
+    assert result.window_s(still) == (1.5, 3.0)
+    assert make_report(result, {}, VerifyResult(True, (), ()), load=still).tokens_per_s == pytest.approx(3 / 1.5)
+    apart = LoadResult((outcome(0, 0.0, (1.0,)), outcome(1, 0.5, (1.0, 4.0))), 4.5, 0.1, 0.0, 0)
+    assert apart.window_s(still) == (1.5, 1.5)
+    assert make_report(apart, {}, VerifyResult(True, (), ()), load=still).tokens_per_s == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--still", "--warm-up", "3"],
+        ["--still", "--rate", "2"],
+        ["--still", "--concurrency", "4"],
+        ["--warm-up", "256"],
+    ],
+)
+def test_a_load_that_contradicts_itself_is_refused_before_anything_starts(options: list[str]) -> None:
+    refused = CliRunner().invoke(cli, ["bench", *options])
+    assert refused.exit_code == 2 and options[-2 if "--still" in options else 0] in refused.output
 
 
 def test_a_report_names_a_thread_without_time_left_and_a_generator_that_was_the_limit() -> None:

@@ -32,6 +32,8 @@ class LoadConfig(msgspec.Struct, frozen=True):
         request_timeout_s: A request without its end after so long has failed (s).
         warm_up: The first so many requests warm up: figures begin when all of them have ended (count).
         seed: What is drawn depends on it alone.
+        still: All requests are sent at once, and figures are of the time when each is being answered: none arrives then. Wants
+            no warm-up and no rate.
     """
 
     requests: int = 256
@@ -42,6 +44,7 @@ class LoadConfig(msgspec.Struct, frozen=True):
     request_timeout_s: float = 3600.0
     warm_up: int = 0
     seed: int = 0
+    still: bool = False
 
     def lengths(self) -> list[tuple[int, int]]:
         """Of each request's prompt and answer, in order (tokens)."""
@@ -102,10 +105,16 @@ class LoadResult(msgspec.Struct, frozen=True):
     #: Monotonic time of its begin, on its host (s).
     began_s: float = 0.0
 
-    def window_s(self, warm_up: int) -> tuple[float, float]:
-        """From when the first so many requests had ended to when the last one was sent: the load was whole then. Where that is
-        nothing, to the end (s since its begin)."""
-        begin_s = max((one.sent_s + one.total_s for one in self.outcomes[:warm_up]), default=0.0)
+    def window_s(self, load: LoadConfig) -> tuple[float, float]:
+        """What figures are of (s since the load's begin).
+
+        From when the warm-up had ended to when the last request was sent: the load was whole then; to the end where that is
+        less than a quarter of it. Of a still load from the last first token to the first end; nothing where one ended before.
+        """
+        if load.still:
+            begin_s = max((one.sent_s + one.first_s for one in self.outcomes), default=0.0)
+            return begin_s, max(begin_s, min((one.sent_s + one.total_s for one in self.outcomes), default=0.0))
+        begin_s = max((one.sent_s + one.total_s for one in self.outcomes[: load.warm_up]), default=0.0)
         end_s = max((one.sent_s for one in self.outcomes), default=0.0)
         return (begin_s, end_s) if end_s - begin_s > self.seconds / 4 else (min(begin_s, self.seconds), self.seconds)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from meta_executor.bench.load import LoadResult, Outcome
+from meta_executor.bench.load import LoadConfig, LoadResult, Outcome
 from meta_executor.bench.loops import LoopFigures
 from meta_executor.bench.sampling import Usage
 from meta_executor.bench.spread import Spread
@@ -227,16 +227,17 @@ def make_report(
     counted: dict[str, InstanceStatistics],
     verified: VerifyResult,
     *,
-    warm_up: int = 0,
+    load: LoadConfig | None = None,
     loops: tuple[LoopFigures, ...] = (),
     usage: Usage | None = None,
     modes: Mapping[str, dict[str, Any]] | None = None,
 ) -> Report:
     """Put a trial's parts together."""
+    load = load or LoadConfig()
     outcomes = result.outcomes
     good = [o for o in outcomes if o.ok]
-    shown = [o for o in outcomes[warm_up:] if o.ok]
-    window_s = result.window_s(warm_up)
+    shown = [o for o in outcomes[load.warm_up :] if o.ok]
+    window_s = result.window_s(load)
     seconds = window_s[1] - window_s[0]
     tokens = sum(o.tokens for o in good)
     speeds = (_speed(one) for one in shown)

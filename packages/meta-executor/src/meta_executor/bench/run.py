@@ -18,7 +18,7 @@ from meta_executor.bench.loops import every_loop
 from meta_executor.bench.proxy_client import ProxySpec
 from meta_executor.bench.report import Report, make_report
 from meta_executor.bench.sampling import Sampler, usage_between
-from meta_executor.config import ServiceConfig
+from meta_executor.config import ConfigError, ServiceConfig
 from meta_executor.evidence.records import read_folder
 from meta_executor.evidence.verify import verify_folder
 from meta_executor.executor.recording import RECORD_SUFFIX, LoopRecord
@@ -61,15 +61,14 @@ def run_trial(
 
     Raises:
         FileExistsError: The folder holds evidence already.
-        ConfigError, RunFailed: The service could not be started, or died.
-        ValueError: There is no second core to pin to.
+        ConfigError, RunFailed: The service could not be started, or died; or there is no second core to pin to.
     """
     if evidence.is_dir() and any(evidence.glob("*.json")):
         raise FileExistsError(f"{evidence} holds evidence of another run")
     service = msgspec.structs.replace(service, evidence_dir=str(evidence))
     cores = sorted(os.sched_getaffinity(0))
     if pin and len(cores) < 2:
-        raise ValueError("there is one core only: nothing can be pinned apart")
+        raise ConfigError("pin", "there is one core only: nothing can be pinned apart")
     if drive == "front":
         launcher = Launcher(service, say=say)
     else:
@@ -83,7 +82,7 @@ def run_trial(
         looks = sampler.looks()
         counted = {owner: asked.statistics(owner) for owner in launcher.urls()}
         policies = {owner: asked.policy(owner) for owner in launcher.urls()}
-    window_s = tuple(result.began_s + at_s for at_s in result.window_s(load.warm_up))
+    window_s = tuple(result.began_s + at_s for at_s in result.window_s(load))
     window_ns = int(window_s[0] * 1e9), int(window_s[1] * 1e9)
     records = read_records(evidence)
     names = {f"{one.owner_id}/rank{one.rank}": one.threads for one in records}
@@ -91,7 +90,7 @@ def run_trial(
         result,
         counted,
         verify_folder(evidence),
-        warm_up=load.warm_up,
+        load=load,
         loops=every_loop(records, window_ns),
         usage=usage_between(looks, (window_s[0], window_s[1]), names),
         modes=modes_seen(evidence, counted, policies, records),
