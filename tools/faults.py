@@ -603,7 +603,7 @@ def left_in_shared_memory(before: Collection[str], within_s: float = 5.0) -> lis
     """Names in /dev/shm that were not there before, that no process of the machine maps, and that nobody takes away.
 
     Others use the folder, too: what they map is theirs, and what they have only just made, or are about to remove, is so for
-    a moment only.
+    a moment only. A folder is no shared memory.
     """
     end_s = time.monotonic() + within_s
     while (left := _unmapped(set(os.listdir("/dev/shm")) - set(before))) and time.monotonic() < end_s:
@@ -616,7 +616,7 @@ def _unmapped(names: set[str]) -> list[str]:
         with contextlib.suppress(OSError):
             maps = entry.read_text("utf-8", errors="replace")
             names = {name for name in names if name not in maps}
-    return sorted(name for name in names if Path("/dev/shm", name).exists())
+    return sorted(name for name in names if Path("/dev/shm", name).is_file())
 
 
 def drive(

@@ -66,7 +66,10 @@ def test_what_is_left_in_shared_memory_is_what_nobody_uses_and_nobody_removes():
             timer.join()
             assert staying.name in left and mapped.name not in left and going.name not in left
             staying.unlink()
+            staying.mkdir()
             assert staying.name not in faults.left_in_shared_memory(before, 1.0)
     finally:
+        if staying.is_dir():
+            staying.rmdir()
         for path in (mapped, going, staying):
             path.unlink(missing_ok=True)
