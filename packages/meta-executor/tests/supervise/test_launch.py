@@ -276,6 +276,18 @@ def test_an_orphan_that_names_who_adopted_it_has_nobody_ended(service):
         stranger.kill()
 
 
+@pytest.mark.service
+def test_who_has_not_reported_yet_is_ended_too(service):
+    """Guards and ranks that the launcher has not heard of are gone when the instance has been ended, not some time later."""
+    launcher, _ = make(service)
+    with pytest.raises(RunFailed, match="not clean"), launcher.started():
+        component = launcher._components["ctx-0"]
+        pids = {name: identity for name, identity in identities(launcher).items() if name.startswith("ctx-0")}
+        component.members.clear()
+        launcher._kill(component)
+        assert len(pids) > 4 and all_gone(pids) == []
+
+
 def test_a_guard_that_was_orphaned_before_it_began_starts_nothing(tmp_path):
     """Its launcher lives, but its parent hangs below somebody else: the rank is never started."""
     run = RunDirectory.create(tmp_path, "orphan")

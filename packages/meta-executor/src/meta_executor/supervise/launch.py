@@ -37,7 +37,7 @@ from meta_executor.private_files import NotPrivateError, copy_files, open_folder
 from meta_executor.supervise.exposure import beyond_loopback, shown_url, warning
 from meta_executor.supervise.find_run import FRONT_URL
 from meta_executor.supervise.guard import describe_status
-from meta_executor.supervise.procfs import ProcessIdentity, descends_from, die_with_parent
+from meta_executor.supervise.procfs import ProcessIdentity, descendants, descends_from, die_with_parent
 from meta_executor.supervise.report import Exited, Listener, Memory, Message, Orphaned, Ready, Started, Status
 from meta_executor.supervise.rundir import RunDirectory, default_base, read_key, remove_stale_runs
 from meta_executor.supervise.shm import segments_of
@@ -688,6 +688,13 @@ class Launcher:
         segments = {path for rank in ranks for path in segments_of(rank.pid)}
         for identity in known:
             identity.kill()
+        if component.process is not None and component.process.returncode is None:
+            # Also who has not reported yet: they are found by their parents, until nobody begins another one.
+            while below := [found for found in descendants(component.process.pid) if found not in known]:
+                known += below
+                segments |= {path for found in below for path in segments_of(found.pid)}
+                for identity in below:
+                    identity.kill()
         if component.process is not None:
             component.process.kill()
             component.process.wait()

@@ -40,6 +40,21 @@ def descends_from(pid: int, ancestor: int) -> bool:
     return pid == ancestor
 
 
+def descendants(root: int) -> list[ProcessIdentity]:
+    """The living processes that hang below one, the nearest first."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, below = [], [root]
+    for pid in below:
+        below += children.get(pid, [])
+        identity = ProcessIdentity.of(pid) if pid != root else None
+        if identity is not None:
+            found.append(identity)
+    return found
+
+
 @dataclass(frozen=True)
 class ProcessIdentity:
     """A process and when it was started (clock ticks since boot): the pair is unique until the next boot."""
