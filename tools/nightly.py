@@ -37,6 +37,8 @@ LIMIT_S = 1800
 TESTS_LIMIT_S = 3600
 #: Seconds of a service under faults; what was begun then has to heal, and is looked at, for some minutes more.
 SERVICE_FAULTS_S = 1800
+#: The same for the READMEs' commands; each has its own limit.
+READMES_LIMIT_S = 2700
 #: The same for the planted faults of all packages: two hours and more on two cores.
 FAULTS_ALL_S = 6 * 3600
 #: Parts that keep one core busy run so many at a time (count); the service under faults mostly waits.
@@ -55,7 +57,7 @@ CHECKS: dict[str, tuple[str, ...]] = {
     "pp-agreement/fuzz": ("--count", "300000"),
     "pp-agreement/simulate": ("--seeds", "15000", "--jobs", "1"),
     "rpc-local-registry/conformance": (),
-    "rpc-local-registry/fuzz": ("--count", "300000"),
+    "rpc-local-registry/fuzz": ("--count", "1000000"),
     "rpc-local-registry/soak": ("--seconds", "60"),
 }
 
@@ -106,6 +108,7 @@ def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
         faults = (whose_turn(day, packages()), "--seconds", f"{FAULTS_S}", "--shuffle", day.isoformat())
     found.append(Part("planted faults", ("tools/mutants.py", *faults), FAULTS_ALL_S if all_faults else LIMIT_S))
     found.append(Part("siblings", ("tools/siblings.py",)))
+    found.append(Part("READMEs", ("tools/printed.py", "--day", day.isoformat()), READMES_LIMIT_S))
     return [*found, Part("distributions", ("tools/build_distributions.py",))]
 
 

@@ -1,7 +1,8 @@
 """Every command of every README and guide runs as it is printed, or is known to the tool that it names.
 
 A command is a line of a block of shell, or a span of code that begins with a program. What only stands for something (CONFIG,
-DIR, PORT, ``…``) is filled in; an environment variable makes installations dry runs.
+DIR, PORT, ``…``) is filled in; an environment variable makes installations dry runs. By night ``tools/printed.py`` runs
+those of the READMEs that are only looked at here.
 """
 
 from __future__ import annotations
@@ -9,20 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
 from meta_executor.mpi_launcher import find_launcher
+from printed import PROGRAMS, Printed, printed_in
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -41,48 +41,7 @@ DOCUMENTS = sorted(
     }
     - _TRIED_ELSEWHERE
 )
-BLOCK = re.compile(r"^```(?:sh|bash|shell)\n(?P<lines>.*?)^```", re.MULTILINE | re.DOTALL)
-PROGRAMS = ("pip", "nox", "python", "python3", "meta-executor", "mpiexec", "openssl", "curl", "hatch", "apt-get")
-SPAN = re.compile(r"(?<!`)`(?P<command>(?:\.venv/bin/)?(?:" + "|".join(PROGRAMS) + r") [^`]+)`(?!`)")
-_CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Printed:
-    """A command and where it stands."""
-
-    document: Path
-    command: str
-
-    @property
-    def words(self) -> list[str]:
-        """As a shell would take it."""
-        return shlex.split(self.command, comments=True)
-
-    @property
-    def program(self) -> str:
-        """Its program's name."""
-        return self.words[0].rpartition("/")[2]
-
-    def __str__(self) -> str:
-        return f"{self.document.relative_to(ROOT)}: {self.command}"
-
-
-def printed() -> list[Printed]:
-    """All of them, each once for each document."""
-    found: dict[Printed, None] = {}
-    for document in DOCUMENTS:
-        text = document.read_text("utf-8")
-        for block in BLOCK.finditer(text):
-            for line in block["lines"].splitlines():
-                if shlex.split(line, comments=True):
-                    found[Printed(document, line.strip())] = None
-        for span in SPAN.finditer(_CODE.sub("", text)):
-            found[Printed(document, " ".join(span["command"].split()))] = None
-    return list(found)
-
-
-ALL = printed()
+ALL = printed_in(DOCUMENTS)
 
 
 def those(*programs: str) -> list[Printed]:
