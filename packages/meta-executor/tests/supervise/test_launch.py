@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -159,6 +160,26 @@ def test_a_dead_instance_comes_back_at_its_address_under_a_new_identity(service)
         assert launcher._collect(1.0) == []
         assert identities(launcher) == after
     assert all_gone({**{f"old {k}": v for k, v in before.items()}, **after}) == []
+
+
+@pytest.mark.service
+def test_nobody_else_is_given_the_port_of_an_instance_that_is_away(service):
+    """The front was told of it: taken by a stranger meanwhile, it would keep the instance from ever starting again."""
+    launcher, _ = make(service, restart="instance")
+    with launcher.started():
+        port = int(launcher.urls()["ctx-0"].rpartition(":")[2])
+        victim = identities(launcher)["ctx-0/rank0"]
+        assert victim.kill()
+        end = time.monotonic() + 30.0
+        while victim.alive():
+            assert time.monotonic() < end, "it was killed"
+            time.sleep(0.01)
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        run_until(launcher, lambda: launcher.restarts == 1 and launcher._components["ctx-0"].ready)
+    with socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", port))
 
 
 @pytest.mark.service

@@ -16,6 +16,7 @@ import secrets
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ import httpx
 import msgspec
 
 from meta_executor import wire
-from meta_executor.addresses import advertised_url
+from meta_executor.addresses import advertised_url, resolved
 from meta_executor.config import ConfigError, InstanceSpec, RunSpec, ServiceConfig
 from meta_executor.evidence.records import DRAINED, LifetimeRecord, RunRecord, write_run
 from meta_executor.listener.tls import pinned_context
@@ -171,6 +172,8 @@ class Launcher:
         self._pending: list[Death] = []
         #: Instances that have been ready, with the port where the front was told to find them; None: any will do.
         self._served_at: dict[str, int | None] = {}
+        #: Bound and not listening: ports that nobody else is given while their instances are away.
+        self._held: list[socket.socket] = []
         #: Starts in a row that did not become ready (count).
         self._failed_starts: dict[str, int] = {}
         #: By instance identity: each lifetime, and how it ended.
@@ -237,6 +240,8 @@ class Launcher:
                 self._selector.unregister(self._listener)
                 self._listener.close()
             self._selector.close()
+            for held in self._held:
+                held.close()
             if clean:
                 self._directory.remove()
             else:
@@ -372,7 +377,25 @@ class Launcher:
         handle = os.pidfd_open(component.process.pid)
         self._selector.register(handle, selectors.EVENT_READ, component.owner_id)
 
+    def _hold_port(self, spec: InstanceSpec) -> int:
+        """A free port that stays this instance's until the run ends, also while it starts again: the front was told of it.
+
+        A socket that is bound and does not listen is in nobody's way who binds with SO_REUSEADDR, as the instance does. The
+        system gives its port to no connection, and to no listener that asks for any port.
+        """
+        try:
+            family, address = resolved(spec.config.hostname, 0)
+            held = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._held.append(held)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+        except OSError as error:
+            raise RunFailed(f"{spec.owner_id}: cannot listen at {spec.config.hostname}: {error}") from error
+        return int(held.getsockname()[1])
+
     def _start_instance(self, spec: InstanceSpec, port: int | None = None) -> None:
+        if not spec.port and self._restart == "instance" and self._service.discovery.store is None:
+            port = self._hold_port(spec)
         if port is not None and port != spec.port:
             spec = msgspec.structs.replace(spec, port=port)
             self.run = msgspec.structs.replace(
