@@ -2,6 +2,7 @@
 
     nox -s bench -- pp-agreement                  # one package
     nox -s bench -- kv-bounce-planner --json F    # figures also to a file
+    nox -s bench -- --report DIR                  # of all packages, and a page and a table of them in a folder
 
 A benchmark is ``packages/NAME/benchmarks/bench_*.py``, which prints what it found and one JSON line per figure: ``name``,
 ``value``, ``unit``, ``baseline``, ``ratio``, ``goal`` and ``met`` (true, false, "undecided": the spread does not decide it,
@@ -80,6 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--report", type=Path, help="write report.html and README.md into this folder")
     parser.add_argument("--strict", action="store_true", help="fail when a goal is missed")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of one file")
     options = parser.parse_args()
@@ -113,6 +115,11 @@ def main() -> int:
         print(f"FAILED {problem}")
     if options.json:
         options.json.write_text("".join(json.dumps(f) + "\n" for f in ({"machine": facts}, *figures)))
+    if options.report:
+        import bench_page
+
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        bench_page.write_page(bench_page.Found([facts], figures), options.report, bench_page.commit_of_tree(), date)
     for figure in figures:
         print(json.dumps(figure))
     missed = [f for f in figures if f["met"] is False]
