@@ -104,8 +104,8 @@ def _tokens(case: Case, group: LayerGroup) -> Sequence[int]:
     return [token for token in range(case.tokens.start, case.tokens.end) if holds(group, token)]
 
 
-def byte_map(case: Case) -> dict[int, tuple[int, int]]:
-    """target byte -> (writer rank, source byte)."""
+def byte_map(case: Case, cells: dict[int, tuple[int, int | None]] | None = None) -> dict[int, tuple[int, int]]:
+    """target byte -> (writer rank, source byte); ``cells`` gets target byte -> (layer, token; None for recurrent state)."""
     found: dict[int, tuple[int, int]] = {}
     cohort = case.source.cohort(case.source_adp_rank or 0)
     for group in case.target.groups:
@@ -142,6 +142,31 @@ def byte_map(case: Case) -> dict[int, tuple[int, int]]:
                         for i in range(group.head_dim * group.element_bytes):
                             assert to + i not in found, "the oracle wrote a byte twice"
                             found[to + i] = (rank, start + i)
+                            if cells is not None:
+                                cells[to + i] = layer, None if group.opaque else token
+    return found
+
+
+def in_slice(cell: tuple[int, int | None], tokens: TokenRange, layers: range | None, end: int) -> bool:
+    """Whether a slice moves that cell: recurrent state goes with what reaches the request's end."""
+    layer, token = cell
+    if layers is not None and layer not in layers:
+        return False
+    return tokens.end == end if token is None else tokens.start <= token < tokens.end
+
+
+def random_slices(case: Case, rng: random.Random) -> list[tuple[TokenRange, range | None]]:
+    """A partition of the request: cuts anywhere, within blocks too, and perhaps unlike cuts of layers for each of them."""
+    start, end = case.tokens.start, case.tokens.end
+    cuts = sorted({rng.randint(start, end) for _ in range(rng.randint(0, 4))} - {start, end})
+    layer_end = 1 + max((layer for group in case.target.groups for layer in group.layer_ids), default=0)
+    found: list[tuple[TokenRange, range | None]] = []
+    for low, high in zip([start, *cuts], [*cuts, end]):
+        if rng.random() < 0.5:
+            found.append((TokenRange(low, high), None))
+            continue
+        ends = sorted({rng.randint(1, layer_end) for _ in range(rng.randint(0, 3))} | {layer_end})
+        found += [(TokenRange(low, high), range(first, last)) for first, last in zip([0, *ends], ends)]
     return found
 
 

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 def test_the_readme_examples_run_as_they_stand(tmp_path: Path) -> None:
     """In an empty folder: the planner's in at most 20 lines, and the sessions' with what follows from it."""
     blocks = re.findall(r"^```python(?: continued)?\n(.*?)^```", (PACKAGE / "README.md").read_text(), re.M | re.S)
-    assert len(blocks) == 3 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 20
-    for block in (blocks[0], blocks[1] + blocks[2]):
+    assert len(blocks) == 4 and len([line for line in blocks[0].splitlines() if line.strip()]) <= 20
+    for block in (blocks[0], blocks[1] + blocks[2] + blocks[3]):
         done = subprocess.run(
             [sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
         )

@@ -26,12 +26,13 @@ def test_a_short_run_of_every_kind_finds_nothing(capsys: pytest.CaptureFixture[s
     """300 of each."""
     assert load_fuzz().main(["--count", "300", "--seed", "77"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["pairs", "doubts", "bytes", "reports"]
+    assert [line.split(":")[0] for line in lines] == ["pairs", "slices", "doubts", "bytes", "reports"]
     assert all("300 from seed 77" in line for line in lines)
 
 
 FAULTS = {
     "pairs": ("kv_bounce_planner.planning.plan", "_join_pairs", lambda s, t, n: (s, t, n - (n > 1))),
+    "slices": ("kv_bounce_planner.planning.slices", "overlaps", lambda a, n: len(a) > 1),
     "doubts": (
         "kv_bounce_planner.planning.plan",
         "overlaps",

@@ -113,6 +113,23 @@ SCOPES = (
         retire=True,
     ),
     Scope("pull, a link breaks and time passes", pull=True, parts=1, fail=True, sever=True, errors=True, time=True),
+    Scope("slices, cancel and abort", parts=1, slices=2, fail=True),
+    Scope("slices, two writers", writers=2, parts=1, slices=2, cancel=False),
+    Scope("slices, errors and death, receiver-executed", parts=1, slices=2, kill=True, errors=True, retire=True),
+    Scope(
+        "slices, errors and death, sender-executed",
+        parts=1,
+        slices=2,
+        kill=True,
+        errors=True,
+        retire=True,
+        executor=WriteExecutor.SENDER,
+    ),
+    Scope("slices, bounce, cancel and abort", bounce=True, parts=1, slices=2, fail=True),
+    Scope("slices, a link breaks", parts=1, slices=2, sever=True),
+    Scope("slices, bounce, a link breaks", bounce=True, parts=1, slices=2, sever=True, cancel=False),
+    Scope("slices, time", parts=1, slices=2, errors=True, time=True, cancel=False),
+    Scope("slices, three of them", parts=1, slices=3),
     Scope("bounce, a bad report", bounce=True, parts=1, lies=True, retire=True, time=True),
 )
 #: The scopes of the smoke test: the smaller ones.

@@ -54,6 +54,7 @@ class Scope:
     timeouts: bool = False
     executor: WriteExecutor = WriteExecutor.RECEIVER
     pull: bool = False
+    slices: int = 1  # of each writer
     reader_dies: bool = False
     retire_sources: bool = False
 
@@ -93,6 +94,7 @@ class Model(ABC):
         "alive",
         "reaped",
         "ready",
+        "reached",
         "sealed",
         "source",
         "snapshots",
@@ -106,14 +108,21 @@ class Model(ABC):
         self.receiver = PeerId("gen", "g1", 0)
         self.senders = [PeerId("ctx", "c1", rank) for rank in range(scope.writers)]
         transfer = TransferIdentity(1, 0, "g1", 0)
-        self.operations = [OperationIdentity(transfer, rank, rank) for rank in range(scope.writers)]
+        #: By number: a writer's first slices come first. With one slice an operation's number is its writer's rank.
+        self.operations = [
+            OperationIdentity(transfer.of_slice(index), rank, index * scope.writers + rank)
+            for index in range(scope.slices)
+            for rank in range(scope.writers)
+        ]
         specs = [
             rc.OperationSpec(
                 operation,
-                self.senders[rank],
-                ReceiveRequest(operation, "c1", 8, b"d", scope.bounce, scope.pull, "KV", "DRAM", 0, b""),
+                self.senders[operation.writer_rank],
+                ReceiveRequest(
+                    operation, "c1", 8, b"d", scope.bounce, scope.pull, "KV", "DRAM", 0, b"", self.after(operation)
+                ),
             )
-            for rank, operation in enumerate(self.operations)
+            for operation in self.operations
         ]
         self.needed = required_proofs([scope.executor])
         self.rx = rc.ReceiveTransfer(
@@ -125,10 +134,10 @@ class Model(ABC):
         )
         self.tx = [sc.SendTransfer(RequestKey(1, 0), drain_deadline_s=DEADLINE_S) for _ in self.senders]
         for core in self.tx:
-            core.expected = 1
+            core.expected = scope.slices
         self.to_sender: list[deque[Any]] = [deque() for _ in self.senders]
         self.to_receiver: list[deque[Any]] = [deque() for _ in self.senders]
-        self.moves: list[Any] = [None] * scope.writers
+        self.moves: list[Any] = [None] * len(self.operations)
         self.todo: list[tuple[Any, ...]] = []  # answers that the shells owe the cores
         self.alive = [True] * scope.writers
         self.reaped = [False] * scope.writers
@@ -136,6 +145,7 @@ class Model(ABC):
         self.agent = True  # the receiver's
         self.published = self.cancelled = False
         self.ready = [False] * scope.writers
+        self.reached = [0] * scope.writers  # slices that are computed, without the last
         self.sealed = [False] * scope.writers
         self.ticked = 0
         self.memory = "owned"
@@ -144,6 +154,21 @@ class Model(ABC):
         self.snapshots: list[Any] = [None] * scope.writers
         self.link = ["up"] * scope.writers  # up | down | up again
         self.timed_out = [False] * (scope.writers + 1)  # the senders', then the receiver's
+
+    def after(self, operation: OperationIdentity) -> int:
+        """The last slice waits for the whole source, the others for what they move."""
+        index = operation.transfer.slice_index
+        return index + 1 if index + 1 < self.scope.slices else 0
+
+    def of(self, rank: int) -> range:
+        """The numbers of that writer's operations."""
+        return range(rank, len(self.operations), self.scope.writers)
+
+    def computed(self, number: int) -> bool:
+        """Whether what that operation moves is computed."""
+        operation = self.operations[number]
+        rank = operation.writer_rank
+        return self.ready[rank] or operation.transfer.slice_index < self.reached[rank]
 
     def clone(self) -> Any:
         new = copy.copy(self)
@@ -164,8 +189,8 @@ class Model(ABC):
             tuple(tuple(map(frame_key, queue)) for queue in self.to_receiver),
             tuple(move.key() if move else None for move in self.moves),
             tuple(self.todo), tuple(self.alive), tuple(self.reaped), self.receiver_alive, self.agent, self.published,
-            self.cancelled, tuple(self.ready), tuple(self.sealed), self.ticked, self.memory, tuple(self.source),
-            self.outcome, self.now_s, tuple(self.link), tuple(self.timed_out), *self.own_key(),
+            self.cancelled, tuple(self.ready), tuple(self.reached), tuple(self.sealed), self.ticked, self.memory,
+            tuple(self.source), self.outcome, self.now_s, tuple(self.link), tuple(self.timed_out), *self.own_key(),
         )  # fmt: skip
 
     # -- what a model adds
@@ -263,6 +288,8 @@ class Model(ABC):
             able.append(("sender timed out", rank))
         if live and not self.ready[rank] and not core.sealed:
             able.append(("ready", rank))
+            if self.reached[rank] + 1 < scope.slices:
+                able.append(("reach", rank))
         if live and scope.fail and not core.sealed:
             able.append(("fail", rank))
         if live and scope.seal and not self.sealed[rank] and (core.served or scope.fail):
@@ -313,6 +340,11 @@ class Model(ABC):
         self.ready[rank] = True
         self.source[rank] = "owned"
         self.tell_sender(rank, sc.SourceReady())
+
+    def _reach(self, rank: int) -> None:
+        self.reached[rank] += 1
+        self.source[rank] = "owned"
+        self.tell_sender(rank, sc.SourceReached(self.reached[rank]))
 
     def _fail(self, rank: int) -> None:
         self.sealed[rank] = True
@@ -396,9 +428,9 @@ class Model(ABC):
                 case _:
                     self.sender_does(rank, effect)
 
-    def report(self, rank: int, tell: Callable[[shared.Progressed], None]) -> None:
+    def report(self, number: int, tell: Callable[[shared.Progressed], None]) -> None:
         """What the transport says of a move, if it has changed."""
-        move: Move | None = self.moves[rank]
+        move: Move | None = self.moves[number]
         if move is None:
             return
         total, completed = self.scope.parts, move.completed_count
@@ -412,7 +444,7 @@ class Model(ABC):
             state = "posted" if move.posted == total else "posting"
         if (move.posted, completed, state) != move.reported:
             move.reported = (move.posted, completed, state)
-            tell(shared.Progressed(JobProgress(self.operations[rank], move.posted, completed, total, state)))  # type: ignore[arg-type]
+            tell(shared.Progressed(JobProgress(self.operations[number], move.posted, completed, total, state)))  # type: ignore[arg-type]
 
     def _check_snapshots(self) -> None:
         for rank, core in enumerate(self.tx):
@@ -441,6 +473,8 @@ def clone_core(core: Any) -> Any:
         twin.evidence = set(record.evidence)
         records[operation] = twin
     new._records = records
+    if isinstance(core, rc.ReceiveTransfer):
+        new._slices = {slice_id: copy.copy(each) for slice_id, each in core._slices.items()}
     return new
 
 
@@ -456,7 +490,8 @@ def core_key(core: Any) -> tuple[Any, ...]:
         for name, value in sorted(vars(core).items())
         if isinstance(value, bool | int | float | str | type(None)) and name != "reason"
     )
-    return (tuple(rows), own)
+    shared = [(each.region, each.scatter, each.torn, each.landed) for each in getattr(core, "_slices", {}).values()]
+    return (tuple(rows), own, tuple(shared))
 
 
 def frame_key(message: Any) -> tuple[Any, ...]:
@@ -465,7 +500,7 @@ def frame_key(message: Any) -> tuple[Any, ...]:
         extra = (message.posted, message.completed)
     elif isinstance(message, ReadOver):
         extra = (message.complete,)
-    return (type(message).__name__, *extra)
+    return (type(message).__name__, message.operation.operation, *extra)
 
 
 # -- the search -----------------------------------------------------------------------------------------------------------

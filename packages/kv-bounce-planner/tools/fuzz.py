@@ -1,8 +1,9 @@
 """Fuzz plans, reports and codecs: ``python packages/kv-bounce-planner/tools/fuzz.py --count 20000 [--seed 0]``.
 
-Four kinds in turn, each against something dumber than itself:
+Five kinds in turn, each against something dumber than itself:
 
 * pairs     random layout pairs against the per-byte oracle, both derivations, codecs, round trips;
+* slices    the same pairs in random slices: each its own bytes, all of them the request's;
 * doubts    broken pairs (missing ranks, foreign shapes, bad ids, short tables): a refusal with a fail-open code or a
             layout error, never another exception;
 * bytes     mutated messages with a repaired checksum: a codec error, or a value that encodes to the very same bytes;
@@ -50,6 +51,12 @@ def check_pair(seed: int) -> str:
     """One random pair against the oracle."""
     plan = _load("test_plan_oracle").check_case(seed)
     return f"{min(len(plan.writers), 3)} writers"
+
+
+def check_slices(seed: int) -> str:
+    """One random pair in random slices against the oracle."""
+    found = _load("test_slices").check_sliced(seed)
+    return "several" if found["several"] else "one"
 
 
 def check_doubt(seed: int) -> str:
@@ -197,7 +204,13 @@ def check_report(seed: int) -> str:
     return "accepted"
 
 
-CHECKS = {"pairs": check_pair, "doubts": check_doubt, "bytes": check_bytes, "reports": check_report}
+CHECKS = {
+    "pairs": check_pair,
+    "slices": check_slices,
+    "doubts": check_doubt,
+    "bytes": check_bytes,
+    "reports": check_report,
+}
 
 
 def run(count: int, seed: int, kinds: list[str]) -> int:

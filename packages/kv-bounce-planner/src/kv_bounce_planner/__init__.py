@@ -6,7 +6,7 @@
 A planner needs no session and a session no planner. Below the faces, by what it is for:
 
     layout/       model (pools, instances, block tables), engines (constructors for the field's engines)
-    planning/     plan, tier, calibration, report, codec
+    planning/     plan, slices, tier, calibration, report, codec
     copies/       gather (host), threads, _torch, _triton, tiles, choice
     words/        explain, draw
     sessions/     config, events, identity, processes, messages, states, proof, arena, ledgers, reports: the vocabulary

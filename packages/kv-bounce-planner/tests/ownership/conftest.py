@@ -32,7 +32,7 @@ from kv_bounce_planner.sessions import (
     SessionResources,
     TransferIdentity,
 )
-from kv_bounce_planner.sessions.messages import encode_message
+from kv_bounce_planner.sessions.messages import ReceiveRequest, decode_message, encode_message
 from kv_bounce_planner.sessions.proof import WriteExecutor
 from kv_bounce_planner.testing import FakeClock, FakeNetwork, FakeWorld
 
@@ -301,6 +301,9 @@ class Lab:
             )
         return self.receiver.open(self.identity(request, incarnation), expected, claim=f"blocks of {request}", **more)
 
+    def sliced(self, slices: int = 2, tier: Any = "direct") -> Sliced:
+        return Sliced(self, slices, tier)
+
     def ready(self, request: int = 1, *, ranks: Any = None, incarnation: int = 0, count: int = 8) -> None:
         for rank, sender in enumerate(self.senders):
             if ranks is None or rank in ranks:
@@ -362,6 +365,90 @@ class Lab:
         for sender in self.senders:
             if sender._arena is not None:
                 sender._arena.validate()
+
+
+class Sliced:
+    """A lab's request 1 in slices of equally many of a writer's eight fragments; the last waits for the whole prompt.
+
+    Args:
+        tier: Of all slices, or of each.
+    """
+
+    def __init__(self, lab: Lab, slices: int, tier: Any) -> None:
+        self.lab, self.slices = lab, slices
+        self.tiers = [tier] * slices if isinstance(tier, str) else list(tier)
+        self.key = RequestKey(1, 0)
+
+    def part(self, rank: int, index: int) -> WriterTransfer:
+        whole, each = self.lab.plan(rank), 8 // self.slices
+        taken = slice(index * each, (index + 1) * each)
+        targets, sizes = whole.target_addresses[taken], whole.sizes[taken]
+        plan = WriterPlan(rank, targets, sizes, each, each)
+        return WriterTransfer(plan, whole.source_addresses[taken], targets, sizes, each)
+
+    def open(self) -> tuple[OperationIdentity, ...]:
+        expected = []
+        for index, tier in enumerate(self.tiers):
+            for sender in self.lab.senders:
+                rank = sender.self_id.rank
+                plan = self.part(rank, index).writer
+                reads: Any = {}
+                if tier == "pull":
+                    reads = {"resolve": lambda payload, rank=rank, index=index: self.part(rank, index)}
+                expected.append(
+                    ExpectedOperation(
+                        sender.self_id,
+                        plan.total_bytes,
+                        b"",
+                        plan,
+                        tier,
+                        blocks=(f"block {index} of {rank}",),
+                        slice_index=index,
+                        after=index + 1 if index + 1 < self.slices else 0,
+                        **reads,
+                    )
+                )
+        return self.lab.receiver.open(self.lab.identity(), expected, claim="blocks")
+
+    def resolver(self, rank: int) -> Callable[[Any], Any]:
+        def resolve(asked: Any) -> Any:
+            index = asked.operation.transfer.slice_index
+            return Loan(b"slice %d" % index) if asked.pulls else self.part(rank, index)
+
+        return resolve
+
+    def compute(self, through: int, ranks: Any = None) -> None:
+        """The first so many slices are computed on these ranks."""
+        for rank, sender in enumerate(self.lab.senders):
+            if ranks is None or rank in ranks:
+                sender.expect(self.key, self.slices)
+                if through == self.slices:
+                    sender.ready(self.key, self.resolver(rank), claim="source")
+                else:
+                    sender.reached(self.key, through, self.resolver(rank), claim="source")
+
+    def landed(self) -> list[int]:
+        return [event.slice_index for event in self.lab.events if type(event).__name__ == "SliceLanded"]
+
+    def in_place(self, *indexes: int) -> bool:
+        """Whether exactly these slices are at their places, and no other byte was touched."""
+        expected = np.zeros_like(self.lab.target)
+        for index in indexes:
+            for rank, source in enumerate(self.lab.sources):
+                part = self.part(rank, index)
+                base = int(source.__array_interface__["data"][0])
+                for start, target, size in zip(
+                    *map(np.ndarray.tolist, (part.source_addresses, part.target_addresses, part.sizes))
+                ):
+                    at = target - self.lab.target_at
+                    expected[at : at + size] = source[start - base : start - base + size]
+        return bool((expected == self.lab.target).all())
+
+    def requests(self, rank: int = 0) -> list[ReceiveRequest]:
+        """What that sender was asked, frame by frame."""
+        peer = self.lab.senders[rank].self_id
+        frames = (decode_message(frame) for _, target, frame in self.lab.network.log if target == peer)
+        return [message for message in frames if isinstance(message, ReceiveRequest)]
 
 
 @pytest.fixture

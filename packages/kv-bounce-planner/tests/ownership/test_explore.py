@@ -38,6 +38,7 @@ def tool():
         "direct, a link breaks",
         "bounce, a link breaks",
         "direct, errors and death, NIC-executed",
+        "slices, cancel and abort",
         "pull, cancel and abort",
         "pull, errors and death, receiver-executed",
         "pull, errors and death, sender-executed",
@@ -70,6 +71,29 @@ def test_the_explorer_finds_a_doubt_that_is_taken_as_proof(tool, monkeypatch):
     monkeypatch.setattr(_receive_core.ReceiveTransfer, "_doubt", careless)
     (scope,) = [scope for scope in tool.SCOPES if scope.name == "direct, errors and death, receiver-executed"]
     with pytest.raises(tool.Violation, match="landed in memory that was released; story: publish"):
+        tool.explore(scope)
+
+
+def test_the_explorer_finds_a_slice_that_moves_before_it_is_computed(tool, monkeypatch):
+    """With the planted fault the second slice is written when the first is computed, and the story says how."""
+    monkeypatch.setattr(_send_core.SendTransfer, "may_begin", lambda self, operation: self.owned)
+    scope = tool.Scope("slices, planted", parts=1, slices=2)
+    with pytest.raises(tool.Violation, match="a write of what is not computed; story: publish"):
+        tool.explore(scope)
+
+
+def test_the_explorer_finds_a_region_that_goes_back_before_its_scatter(tool, monkeypatch):
+    """With the planted fault a region is another transfer's while it is still read."""
+    original = _receive_core.ReceiveTransfer._return_region
+
+    def careless(self, slice_id, shared):
+        was, shared.scatter = shared.scatter, _receive_core.ScatterState.DONE
+        original(self, slice_id, shared)
+        shared.scatter = was
+
+    monkeypatch.setattr(_receive_core.ReceiveTransfer, "_return_region", careless)
+    scope = tool.Scope("slices, planted", parts=1, slices=2, bounce=True, cancel=False)
+    with pytest.raises(tool.Violation, match="a scatter ran in memory that was released"):
         tool.explore(scope)
 
 

@@ -86,6 +86,43 @@ def cancelled(tier):
     return body
 
 
+def in_slices(tier):
+    """The first lands, the second is on its way when the rest is computed."""
+
+    def body(lab, calling):
+        sliced = lab.sliced(4, tier)
+        sliced.open()
+        turns(lab, calling, 3)
+        sliced.compute(1)
+        turns(lab, calling, 5)
+        sliced.compute(2)
+        turns(lab, calling, 1)
+        sliced.compute(4)
+        turns(lab, calling, 16)
+        calling(lab.senders[0].seal, KEY)
+        turns(lab, calling, 3)
+
+    return body
+
+
+def slices_cancelled(lab, calling):
+    """One has landed, one was posted and lands later, two were not begun."""
+    sliced = lab.sliced(4, "bounce")
+    sliced.open()
+    turns(lab, calling, 3)
+    sliced.compute(1)
+    turns(lab, calling, 8)
+    lab.world.landing = lambda _job, _part: "hold"
+    sliced.compute(2)
+    turns(lab, calling, 8)
+    calling(lab.receiver.cancel, lab.identity())
+    turns(lab, calling, 3)
+    lab.world.landing = lambda _job, _part: "land"
+    turns(lab, calling)
+    calling(lab.senders[0].seal, KEY)
+    turns(lab, calling, 3)
+
+
 def failed(lab, calling):
     lab.open(tier="bounce")
     turns(lab, calling, 3)
@@ -136,6 +173,9 @@ BODIES = {
     "direct, cancelled": cancelled("direct"),
     "bounce, cancelled": cancelled("bounce"),
     "pull, cancelled": cancelled("pull"),
+    "slices": in_slices("direct"),
+    "slices, bounce": in_slices("bounce"),
+    "slices, cancelled": slices_cancelled,
     "failed at the sender": failed,
     "timed out, and a death": timed_out,
     "quarantined": quarantined,

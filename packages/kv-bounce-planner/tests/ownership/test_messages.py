@@ -41,7 +41,7 @@ from kv_bounce_planner.sessions.messages import (
 TRANSFER = TransferIdentity(7, 1, "g1", 2, 3)
 OPERATION = OperationIdentity(TRANSFER, 4, 5, b"0123456789abcdef")
 SOURCE, TARGET = b"s" * 16, b"t" * 16
-HEAD = b"KVS\x03" + SOURCE + TARGET
+HEAD = b"KVS\x04" + SOURCE + TARGET
 SAMPLES = [
     Hello(
         2,
@@ -60,7 +60,7 @@ SAMPLES = [
     Refused("another model"),
     Stranger(),
     Beat(True),
-    ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, False, "KV", "DRAM", 0, b"blocks"),
+    ReceiveRequest(OPERATION, "c1", 4096, b"d" * 16, True, False, "KV", "DRAM", 0, b"blocks", 512),
     BounceWanted(OPERATION, 4096, b"d" * 16),
     BounceGrant(OPERATION, 1 << 40, 4096, "VRAM", 1),
     BounceRefused(OPERATION, "no_space"),
@@ -77,6 +77,8 @@ GOLDEN = {
     "Cancel": "93a663616e63656c94950701a26731020304 05c41030313233343536373839616263646566a963616e63656c6c6564",
     "Sealed": "93a67365616c656494950701a26731020304 05c41030313233343536373839616263646566a0",
     "Beat": "92a462656174c3",
+    "ReceiveRequest": "9ca772656365697665 94950701a2673102030405c41030313233343536373839616263646566a26331cd1000c410"
+    "64646464646464646464646464646464c3c2a24b56a44452414d00c406626c6f636b73cd0200",
     "ReadOver": "94a46f76657294950701a26731020304 05c41030313233343536373839616263646566c3a0",
 }
 

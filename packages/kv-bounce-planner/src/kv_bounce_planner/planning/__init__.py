@@ -64,6 +64,11 @@ if TYPE_CHECKING:
     from kv_bounce_planner.planning.report import WriterReport as WriterReport
     from kv_bounce_planner.planning.report import check_fragments as check_fragments
     from kv_bounce_planner.planning.report import validate_report as validate_report
+    from kv_bounce_planner.planning.slices import Slice as Slice
+    from kv_bounce_planner.planning.slices import SlicedPlan as SlicedPlan
+    from kv_bounce_planner.planning.slices import cut_slices as cut_slices
+    from kv_bounce_planner.planning.slices import plan_slices as plan_slices
+    from kv_bounce_planner.planning.slices import plan_writer_slices as plan_writer_slices
     from kv_bounce_planner.planning.tier import DEFAULT_MODELS as DEFAULT_MODELS
     from kv_bounce_planner.planning.tier import CostModel as CostModel
     from kv_bounce_planner.planning.tier import Tier as Tier
@@ -124,6 +129,13 @@ __getattr__, __dir__, __all__ = lazy(
             "plan_writer",
             "plan_transfer",
             "request_ranges",
+        ),
+        "planning.slices": (
+            "Slice",
+            "SlicedPlan",
+            "cut_slices",
+            "plan_slices",
+            "plan_writer_slices",
         ),
         "planning.tier": (
             "Tier",

@@ -410,25 +410,34 @@ def _shape_of(share: _Share, tokens: int) -> _Shape:
     )
 
 
+#: Layers of the whole model that a slice moves; None: all.
+_Layers = range | None
+
 #: Shares of pairs of layouts, by the objects' ids: layouts are immutable, and a request's plan begins with the same ones again.
 #: Without a source, the target's own.
-_KNOWN_SHARES: OrderedDict[tuple[int, int, int | None], tuple[InstanceLayout | None, KVLayout, tuple[_Share, ...]]] = (
-    OrderedDict()
-)
+_KNOWN_SHARES: OrderedDict[
+    tuple[int, int, int | None, _Layers], tuple[InstanceLayout | None, KVLayout, tuple[_Share, ...]]
+] = OrderedDict()
 _KNOWN_SHARES_MAX: Final = 256
 
 
-def _shares(source: InstanceLayout | None, target: KVLayout, source_adp_rank: int | None) -> tuple[_Share, ...]:
+def _shares(
+    source: InstanceLayout | None, target: KVLayout, source_adp_rank: int | None, layers: _Layers = None
+) -> tuple[_Share, ...]:
     """Who provides what of the target, from the two shapes alone.
 
     Without a source: all of the target, derived without the writers' shares, against which these are proven.
     """
-    key = (id(source), id(target), source_adp_rank)
+    key = (id(source), id(target), source_adp_rank, layers)
     known = _KNOWN_SHARES.get(key)
     # An id is used again only after its object has gone, and what is kept here has not.
     if known is not None:
         return known[2]
-    if source is None:
+    if layers is not None:
+        every = _shares(source, target, source_adp_rank)
+        kept = ((share, tuple(layer for layer in share.layers if layer in layers)) for share in every)
+        shares = tuple(replace(share, layers=mine) for share, mine in kept if mine)
+    elif source is None:
         shares = tuple(
             _Share(0, group, group, group.layer_ids, group.first_head, group.head_count) for group in target.groups
         )
@@ -563,6 +572,9 @@ class _Pieces:
         return tuple((int(count), np.flatnonzero(self.counts == count)) for count in np.unique(self.counts))
 
 
+_NO_PIECES: Final = _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0)
+
+
 def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
     table = blocks.tables.get(group.group_id)
     if table is None:
@@ -579,11 +591,11 @@ def _table(blocks: RequestBlocks, group: LayerGroup, side: str) -> BlockTable:
 
 def _target_pieces(group: LayerGroup, blocks: RequestBlocks, tokens: TokenRange) -> _Pieces:
     if not group.layer_ids or (not group.opaque and tokens.count == 0):
-        return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0)
+        return _NO_PIECES
     if not group.opaque:  # from here on positions count the tokens of this rank
         tokens = TokenRange(*(group.token_share.count_below(end) for end in (tokens.start, tokens.end)))
         if tokens.count == 0:
-            return _Pieces(_EMPTY, _EMPTY, _EMPTY, _EMPTY, 0)
+            return _NO_PIECES
     table = _table(blocks, group, "target")
     ids, size = table.block_ids, group.block_tokens
     if group.opaque:
@@ -859,8 +871,14 @@ def _pair_ranges(
 # --- public planning --------------------------------------------------------------------------------------------------
 
 
-def _all_pieces(target: KVLayout, blocks: RequestBlocks, tokens: TokenRange) -> dict[int, _Pieces]:
-    return {group.group_id: _target_pieces(group, blocks, tokens) for group in target.groups}
+def _all_pieces(
+    target: KVLayout, blocks: RequestBlocks, tokens: TokenRange, *, states: bool = True
+) -> dict[int, _Pieces]:
+    """``states``: recurrent state, which is of no token, moves too."""
+    return {
+        group.group_id: _target_pieces(group, blocks, tokens) if states or not group.opaque else _NO_PIECES
+        for group in target.groups
+    }
 
 
 def request_ranges(target: KVLayout, target_blocks: RequestBlocks, tokens: TokenRange) -> tuple[Int64Array, Int64Array]:
@@ -874,8 +892,11 @@ def request_ranges(target: KVLayout, target_blocks: RequestBlocks, tokens: Token
     return _request_ranges(target, _all_pieces(target, target_blocks, tokens), {})
 
 
-def _request_ranges(target: KVLayout, pieces: dict[int, _Pieces], joined: _Joined) -> tuple[Int64Array, Int64Array]:
-    parts = [_target_ranges(share, pieces[share.target.group_id], joined) for share in _shares(None, target, None)]
+def _request_ranges(
+    target: KVLayout, pieces: dict[int, _Pieces], joined: _Joined, layers: _Layers = None
+) -> tuple[Int64Array, Int64Array]:
+    shares = _shares(None, target, None, layers)
+    parts = [_target_ranges(share, pieces[share.target.group_id], joined) for share in shares]
     addresses, sizes = _whole(parts)
     if overlaps(addresses, sizes):
         raise PlanRefused(Reason.OVERLAP, "the target's blocks alias: one byte would hold two tokens")
@@ -910,8 +931,18 @@ def plan_destination(
 
     Source: docs/design.md#plans; oracle in ``kv_bounce_planner`` tests.
     """
-    shares = _shares(source, target, source_adp_rank)
-    pieces = _all_pieces(target, target_blocks, tokens)
+    return _destination(source, target, _all_pieces(target, target_blocks, tokens), source_adp_rank)
+
+
+def _destination(
+    source: InstanceLayout,
+    target: KVLayout,
+    pieces: dict[int, _Pieces],
+    source_adp_rank: int | None,
+    layers: _Layers = None,
+) -> TransferPlan:
+    shares = _shares(source, target, source_adp_rank, layers)
+    moved = {share.target.group_id for share in shares}
     joined: _Joined = {}
     cut: dict[tuple[_Pieces, int], _Pieces] = {}
     parts: dict[int, list[_Ranges]] = {}
@@ -933,11 +964,11 @@ def plan_destination(
     plan = TransferPlan(
         target_rank=target.rank,
         writers=writers,
-        block_count=sum(piece.block_count for piece in pieces.values()),
+        block_count=sum(piece.block_count for group_id, piece in pieces.items() if group_id in moved),
         memory_kind=target.memory_kind,
         device_id=target.device_id,
     )
-    plan._prove_cover(*_request_ranges(target, pieces, joined))
+    plan._prove_cover(*_request_ranges(target, pieces, joined, layers))
     return plan
 
 
@@ -988,8 +1019,19 @@ def plan_writer(
         PlanRefused: As :func:`plan_destination`; also ``SOURCE_BLOCK_MISSING``.
         LayoutError: A block table does not start at a block.
     """
-    shares = [share for share in _shares(source, target, source_adp_rank) if share.rank == rank]
-    pieces = _all_pieces(target, target_blocks, tokens)
+    return _writer(source, rank, source_blocks, target, _all_pieces(target, target_blocks, tokens), source_adp_rank)
+
+
+def _writer(
+    source: InstanceLayout,
+    rank: int,
+    source_blocks: RequestBlocks,
+    target: KVLayout,
+    pieces: dict[int, _Pieces],
+    source_adp_rank: int | None,
+    layers: _Layers = None,
+) -> WriterTransfer | None:
+    shares = [share for share in _shares(source, target, source_adp_rank, layers) if share.rank == rank]
     parts: list[tuple[Int64Array, Int64Array, Int64Array]] = []
     fragments = 0
     touched: dict[int, int] = {}

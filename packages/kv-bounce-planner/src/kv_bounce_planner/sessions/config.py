@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from kv_bounce_planner.copies.gather import Copier
 from kv_bounce_planner.sessions.arena import BounceArena
-from kv_bounce_planner.sessions.identity import PeerId
-from kv_bounce_planner.sessions.messages import PAYLOAD_BYTES_MAX
+from kv_bounce_planner.sessions.identity import SLICE_MAX, PeerId
+from kv_bounce_planner.sessions.messages import AFTER_MAX, PAYLOAD_BYTES_MAX
 from kv_bounce_planner.sessions.reports import Reports
 from kv_bounce_planner.transports.interface import ControlChannel, MemoryKind, Transport
 
@@ -162,6 +162,9 @@ class ExpectedOperation:
         blocks: Hashable names of the blocks that this operation fills, each perhaps with others: ``MemoryReleased.unfilled``
             names those that it did not.
         role: ``KV`` or ``AUX``: for people; both are owned alike.
+        slice_index: Which slice of the transfer this writer's part is of, from 0. A slice has its own region and scatter.
+        after: How far the source must be computed before the sender may begin, in a count of the host's that rises (a position
+            of the prompt), >= 1; 0: wholly.
     """
 
     peer: PeerId
@@ -172,10 +175,16 @@ class ExpectedOperation:
     role: Literal["KV", "AUX"] = "KV"
     resolve: Callable[[bytes], WriterTransfer] | None = None
     blocks: Sequence[object] = ()
+    slice_index: int = 0
+    after: int = 0
 
     def __post_init__(self) -> None:
         if type(self.byte_count) is not int or self.byte_count < 1:
             raise ValueError(f"byte_count wants an integer >= 1, got {self.byte_count!r}")
+        if type(self.slice_index) is not int or not 0 <= self.slice_index <= SLICE_MAX:
+            raise ValueError(f"slice_index wants an integer in 0..{SLICE_MAX}, got {self.slice_index!r}")
+        if type(self.after) is not int or not 0 <= self.after <= AFTER_MAX:
+            raise ValueError(f"after wants an integer in 0..{AFTER_MAX}, got {self.after!r}")
         if len(self.payload) > PAYLOAD_BYTES_MAX:
             raise ValueError(f"payload of {len(self.payload)} bytes exceeds {PAYLOAD_BYTES_MAX}")
         if self.tier == "bounce" and self.plan is None:

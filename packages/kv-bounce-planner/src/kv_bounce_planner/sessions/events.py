@@ -19,6 +19,14 @@ class TransferSucceeded:
 
 
 @dataclass(frozen=True)
+class SliceLanded:
+    """KV of one slice of several is in place (``slice_index`` counts from the transfer's first); the others may not be."""
+
+    identity: TransferIdentity
+    slice_index: int
+
+
+@dataclass(frozen=True)
 class TransferFailed:
     """Logical end only: the blocks are still owned."""
 
@@ -169,6 +177,7 @@ PeerEvent = PeerIntroduced | PeerRefused | PeerReplaced | LinkLost | LinkRestore
 
 SessionEvent = (
     TransferSucceeded
+    | SliceLanded
     | TransferFailed
     | TransferCancelled
     | MemoryReleased

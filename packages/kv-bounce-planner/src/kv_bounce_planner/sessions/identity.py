@@ -88,7 +88,10 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class TransferIdentity(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One receive at one receiver rank: request, incarnation, the receiver's generation and rank, slice."""
+    """One receive at one receiver rank: request, incarnation, the receiver's generation and rank, slice.
+
+    A transfer is named by its first slice; each of its operations names the slice that it is of.
+    """
 
     request_id: int
     incarnation: int
@@ -106,6 +109,10 @@ class TransferIdentity(msgspec.Struct, frozen=True, array_like=True, order=True)
     @property
     def request(self) -> RequestKey:
         return RequestKey(self.request_id, self.incarnation)
+
+    def of_slice(self, slice_index: int) -> TransferIdentity:
+        """The same receive, another slice of it."""
+        return TransferIdentity(self.request_id, self.incarnation, self.endpoint_generation, self.rank, slice_index)
 
 
 class OperationIdentity(msgspec.Struct, frozen=True, array_like=True, order=True):

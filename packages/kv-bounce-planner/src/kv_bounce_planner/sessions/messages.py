@@ -10,8 +10,8 @@ the kind. Every field is bounded; a frame that is not exactly one well-formed me
 | Refused | both | this peer is not talked to, and why |
 | Stranger | both | a frame was meant for another session than the one that lives here now |
 | Beat | both | alive; with ``asks`` the other side answers with one |
-| ReceiveRequest | receiver | the destination may be written, by exactly this operation |
-| BounceWanted | sender | prefill is over; asks for a bounce region |
+| ReceiveRequest | receiver | the destination may be written by exactly this operation, once what it asks for is computed |
+| BounceWanted | sender | what it moves is computed; asks for a bounce region |
 | BounceGrant | receiver | the region bound to this operation: from here on no fallback |
 | BounceRefused | receiver | write in place instead |
 | WriterResult | sender | the report of what a bounce write packed |
@@ -41,10 +41,12 @@ from kv_bounce_planner.sessions.identity import (
     PeerId,
 )
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 MAGIC: Final = b"KVS"
 #: Bounds, in bytes. A payload is a block table (8 bytes a block): 1 MiB names 131,072 blocks.
 PAYLOAD_BYTES_MAX: Final = 1 << 20
+#: How far a source can be computed, in the host's count.
+AFTER_MAX: Final = 2**31 - 1
 METADATA_BYTES_MAX: Final = 4 << 20
 REPORT_BYTES_MAX: Final = 16 << 20
 HEAD_BYTES: Final = 4 + 2 * SESSION_BYTES
@@ -101,7 +103,7 @@ class Beat(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, t
 class ReceiveRequest(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="receive"):
     """The receiver's destination, exposed to one writer; or with ``pulls`` nothing is exposed, and a loan is asked for.
 
-    ``payload`` belongs to the planner, not to this layer.
+    ``payload`` belongs to the planner, not to this layer. ``after``: how far the source must be computed first; 0: wholly.
     """
 
     operation: OperationIdentity
@@ -114,6 +116,7 @@ class ReceiveRequest(_Message, frozen=True, array_like=True, forbid_unknown_fiel
     memory_kind: _Name
     device_id: Annotated[int, msgspec.Meta(ge=0, le=4095)]
     payload: Annotated[bytes, msgspec.Meta(max_length=PAYLOAD_BYTES_MAX)]
+    after: Annotated[int, msgspec.Meta(ge=0, le=AFTER_MAX)] = 0
 
 
 class BounceWanted(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag="want"):

@@ -5,8 +5,13 @@ Theory. A transfer has one record per operation (one writer's obligation). Logic
 performs effects in the order given; where a state must change before an address leaves (publish, grant), it has changed
 when the effect is returned.
 
+A transfer has one slice or several (the slice is part of an operation's name). A slice has its own bounce region and its own
+scatter, and no slice waits for another: its region goes back as soon as its own operations are proven and its scatter has
+ended. What slices share is the outcome: the first failure ends the transfer, and memory is released once, for all of them.
+
 Success needs every operation done and, where bounce regions were written, a valid report from each of those writers and
-one scatter, begun only when all of them succeeded. A scatter owns source region and destination like any other writer.
+one scatter per slice, begun only when all of the slice's succeeded. A scatter owns source region and destination like any other
+writer.
 
 Pull: nothing of ours is exposed. The sender lends its source when its prefill is over; then our own reads are what may still
 write our memory, and they end like a sender's writes do: completed, never begun, or by our agent's end. Whatever the end is,
@@ -61,17 +66,18 @@ _DOUBTFUL = (_S.IN_DOUBT, _S.CONFLICTED, _S.READ_IN_DOUBT)
 
 
 class Region(enum.StrEnum):
-    """The transfer's bounce region."""
+    """A slice's bounce region."""
 
     NONE = "none"
     ASKED = "asked"
     RESERVED = "reserved"
     BOUND = "bound"
     REFUSED = "refused"
+    RETURNED = "returned"
 
 
 class ScatterState(enum.StrEnum):
-    """The transfer's one scatter. BROKEN: it may go on for ever."""
+    """A slice's one scatter. BROKEN: it may go on for ever."""
 
     NONE = "none"
     RUNNING = "running"
@@ -129,11 +135,12 @@ class MessageArrived:
 
 @dataclass(frozen=True)
 class RegionReserved:
-    pass
+    slice_id: TransferIdentity
 
 
 @dataclass(frozen=True)
 class RegionRefused:
+    slice_id: TransferIdentity
     reason: str
 
 
@@ -148,6 +155,7 @@ class ReportChecked:
 class ScatterEnded:
     """``idle_proven``: the copier is known to touch nothing any more (always so after success)."""
 
+    slice_id: TransferIdentity
     succeeded: bool
     idle_proven: bool
     reason: str = ""
@@ -200,6 +208,7 @@ class SendRefusal:
 class ReserveRegion:
     """Reserve one region with these parts (operation number -> bytes); answer RegionReserved or RegionRefused."""
 
+    slice_id: TransferIdentity
     parts: tuple[tuple[int, int], ...]
 
 
@@ -215,6 +224,16 @@ class BindAndGrant:
 class WithdrawRegion:
     """Leave the queue for a region, or abandon the reservation: no part of it was bound."""
 
+    slice_id: TransferIdentity
+
+
+@dataclass(frozen=True)
+class ReleaseRegion:
+    """Nothing is written into this slice's region or read out of it any more: it may go, once, before the memory does."""
+
+    slice_id: TransferIdentity
+    proofs: tuple[Proof, ...]
+
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -226,8 +245,9 @@ class CheckReport:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Move every written part to its place; answer ScatterEnded."""
+    """Move every written part of a slice to its place; answer ScatterEnded."""
 
+    slice_id: TransferIdentity
     operations: tuple[OperationIdentity, ...]
 
 
@@ -247,6 +267,13 @@ class SayOver:
 
 
 @dataclass(frozen=True)
+class SliceLanded:
+    """Every byte of one slice of several is in its place; others may still be missing."""
+
+    slice_id: TransferIdentity
+
+
+@dataclass(frozen=True)
 class EndOutcome:
     """The logical outcome, once."""
 
@@ -256,14 +283,14 @@ class EndOutcome:
 
 @dataclass(frozen=True)
 class Release:
-    """Every operation is proven and no scatter runs: memory and region may go, once."""
+    """Every operation is proven and no scatter runs: the memory may go, once. Its regions went before."""
 
     proofs: tuple[Proof, ...]
 
 
 @dataclass(frozen=True)
 class Quarantine:
-    """At least one operation has no proof at the end of the drain clock: memory and region are kept for ever."""
+    """An operation has no proof at the end of the drain clock: memory, and regions that did not go, are kept for ever."""
 
     reason: str
     story: tuple[str, ...]
@@ -276,12 +303,14 @@ ReceiveEffect = (
     | ReserveRegion
     | BindAndGrant
     | WithdrawRegion
+    | ReleaseRegion
     | CheckReport
     | Scatter
     | Resolve
     | StartRead
     | StopPosting
     | SayOver
+    | SliceLanded
     | EndOutcome
     | Release
     | Quarantine
@@ -319,12 +348,27 @@ class _Record:
         return self.spec.request.pulls
 
 
+@dataclass
+class _Slice:
+    """What the operations of one slice share."""
+
+    operations: tuple[OperationIdentity, ...]
+    region: Region = Region.NONE
+    scatter: ScatterState = ScatterState.NONE
+    torn: bool = False  # the scatter failed: what it was to fill is not filled
+    landed: bool = False
+
+    @property
+    def scattered(self) -> bool:
+        return self.scatter is ScatterState.DONE and not self.torn
+
+
 class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     """One transfer at its receiver.
 
     Args:
-        identity: The transfer.
-        operations: At least one operation, each with its own writer record.
+        identity: The transfer: its first slice.
+        operations: At least one operation, each with its own writer record; of this transfer's slices.
         required: Evidence that proves a doubtful write dead, from the transport's class; ``required_of_reader``: a doubtful
             read of ours. ``Published`` may bring others for each peer.
         drain_deadline_s: Seconds between the first cancel, failure or doubt and quarantine.
@@ -359,11 +403,14 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         )
         if len(self._records) != len(operations):
             raise LocalProtocolError(f"{identity} names an operation twice")
+        members: dict[TransferIdentity, list[OperationIdentity]] = {}
+        for spec in operations:
+            members.setdefault(spec.operation.transfer, []).append(spec.operation)
+        if any(slice_id.of_slice(identity.slice_index) != identity for slice_id in members):
+            raise LocalProtocolError(f"{identity} has an operation of another transfer")
+        self._slices = {slice_id: _Slice(tuple(each)) for slice_id, each in members.items()}
         #: Requests were handed out: addresses may have left, or loans been asked for.
         self.published = False
-        self._region = Region.NONE
-        self._scatter = ScatterState.NONE
-        self._torn = False  # the scatter failed: what it was to fill is not filled
 
     # -- reading
 
@@ -381,7 +428,7 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     def filled(self, operation: OperationIdentity) -> bool:
         """Whether every byte of this operation is in its place: read, written there, or scattered."""
         record = self._records[operation]
-        return record.succeeded and (not record.report_valid or (self._scatter is ScatterState.DONE and not self._torn))
+        return record.succeeded and (not record.report_valid or self._slices[operation.transfer].scattered)
 
     # -- stepping
 
@@ -416,10 +463,10 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
                     self._loan_message(record, message, now_s)
                 else:
                     self._message(record, message, now_s)
-            case RegionReserved():
-                self._region_reserved()
-            case RegionRefused(reason):
-                self._region_refused(reason)
+            case RegionReserved(slice_id):
+                self._region_reserved(slice_id)
+            case RegionRefused(slice_id, reason):
+                self._region_refused(slice_id, reason)
             case ReportChecked():
                 self._report_checked(event, now_s)
             case ScatterEnded():
@@ -602,12 +649,13 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     # -- bounce regions
 
     def _wanted(self, record: _Record, message: BounceWanted, now_s: float) -> None:
-        request = record.spec.request
+        request, slice_id = record.spec.request, record.spec.operation.transfer
+        shared = self._slices[slice_id]
         if record.wants and (message.byte_count, message.plan_digest) == (request.byte_count, request.plan_digest):
             # Repeated: the answer was lost with a link.
             if record.refused:
                 self._effects.append(SendRefusal(record.spec.peer, BounceRefused(message.operation, "no_space")))
-            elif record.state in (_S.GRANTED, _S.LANDED) and self._region is Region.BOUND:
+            elif record.state in (_S.GRANTED, _S.LANDED) and shared.region is Region.BOUND:
                 self._effects.append(BindAndGrant(message.operation, record.spec.peer))
             return
         if record.wants or record.state is not _S.EXPOSED:
@@ -623,46 +671,51 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
             # The two sides derived different plans: nothing this writer would write can be trusted to be ours.
             self._end(Outcome.FAILED, "the writer derived another plan", now_s)
             return
-        elif self._region is Region.REFUSED:
+        elif shared.region is Region.REFUSED:
             refusal = "no_space"
         record.wants = True
         if refusal:
             record.refused = True
             self._effects.append(SendRefusal(record.spec.peer, BounceRefused(message.operation, refusal)))
             return
-        if self._region is Region.NONE:
-            self._region = Region.ASKED
+        if shared.region is Region.NONE:
+            shared.region = Region.ASKED
             parts = tuple(
                 (each.spec.operation.operation, each.spec.request.byte_count)
-                for each in self._records.values()
+                for each in self._of(slice_id)
                 if each.spec.bounce_offered
             )
-            self._effects.append(ReserveRegion(parts))
-        elif self._region in (Region.RESERVED, Region.BOUND):
+            self._effects.append(ReserveRegion(slice_id, parts))
+        elif shared.region in (Region.RESERVED, Region.BOUND):
             self._grant(record)
 
+    def _of(self, slice_id: TransferIdentity) -> list[_Record]:
+        return [self._records[operation] for operation in self._slices[slice_id].operations]
+
     def _grant(self, record: _Record) -> None:
-        self._region = Region.BOUND
+        self._slices[record.spec.operation.transfer].region = Region.BOUND
         record.machine.fire(_T.GRANT)
         self._effects.append(BindAndGrant(record.spec.operation, record.spec.peer))
 
-    def _region_reserved(self) -> None:
-        if self._region in (Region.RESERVED, Region.BOUND):
+    def _region_reserved(self, slice_id: TransferIdentity) -> None:
+        shared = self._slices[slice_id]
+        if shared.region in (Region.RESERVED, Region.BOUND):
             return  # said again after an interrupt
-        if self._region is not Region.ASKED:
-            raise LocalProtocolError(f"{self.identity}: a region arrived in state {self._region.value!r}")
-        self._region = Region.RESERVED
+        if shared.region is not Region.ASKED:
+            raise LocalProtocolError(f"{slice_id}: a region arrived in state {shared.region.value!r}")
+        shared.region = Region.RESERVED
         if self.outcome is not Outcome.PENDING:
             return
-        for record in self._records.values():
+        for record in self._of(slice_id):
             if record.wants and not record.refused and record.state is _S.EXPOSED:
                 self._grant(record)
 
-    def _region_refused(self, reason: str) -> None:
-        if self._region is not Region.ASKED:
+    def _region_refused(self, slice_id: TransferIdentity, reason: str) -> None:
+        shared = self._slices[slice_id]
+        if shared.region is not Region.ASKED:
             return
-        self._region = Region.REFUSED
-        for record in self._records.values():
+        shared.region = Region.REFUSED
+        for record in self._of(slice_id):
             if record.wants and not record.refused and record.state is _S.EXPOSED:
                 record.refused = True
                 self._effects.append(SendRefusal(record.spec.peer, BounceRefused(record.spec.operation, reason)))
@@ -677,15 +730,16 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
         record.report_valid = True
 
     def _scatter_ended(self, event: ScatterEnded, now_s: float) -> None:
-        if self._scatter in (ScatterState.BROKEN, ScatterState.DONE):
+        shared = self._slices[event.slice_id]
+        if shared.scatter in (ScatterState.BROKEN, ScatterState.DONE):
             return  # it came after the drain clock: what was given up stays so; or it is said again after an interrupt
-        if self._scatter is not ScatterState.RUNNING:
-            raise LocalProtocolError(f"{self.identity}: a scatter ended that was not running")
+        if shared.scatter is not ScatterState.RUNNING:
+            raise LocalProtocolError(f"{event.slice_id}: a scatter ended that was not running")
         if event.succeeded:
-            self._scatter = ScatterState.DONE
+            shared.scatter = ScatterState.DONE
             return
-        self._scatter = ScatterState.DONE if event.idle_proven else ScatterState.BROKEN
-        self._torn = True
+        shared.scatter = ScatterState.DONE if event.idle_proven else ScatterState.BROKEN
+        shared.torn = True
         self._end(Outcome.FAILED, f"scatter failed: {event.reason}", now_s)
 
     def _peer_in_doubt(self, peer: PeerId, reason: str, now_s: float) -> None:
@@ -750,23 +804,52 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
                 self._proven(record, record.spec.operation, ProofKind.CLASS)
                 if record.pulls:
                     self._say_over(record)
-        if self.outcome is Outcome.PENDING and all(record.succeeded for record in self._records.values()):
-            bounced = tuple(op for op, record in self._records.items() if record.report_valid)
-            if not bounced or self._scatter is ScatterState.DONE:
+        if self.outcome is Outcome.PENDING:
+            for slice_id, shared in self._slices.items():
+                if not shared.landed:
+                    self._land(slice_id, shared)
+            if all(shared.landed for shared in self._slices.values()):
                 self._end(Outcome.SUCCEEDED, "", now_s)
-            elif self._scatter is ScatterState.NONE:
-                self._scatter = ScatterState.RUNNING
-                self._effects.append(Scatter(bounced))
-        if self.outcome is not Outcome.PENDING and self._region in (Region.ASKED, Region.RESERVED):
-            self._region = Region.NONE
-            self._effects.append(WithdrawRegion())
         if self.drain_until_s is not None and now_s >= self.drain_until_s:
             self._deadline()
+        for slice_id, shared in self._slices.items():
+            if shared.region not in (Region.NONE, Region.REFUSED, Region.RETURNED):
+                self._return_region(slice_id, shared)
         self._settle()
 
+    def _land(self, slice_id: TransferIdentity, shared: _Slice) -> None:
+        """A slice is scattered when all of its writers succeeded, whatever the other slices do."""
+        records = self._of(slice_id)
+        if not all(record.succeeded for record in records):
+            return
+        bounced = tuple(record.spec.operation for record in records if record.report_valid)
+        if not bounced or shared.scattered:
+            shared.landed = True
+            if len(self._slices) > 1:
+                self._effects.append(SliceLanded(slice_id))
+        elif shared.scatter is ScatterState.NONE:
+            shared.scatter = ScatterState.RUNNING
+            self._effects.append(Scatter(slice_id, bounced))
+
+    def _return_region(self, slice_id: TransferIdentity, shared: _Slice) -> None:
+        over = self.outcome is not Outcome.PENDING
+        if shared.region is not Region.BOUND:
+            if over:
+                shared.region = Region.NONE
+                self._effects.append(WithdrawRegion(slice_id))
+            return
+        records = self._of(slice_id)
+        idle = shared.scatter is ScatterState.DONE or (shared.scatter is ScatterState.NONE and over)
+        if idle and all(record.state is _S.PROVEN for record in records):
+            shared.region = Region.RETURNED
+            self._effects.append(
+                ReleaseRegion(slice_id, tuple(record.proof for record in records if record.proof is not None))
+            )
+
     def _deadline(self) -> None:
-        if self._scatter is ScatterState.RUNNING:
-            self._scatter = ScatterState.BROKEN
+        for shared in self._slices.values():
+            if shared.scatter is ScatterState.RUNNING:
+                shared.scatter = ScatterState.BROKEN
         for record in self._records.values():
             if record.state is _S.LANDED:
                 record.machine.fire(_T.DEADLINE)
@@ -777,13 +860,14 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
                     self._say_over(record)
 
     def _settle(self) -> None:
-        if self.outcome is Outcome.PENDING or self._scatter is ScatterState.RUNNING:
+        scatters = [shared.scatter for shared in self._slices.values()]
+        if self.outcome is Outcome.PENDING or ScatterState.RUNNING in scatters:
             return
         if not all(record.machine.terminal for record in self._records.values()):
             return
         doubtful = self._in_state(_S.QUARANTINED)
         self.settled = True
-        if self._scatter is ScatterState.BROKEN:
+        if ScatterState.BROKEN in scatters:
             self._effects.append(Quarantine("scatter in doubt", self._stories(self._records)))
         elif doubtful:
             self._effects.append(Quarantine("no proof at the end of the drain clock", self._stories(doubtful)))

@@ -30,6 +30,7 @@ from kv_bounce_planner.sessions.events import (
     DrainReport,
     MemoryQuarantined,
     MemoryReleased,
+    SliceLanded,
     TransferCancelled,
     TransferFailed,
     TransferSucceeded,
@@ -76,7 +77,7 @@ class _Receive:
         "prepared",
         "proven",
         "regions",
-        "reservation",
+        "reservations",
         "transfers",
         "wait_until_s",
     )
@@ -98,14 +99,15 @@ class _Receive:
         #: The life of the peer that each operation was published to: nobody else can say anything about it.
         self.lives: dict[OperationIdentity, PeerLife] = {}
         self.proven: ProvenMemory[Any] | None = None
-        self.reservation: Reservation | None = None
-        self.advertised: AdvertisedReservation | None = None
+        #: By slice: reserved and not advertised; advertised; until when its writers wait for one.
+        self.reservations: dict[TransferIdentity, Reservation] = {}
+        self.advertised: dict[TransferIdentity, AdvertisedReservation] = {}
+        self.wait_until_s: dict[TransferIdentity, float] = {}
         self.regions: dict[OperationIdentity, BoundRegion] = {}
         self.prepared: dict[OperationIdentity, PreparedCopy] = {}
         self.offers: dict[OperationIdentity, ReadOffer] = {}
         self.transfers: dict[OperationIdentity, WriterTransfer] = {}  # what is read
         self.begun: set[OperationIdentity] = set()
-        self.wait_until_s: float | None = None
 
 
 class Receiver(Shell[_Receive]):
@@ -134,6 +136,7 @@ class Receiver(Shell[_Receive]):
         super().__init__(self_id, resources, config, on_memory)
         self._ledger = ledger if ledger is not None else ExposureLedger.of(self_id)
         self._transfers: dict[TransferIdentity, _Receive] = {}
+        self._of_slice: dict[TransferIdentity, _Receive] = {}
         self._of_operation: dict[OperationIdentity, _Receive] = {}
         self._incarnations: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._over: OrderedDict[TransferIdentity, None] = OrderedDict()
@@ -141,8 +144,9 @@ class Receiver(Shell[_Receive]):
         self._reads: deque[tuple[_Receive, OperationIdentity]] = deque()
         self._checks: deque[tuple[_Receive, rc.CheckReport]] = deque()
         self._scatters: deque[tuple[_Receive, rc.Scatter]] = deque()
+        self._served: deque[Reservation] = deque()  # regions whose transfers were not told of them
         self._granted: deque[tuple[_Receive, OperationIdentity]] = deque()
-        self._copying: deque[tuple[_Receive, list[CopyHandle]]] = deque()
+        self._copying: deque[tuple[_Receive, TransferIdentity, list[CopyHandle]]] = deque()
         # An idle poll looks at none of the open transfers but these: thousands may wait for their prefill.
         self._unpublished: deque[_Receive] = deque()
         self._expiries: list[tuple[float, int, TransferIdentity]] = []
@@ -166,8 +170,9 @@ class Receiver(Shell[_Receive]):
         """Own a destination and ask its writers to fill it.
 
         Args:
-            identity: Names the transfer: this receiver's generation and rank.
-            operations: One per writer and role, at least one.
+            identity: Names the transfer by its first slice: this receiver's generation and rank.
+            operations: One per writer, role and slice, at least one. Those of a slice have one bounce region, one scatter and
+                ``SliceLanded``; success, failure and memory are the whole transfer's.
             claim: Names the blocks for the host; returned untouched by the physical end.
             blocks: Hashable names of the blocks, for the exposure ledger.
             timeout_s: In place of ``SessionConfig.operation_timeout_s``, > 0.
@@ -185,8 +190,10 @@ class Receiver(Shell[_Receive]):
             raise LocalProtocolError(f"the receiver admits nothing: {self._fatal or 'closed'}")
         if identity.endpoint_generation != self.self_id.generation or identity.rank != self.self_id.rank:
             raise StaleIdentity(f"{identity} is not of {self.self_id}")
-        if identity in self._transfers or identity in self._over:
-            raise DuplicateTransfer(f"{identity} was opened before")
+        slices = dict.fromkeys(identity.of_slice(identity.slice_index + each.slice_index) for each in operations)
+        for slice_id in (identity, *slices):
+            if slice_id in self._of_slice or slice_id in self._transfers or slice_id in self._over:
+                raise DuplicateTransfer(f"{slice_id} was opened before")
         if not 1 <= len(operations) <= self.config.operations_max:
             raise CapacityExceeded(f"{len(operations)} operations are outside 1..{self.config.operations_max}")
         if len(self._transfers) >= self.config.transfers_max:
@@ -202,7 +209,8 @@ class Receiver(Shell[_Receive]):
             specs: list[rc.OperationSpec] = []
             expected: dict[OperationIdentity, ExpectedOperation] = {}
             for each in operations:
-                operation = OperationIdentity(identity, each.peer.rank, self._next_operation + len(specs), self.session)
+                slice_id = identity.of_slice(identity.slice_index + each.slice_index)
+                operation = OperationIdentity(slice_id, each.peer.rank, self._next_operation + len(specs), self.session)
                 request = ReceiveRequest(
                     operation,
                     each.peer.generation,
@@ -214,6 +222,7 @@ class Receiver(Shell[_Receive]):
                     self._memory_kind,
                     self._device_id,
                     each.payload,
+                    each.after,
                 )
                 specs.append(rc.OperationSpec(operation, each.peer, request))
                 expected[operation] = each
@@ -244,6 +253,7 @@ class Receiver(Shell[_Receive]):
         bound(self._incarnations, OVER_MAX)
         for operation in record.expected:
             self._of_operation[operation] = record
+            self._of_slice[operation.transfer] = record
         self._unpublished.append(record)
         self._counters["opened"] += 1
 
@@ -251,6 +261,7 @@ class Receiver(Shell[_Receive]):
         self._transfers.pop(record.core.identity, None)
         for operation in record.expected:
             self._of_operation.pop(operation, None)
+            self._of_slice.pop(operation.transfer, None)
         if record in self._unpublished:
             self._unpublished.remove(record)
         self._ledger.leave(record.core.identity, record.exposed)
@@ -272,6 +283,7 @@ class Receiver(Shell[_Receive]):
     def _phases(self) -> tuple[Callable[[], None], ...]:
         return (
             self._receive,
+            self._serve_regions,
             self._publish,
             self._flush,  # requests and grants leave before any copy runs
             self._resolve,
@@ -482,11 +494,11 @@ class Receiver(Shell[_Receive]):
         """Scatters, outside the lock."""
         self._each(self._scatters, self.config.copies_per_poll_max, self._scatter)
         for _ in range(len(self._copying)):
-            record, handles = self._copying[0]
+            record, slice_id, handles = self._copying[0]
             try:
                 done = all(handle.done() for handle in handles)
             except Exception as error:  # noqa: BLE001 - a copier's, in any shape: its memory is in doubt and stays owned
-                self._scattered(record, f"{type(error).__name__}: {error}")
+                self._scattered(record, slice_id, f"{type(error).__name__}: {error}")
                 self._copying.popleft()
                 continue
             except BaseException:
@@ -494,7 +506,7 @@ class Receiver(Shell[_Receive]):
                 raise
             if done or record.core.settled:
                 if not record.core.settled:  # else it was given up at the end of the drain clock
-                    self._scattered(record, "")
+                    self._scattered(record, slice_id, "")
                 self._copying.popleft()
             else:
                 self._copying.rotate(-1)
@@ -528,32 +540,31 @@ class Receiver(Shell[_Receive]):
                     prepared = self._scatter_list(record, operation)
                 handles.append(self._copier.submit(prepared))
         except Exception as error:  # noqa: BLE001 - whatever a copier raises, its memory is in doubt and stays owned
-            self._scattered(record, f"{type(error).__name__}: {error}")
+            self._scattered(record, scatter.slice_id, f"{type(error).__name__}: {error}")
             return
-        self._copying.append((record, handles))
+        self._copying.append((record, scatter.slice_id, handles))
 
-    def _scattered(self, record: _Receive, reason: str) -> None:
+    def _scattered(self, record: _Receive, slice_id: TransferIdentity, reason: str) -> None:
         self._counters["scatters" if not reason else "scatters_failed"] += 1
         with self._lock:
-            self._step(record, rc.ScatterEnded(not reason, self._errors_prove_idle or not reason, reason))
+            self._step(record, rc.ScatterEnded(slice_id, not reason, self._errors_prove_idle or not reason, reason))
 
     def _tick(self) -> None:
         now_s = self._clock()
         with self._lock:
             if self._arena is not None:
-                for reservation in self._arena.pump():
-                    self._reserved(reservation)
-            for identity, record in list(self._waiting.items()):
-                if record.wait_until_s is None:
-                    del self._waiting[identity]
-                elif record.reservation is not None:  # an interrupt came before the core was told
-                    self._reserved(record.reservation)
-                elif now_s >= record.wait_until_s:
+                self._served.extend(self._arena.pump())
+                self._each(self._served, len(self._served), self._reserved)
+            for slice_id, record in list(self._waiting.items()):
+                until_s = record.wait_until_s.get(slice_id)
+                if until_s is None:
+                    del self._waiting[slice_id]
+                elif now_s >= until_s:
                     if self._arena is not None:
-                        self._counters["bounce_no_space"] += self._arena.withdraw(identity)
-                    self._step(record, rc.RegionRefused("no_space"))
-                    record.wait_until_s = None
-                    self._waiting.pop(identity, None)
+                        self._counters["bounce_no_space"] += self._arena.withdraw(slice_id)
+                    self._step(record, rc.RegionRefused(slice_id, "no_space"))
+                    record.wait_until_s.pop(slice_id, None)
+                    self._waiting.pop(slice_id, None)
             while self._expiries and now_s >= self._expiries[0][0]:
                 identity = self._expiries[0][2]
                 late = self._transfers.get(identity)
@@ -567,13 +578,16 @@ class Receiver(Shell[_Receive]):
                     self._step(record, shared.Ticked())
 
     def _reserved(self, reservation: Reservation) -> None:
-        record = self._transfers.get(reservation.key)  # type: ignore[call-overload]
+        slice_id: TransferIdentity = reservation.key  # type: ignore[assignment]
+        record = self._of_slice.get(slice_id)
         if record is None:
             reservation.abandon()
             return
-        record.reservation = reservation
-        self._step(record, rc.RegionReserved())
-        record.wait_until_s = None
+        if slice_id in record.advertised:
+            return  # the core was told, and an interrupt came right after it
+        record.reservations[slice_id] = reservation
+        self._step(record, rc.RegionReserved(slice_id))
+        record.wait_until_s.pop(slice_id, None)
 
     def _peer_gone(self, peer: PeerId, reason: str) -> None:
         with self._lock:
@@ -599,7 +613,7 @@ class Receiver(Shell[_Receive]):
 
     # -- performing effects (under the lock)
 
-    _once = (rc.ReserveRegion, rc.BindAndGrant, rc.WithdrawRegion, rc.Quarantine)
+    _once = (rc.ReserveRegion, rc.BindAndGrant, rc.WithdrawRegion, rc.ReleaseRegion, rc.Quarantine)
 
     def _perform(self, record: _Receive, effect: Any) -> None:
         identity = record.core.identity
@@ -611,17 +625,25 @@ class Receiver(Shell[_Receive]):
             case rc.SendRefusal(peer, refusal):
                 self._counters["bounce_refused"] += 1
                 self._queue(peer, refusal)
-            case rc.ReserveRegion(parts):
-                self._reserve(record, dict(parts))
+            case rc.ReserveRegion(slice_id, parts):
+                self._reserve(record, slice_id, dict(parts))
             case rc.BindAndGrant(operation, peer):
                 self._bind(record, operation, peer)
-            case rc.WithdrawRegion():
-                record.wait_until_s = None
-                if record.reservation is not None:
-                    record.reservation.abandon()
-                    record.reservation = None
+            case rc.WithdrawRegion(slice_id):
+                record.wait_until_s.pop(slice_id, None)
+                reservation = record.reservations.pop(slice_id, None)
+                if reservation is not None:
+                    reservation.abandon()
                 elif self._arena is not None:
-                    self._arena.withdraw(identity)
+                    self._arena.withdraw(slice_id)
+            case rc.ReleaseRegion(slice_id, proofs):
+                advertised = record.advertised.get(slice_id)
+                if advertised is not None:
+                    advertised.release(proofs)
+                    del record.advertised[slice_id]
+            case rc.SliceLanded(slice_id):
+                self._counters["slices_landed"] += 1
+                self._events.append(SliceLanded(identity, slice_id.slice_index - identity.slice_index))
             case rc.CheckReport():
                 self._checks.append((record, effect))
             case rc.Scatter():
@@ -639,9 +661,6 @@ class Receiver(Shell[_Receive]):
                 self._ended(record, outcome, reason)
             case rc.Release(proofs):
                 unfilled = self._unfilled(record)
-                if record.advertised is not None:
-                    record.advertised.release(proofs)
-                    record.advertised = None
                 if record.proven is None:
                     record.proven = record.owned.prove(proofs)
                 self._ledger.leave(identity, record.exposed)
@@ -650,8 +669,7 @@ class Receiver(Shell[_Receive]):
                 self._settle(MemoryReleased(identity, record.claim, record.proven, unfilled))
             case rc.Quarantine(reason, story):
                 byte_count = record.owned.byte_count
-                if record.advertised is not None:
-                    byte_count += record.advertised.quarantine()
+                byte_count += sum(advertised.quarantine() for advertised in record.advertised.values())
                 record.owned.quarantine(reason)
                 self._forget(record)
                 self._counters["quarantined"] += 1
@@ -660,26 +678,33 @@ class Receiver(Shell[_Receive]):
             case shared.NoteConflict():
                 self._counters["conflicts"] += 1
 
-    def _reserve(self, record: _Receive, parts: dict[int, int]) -> None:
+    def _reserve(self, record: _Receive, slice_id: TransferIdentity, parts: dict[int, int]) -> None:
         if self._arena is None:
-            self._step(record, rc.RegionRefused("disabled"))
+            self._step(record, rc.RegionRefused(slice_id, "disabled"))
             return
-        refusal = self._arena.enqueue(record.core.identity, parts)
+        refusal = self._arena.enqueue(slice_id, parts)
         if refusal is not None:
-            self._step(record, rc.RegionRefused(refusal.reason.value))
+            self._step(record, rc.RegionRefused(slice_id, refusal.reason.value))
             return
-        record.wait_until_s = self._clock() + self.config.bounce_wait_s
-        self._waiting[record.core.identity] = record
-        for reservation in self._arena.pump():
-            self._reserved(reservation)
+        record.wait_until_s[slice_id] = self._clock() + self.config.bounce_wait_s
+        self._waiting[slice_id] = record
+        self._served.extend(self._arena.pump())
+
+    def _serve_regions(self) -> None:
+        """Grants leave in the poll in which they were wished for, if there is room."""
+        with self._lock:
+            self._each(self._served, len(self._served), self._reserved)
 
     def _bind(self, record: _Receive, operation: OperationIdentity, peer: PeerId) -> None:
-        if record.reservation is not None:
-            record.advertised = record.reservation.advertise()
-            record.reservation = None
-        if record.advertised is None:
+        slice_id = operation.transfer
+        reservation = record.reservations.get(slice_id)
+        if reservation is not None:
+            record.advertised[slice_id] = reservation.advertise()
+            del record.reservations[slice_id]
+        advertised = record.advertised.get(slice_id)
+        if advertised is None:
             raise LocalProtocolError(f"{operation}: granted without a reservation")
-        region = record.advertised.bind_writer(operation, operation.operation)
+        region = advertised.bind_writer(operation, operation.operation)
         record.regions[operation] = region
         self._granted.append((record, operation))
         self._counters["bounce_granted"] += 1
@@ -727,9 +752,11 @@ class Receiver(Shell[_Receive]):
     def _forget(self, record: _Receive) -> None:
         self._transfers.pop(record.core.identity, None)
         self._draining.pop(record.core.identity, None)
-        self._waiting.pop(record.core.identity, None)
         for operation in record.expected:
             self._of_operation.pop(operation, None)
+            self._of_slice.pop(operation.transfer, None)
+            self._waiting.pop(operation.transfer, None)
+            self._over[operation.transfer] = None
         self._over[record.core.identity] = None
         bound(self._over, OVER_MAX)
 

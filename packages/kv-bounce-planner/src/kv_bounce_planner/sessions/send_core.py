@@ -1,9 +1,10 @@
 """The sender's side of one request, pure: events and the time in, effects out.
 
-Theory. A request has one record per receive request (one operation). Its source memory is owned from ``SourceReady`` until
-the request is sealed *and* every record ended with a proof: a later receive request could still need the source, and a
-write in progress still reads it. Sealing comes before the terminal snapshot, and what is not yet posted then is
-never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
+Theory. A request has one record per receive request (one operation). An operation begins when as much of the source is
+computed as it asks for: a slice goes while the rest is computed, everything else waits for ``SourceReady``. Source memory is
+owned from the first such word until the request is sealed *and* every record ended with a proof: a later receive request could
+still need the source, and a write in progress still reads it. Sealing comes before the terminal snapshot, and what is not yet
+posted then is never posted. Every cancel is answered with what is physically true: sealed, drained, or in doubt.
 
 Pull: the source is lent (``Lend``: its addresses leave), and the receiver reads. A loan ends with the receiver's word
 (``Returned``), or, where the receiver cannot be heard, with its death (nobody uses what a dead reader read) or with what the
@@ -77,6 +78,13 @@ class RequestArrived:
 @dataclass(frozen=True)
 class SourceReady:
     """Prefill is over and its step has retired: the source may be read."""
+
+
+@dataclass(frozen=True)
+class SourceReached:
+    """The step that computed the source up to here has retired: so much of it may be read."""
+
+    position: int
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,7 @@ class SealAsked:
 SendEvent = (
     RequestArrived
     | SourceReady
+    | SourceReached
     | Resolved
     | GrantArrived
     | RefusalArrived
@@ -344,6 +353,8 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
     def __init__(self, request: RequestKey, *, drain_deadline_s: float) -> None:
         self.request = request
         self.ready = False
+        #: How far the source is computed; operations that ask for no more may begin.
+        self.reached = 0
         self.sealed = False
         self.failure = ""
         self.expected: int | None = None
@@ -365,6 +376,15 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
 
     def cancelled(self, operation: OperationIdentity) -> bool:
         return self._records[operation].cancelled
+
+    @property
+    def owned(self) -> bool:
+        """Whether the source, or the part of it that is computed, belongs to the transfer."""
+        return self.ready or self.reached > 0
+
+    def may_begin(self, operation: OperationIdentity) -> bool:
+        """Whether what this operation moves is computed."""
+        return self.ready or 0 < self._records[operation].request.after <= self.reached
 
     def knows(self, operation: OperationIdentity) -> bool:
         return operation in self._records
@@ -423,6 +443,10 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
                 if self.ready:
                     raise LocalProtocolError(f"{self.request} was ready before")
                 self.ready = True
+            case SourceReached(position):
+                if self.ready or position < self.reached:
+                    raise LocalProtocolError(f"{self.request} was computed further before")
+                self.reached = position
             case Resolved():
                 self._resolved(event, now_s)
             case GrantArrived(operation):
@@ -724,7 +748,7 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
 
     def _advance(self, now_s: float) -> None:
         for operation, record in self._records.items():
-            if self.ready and not self.sealed and record.state is _S.HELD and not record.resolving:
+            if record.state is _S.HELD and not self.sealed and not record.resolving and self.may_begin(operation):
                 record.resolving = True
                 self._effects.append(Resolve(operation))
             if record.state is _S.LENT_IN_DOUBT:
@@ -765,7 +789,7 @@ class SendTransfer(Core[_Record, SendEvent, SendEffect]):
         if self.settled or not self.sealed or self.outstanding:
             return
         self.settled = True
-        if not self.ready:
+        if not self.owned:
             return
         doubtful = self._in_state(_S.QUARANTINED)
         if doubtful:

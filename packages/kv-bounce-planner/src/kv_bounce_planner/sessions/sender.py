@@ -32,6 +32,7 @@ from kv_bounce_planner.sessions.events import (
 )
 from kv_bounce_planner.sessions.identity import OperationIdentity, PeerId, RequestKey
 from kv_bounce_planner.sessions.messages import (
+    AFTER_MAX,
     PAYLOAD_BYTES_MAX,
     BounceGrant,
     BounceRefused,
@@ -135,6 +136,7 @@ class Sender(Shell[_Send]):
         self._arrived = 0
         self._settled: OrderedDict[RequestKey, None] = OrderedDict()
         self._gathers: deque[tuple[_Send, OperationIdentity]] = deque()
+        self._served: deque[Reservation] = deque()  # slots whose operations were not told of them
         self._asking: deque[tuple[_Send, OperationIdentity]] = deque()
         self._gathering: deque[tuple[_Send, OperationIdentity, CopyHandle]] = deque()
         self._posts: deque[tuple[_Send, OperationIdentity, bool]] = deque()
@@ -147,13 +149,14 @@ class Sender(Shell[_Send]):
     # -- the host's calls
 
     def pending(self) -> tuple[ReceiveRequest, ...]:
-        """Receive requests whose prefill is not over."""
+        """Receive requests of which not everything is computed that they ask for."""
         with self._lock:
             return tuple(
                 record.core.request_of(operation)
                 for record in self._requests.values()
                 if not record.core.ready and not record.core.sealed
                 for operation in record.core.outstanding
+                if not record.core.may_begin(operation)
             )
 
     def expect(self, request: RequestKey, operation_count: int | None = None) -> None:
@@ -187,6 +190,36 @@ class Sender(Shell[_Send]):
             record.resolve = resolve
             record.claim = claim
             self._step(record, sc.SourceReady())
+
+    def reached(
+        self,
+        request: RequestKey,
+        position: int,
+        resolve: Callable[[ReceiveRequest], WriterTransfer | Loan],
+        claim: Any = None,
+    ) -> None:
+        """The source is computed up to ``position`` and its step has retired: what asks for no more (``after``) may begin.
+
+        From the first call on the source belongs to the transfer, as after ``ready``, which follows at the prompt's end.
+
+        Args:
+            position: In the count of the receiver's ``ExpectedOperation.after``; it never falls.
+            request, resolve, claim: As of ``ready``.
+
+        Raises:
+            ValueError: ``position`` is not an integer in 1..2^31-1.
+            LocalProtocolError: It was ready, or computed further, before; or it is over.
+            CapacityExceeded: Too many requests are open.
+        """
+        if type(position) is not int or not 1 <= position <= AFTER_MAX:
+            raise ValueError(f"position wants an integer in 1..{AFTER_MAX}, got {position!r}")
+        with self._lock:
+            record = self._record(request)
+            if record.core.ready or position < record.core.reached:
+                raise LocalProtocolError(f"{request} was computed further before")
+            record.resolve = resolve
+            record.claim = claim
+            self._step(record, sc.SourceReached(position))
 
     def fail(self, request: RequestKey, reason: str) -> None:
         """Prefill failed or was aborted: what was not posted never will be, and every receiver learns it.
@@ -483,19 +516,23 @@ class Sender(Shell[_Send]):
         if self._arena is None:
             return
         with self._lock:
-            for reservation in self._arena.pump():
-                operation = reservation.key
-                record = self._requests.get(operation.request)  # type: ignore[attr-defined]
-                if record is None:
-                    reservation.abandon()
-                    continue
-                slot = reservation.advertise()  # a copy is about to write into it
-                slot.bind_writer(operation, 0)  # type: ignore[arg-type]
-                record.slots[operation] = slot  # type: ignore[index]
-                self._step(record, sc.SlotReserved(operation))  # type: ignore[arg-type]
+            self._served.extend(self._arena.pump())
+            self._each(self._served, len(self._served), self._take_slot)
             if self._ahead and self._arena.waiting_count:
                 for operation, record in list(self._ahead.items()):
                     self._step(record, sc.SlotAsked(operation))
+
+    def _take_slot(self, reservation: Reservation) -> None:
+        operation: OperationIdentity = reservation.key  # type: ignore[assignment]
+        record = self._requests.get(operation.request)
+        if record is not None and record.core.state_of(operation) is SendState.GRANTED:
+            if operation not in record.slots:
+                slot = reservation.advertise()  # a copy is about to write into it
+                slot.bind_writer(operation, 0)
+                record.slots[operation] = slot
+            self._step(record, sc.SlotReserved(operation))
+        elif record is None or operation not in record.slots:
+            reservation.abandon()  # it ended while an interrupt kept its slot here
 
     def _gather_ahead(self, record: _Send, operation: OperationIdentity, transfer: WriterTransfer) -> bool:
         """Use a slot that nobody waits for while the region is still asked for. Returns whether there was one."""

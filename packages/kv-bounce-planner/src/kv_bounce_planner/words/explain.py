@@ -11,6 +11,7 @@ import numpy as np
 from kv_bounce_planner._errors import LayoutError
 from kv_bounce_planner._reasons import Reason, Refusal
 from kv_bounce_planner.planning.plan import TransferPlan, WriterPlan, WriterTransfer
+from kv_bounce_planner.planning.slices import SlicedPlan
 from kv_bounce_planner.planning.tier import TierChoice
 
 #: What a log line begins with when writers were coalesced; tests of whole services look for it.
@@ -18,7 +19,7 @@ COALESCED_PREFIX = "[kv-bounce] coalesced"
 #: What a log line begins with when a transfer was written in place.
 IN_PLACE_PREFIX = "[kv-bounce] in-place"
 
-Explained = TransferPlan | WriterPlan | WriterTransfer | TierChoice | Refusal
+Explained = SlicedPlan | TransferPlan | WriterPlan | WriterTransfer | TierChoice | Refusal
 
 
 def coalesced_marker(block_count: int, total_bytes: int, writer_count: int) -> str:
@@ -44,7 +45,7 @@ def explain(
     """Say who writes what where, or which way and why.
 
     Args:
-        subject: A plan (either side's view), a choice or a refusal.
+        subject: A plan (either side's view, whole or in slices), a choice or a refusal.
         format: "text" for people, "json" for tools (one object with a "kind"; keys are stable).
         ranges_max: Ranges shown per writer in the text; JSON carries the first so many as well and the count.
         choices: Each writer's tier and reason, shown with a plan.
@@ -64,6 +65,21 @@ def describe(
     subject: Explained, *, ranges_max: int = 4, choices: Mapping[int, TierChoice] | None = None
 ) -> dict[str, Any]:
     """What :func:`explain` says, as plain data."""
+    if isinstance(subject, SlicedPlan):
+        return {
+            "kind": "sliced",
+            "total_bytes": subject.total_bytes,
+            "digest": subject.digest.hex(),
+            "slices": [
+                {
+                    "first_token": each.tokens.start,
+                    "end_token": each.tokens.end,
+                    "layers": None if each.layers is None else [each.layers.start, each.layers.stop],
+                    "plan": describe(plan, ranges_max=ranges_max, choices=choices),
+                }
+                for each, plan in zip(subject.slices, subject.plans, strict=True)
+            ],
+        }
     if isinstance(subject, TransferPlan):
         chosen = choices or {}
         return {
@@ -149,6 +165,13 @@ def _bytes(count: int) -> str:
 
 def _lines(described: dict[str, Any], indent: str = "") -> list[str]:
     kind = described["kind"]
+    if kind == "sliced":
+        lines = [f"{indent}{_bytes(described['total_bytes'])} in {len(described['slices'])} slice(s)"]
+        for index, each in enumerate(described["slices"]):
+            layers = "all layers" if each["layers"] is None else "layers {} … {}".format(*each["layers"])
+            lines.append(f"{indent}  slice {index}: tokens {each['first_token']} … {each['end_token']}, {layers}")
+            lines.extend(_lines(each["plan"], indent + "    "))
+        return lines
     if kind == "plan":
         lines = [
             f"{indent}target rank {described['target_rank']} ({described['memory_kind']}): "
