@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from kv_bounce_planner.planning.report import validate_report as validate_report
     from kv_bounce_planner.planning.slices import Slice as Slice
     from kv_bounce_planner.planning.slices import SlicedPlan as SlicedPlan
+    from kv_bounce_planner.planning.slices import choose_slice_count as choose_slice_count
     from kv_bounce_planner.planning.slices import cut_slices as cut_slices
     from kv_bounce_planner.planning.slices import plan_slices as plan_slices
     from kv_bounce_planner.planning.slices import plan_writer_slices as plan_writer_slices
@@ -133,6 +134,7 @@ __getattr__, __dir__, __all__ = lazy(
         "planning.slices": (
             "Slice",
             "SlicedPlan",
+            "choose_slice_count",
             "cut_slices",
             "plan_slices",
             "plan_writer_slices",

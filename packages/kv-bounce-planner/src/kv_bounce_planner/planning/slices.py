@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,6 +86,35 @@ def cut_slices(
         cuts.pop()
     ends = [tokens.start, *cuts, tokens.end]
     return tuple(Slice(TokenRange(start, end), part) for start, end in itertools.pairwise(ends) for part in parts)
+
+
+def choose_slice_count(*, compute_s: float, transfer_s: float, slice_cost_s: float, count_max: int) -> int:
+    """How many equal slices pay best; 1: do not slice.
+
+    With n slices of ``transfer_s / n + slice_cost_s`` each, moved one after the other, the last lands that long after the
+    prompt's end if the transfer keeps up with the compute, and later by what it falls behind if it does not. What the slices
+    cost is work of both hosts, though it is hidden behind the compute: it counts as much as waiting does.
+
+    Args:
+        compute_s: What is left to compute when the destination is known, >= 0; 0: everything is computed by then.
+        transfer_s: All of the request's bytes in one transfer, >= 0 (``TierChoice.predicted_s``).
+        slice_cost_s: What each transfer costs however small it is, >= 0.
+        count_max: The most that may be answered, in 1..65,536.
+
+    Returns:
+        The smallest count with the least sum of wait and added work.
+
+    Raises:
+        LayoutError: A number is out of bounds.
+    """
+    if not 1 <= count_max <= SLICES_MAX:
+        raise LayoutError(f"count_max is in 1..{SLICES_MAX}, got {count_max}")
+    if not all(0 <= each < math.inf for each in (compute_s, transfer_s, slice_cost_s)):
+        raise LayoutError(f"durations are at least 0 and finite, got {compute_s}, {transfer_s} and {slice_cost_s}")
+    counts = np.arange(1, count_max + 1)
+    one_s = transfer_s / counts + slice_cost_s
+    behind_s = compute_s / counts + counts * one_s - compute_s
+    return int(np.argmin(np.maximum(one_s, behind_s) + counts * slice_cost_s)) + 1
 
 
 @dataclass(frozen=True, eq=False)
