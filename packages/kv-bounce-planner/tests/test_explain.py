@@ -55,14 +55,14 @@ def plan() -> TransferPlan:
 def test_slices_are_told_one_by_one() -> None:
     """Each by its tokens and layers, then its plan; all of it as data too."""
     source = InstanceLayout("s", (rank(0, range(3), 0x1000_0000), rank(1, range(3, 4), 0x2000_0000)), pp_size=2)
-    sliced = plan_slices(
+    cut = plan_slices(
         source,
         rank(0, range(4), 0x9000_0000),
         RequestBlocks.single([9, 3, 4, 30]),
         TokenRange(4, 60),
         [Slice(TokenRange(4, 32)), Slice(TokenRange(32, 60), range(2)), Slice(TokenRange(32, 60), range(2, 4))],
     )
-    lines = explain(sliced, ranges_max=0).splitlines()
+    lines = explain(cut, ranges_max=0).splitlines()
     assert lines[0] == "112 KiB in 3 slice(s)"
     assert [line for line in lines if line.startswith("  slice")] == [
         "  slice 0: tokens 4 … 32, all layers",
@@ -71,9 +71,9 @@ def test_slices_are_told_one_by_one() -> None:
     ]
     writers = [line.split(":")[0].strip() for line in lines if "writer " in line]
     assert writers == ["writer 0", "writer 1", "writer 0", "writer 0", "writer 1"]
-    told = json.loads(explain(sliced, "json"))
-    assert told["kind"] == "sliced" and told["digest"] == sliced.digest.hex()
-    assert [each["plan"]["total_bytes"] for each in told["slices"]] == [plan.total_bytes for plan in sliced.plans]
+    told = json.loads(explain(cut, "json"))
+    assert told["kind"] == "sliced" and told["digest"] == cut.digest.hex()
+    assert [each["plan"]["total_bytes"] for each in told["slices"]] == [plan.total_bytes for plan in cut.plans]
     assert told["slices"][1]["layers"] == [0, 2] and told["slices"][0]["layers"] is None
 
 

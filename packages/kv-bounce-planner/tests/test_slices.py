@@ -77,17 +77,17 @@ def check_sliced(seed: int) -> Counter[str]:
         )
         for rank in case.source.cohort(case.source_adp_rank or 0)
     }  # fmt: skip
-    for index, (each, sliced) in enumerate(zip(slices, plan.plans)):
+    for index, (each, cut) in enumerate(zip(slices, plan.plans)):
         inside = (cell for cell in by_cell if oracles.in_slice(cell, each.tokens, each.layers, case.tokens.end))
         expected = {at: every[at] for cell in inside for at in by_cell[cell]}
-        assert sliced.writer_ranks == tuple(sorted({rank for rank, _ in expected.values()})), f"seed {seed}"
+        assert cut.writer_ranks == tuple(sorted({rank for rank, _ in expected.values()})), f"seed {seed}"
         got: dict[int, tuple[int, int]] = {}
         for rank, of_rank in transfers.items():
             transfer = of_rank[index]
-            assert (transfer is not None) == (rank in sliced.writers)
+            assert (transfer is not None) == (rank in cut.writers)
             if transfer is None:
                 continue
-            writer = sliced.writers[rank]
+            writer = cut.writers[rank]
             assert transfer.writer == writer and transfer.writer.digest == writer.digest
             placed = pairs(transfer)
             # The region of a slice begins at 0 and is as long as the slice: byte k is the k-th of the ascending targets.

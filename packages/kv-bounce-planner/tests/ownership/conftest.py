@@ -301,7 +301,7 @@ class Lab:
             )
         return self.receiver.open(self.identity(request, incarnation), expected, claim=f"blocks of {request}", **more)
 
-    def sliced(self, slices: int = 2, tier: Any = "direct") -> Sliced:
+    def in_slices(self, slices: int = 2, tier: Any = "direct") -> Sliced:
         return Sliced(self, slices, tier)
 
     def ready(self, request: int = 1, *, ranks: Any = None, incarnation: int = 0, count: int = 8) -> None:

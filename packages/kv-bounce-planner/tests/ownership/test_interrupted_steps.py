@@ -90,14 +90,14 @@ def in_slices(tier):
     """The first lands, the second is on its way when the rest is computed."""
 
     def body(lab, calling):
-        sliced = lab.sliced(4, tier)
-        sliced.open()
+        cut = lab.in_slices(4, tier)
+        cut.open()
         turns(lab, calling, 3)
-        sliced.compute(1)
+        cut.compute(1)
         turns(lab, calling, 5)
-        sliced.compute(2)
+        cut.compute(2)
         turns(lab, calling, 1)
-        sliced.compute(4)
+        cut.compute(4)
         turns(lab, calling, 16)
         calling(lab.senders[0].seal, KEY)
         turns(lab, calling, 3)
@@ -107,13 +107,13 @@ def in_slices(tier):
 
 def slices_cancelled(lab, calling):
     """One has landed, one was posted and lands later, two were not begun."""
-    sliced = lab.sliced(4, "bounce")
-    sliced.open()
+    cut = lab.in_slices(4, "bounce")
+    cut.open()
     turns(lab, calling, 3)
-    sliced.compute(1)
+    cut.compute(1)
     turns(lab, calling, 8)
     lab.world.landing = lambda _job, _part: "hold"
-    sliced.compute(2)
+    cut.compute(2)
     turns(lab, calling, 8)
     calling(lab.receiver.cancel, lab.identity())
     turns(lab, calling, 3)

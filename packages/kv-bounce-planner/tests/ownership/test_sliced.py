@@ -34,14 +34,14 @@ def named(lab, kind):
 def test_a_slice_lands_while_the_rest_is_computed(make_lab, tier, writers, slices):
     """Exactly its bytes are in place and said to be; success and memory come once, with the last."""
     lab = make_lab(writers)
-    sliced = lab.sliced(slices, tier)
-    sliced.open()
+    cut = lab.in_slices(slices, tier)
+    cut.open()
     lab.run(4)
     for through in range(1, slices):
-        sliced.compute(through)
+        cut.compute(through)
         assert lab.run() == ["SliceLanded"]
-        assert sliced.landed() == list(range(through)) and sliced.in_place(*range(through))
-    sliced.compute(slices)
+        assert cut.landed() == list(range(through)) and cut.in_place(*range(through))
+    cut.compute(slices)
     assert lab.run() == ["SliceLanded", "TransferSucceeded", "MemoryReleased"]
     assert lab.in_place() and free(lab.events[-1].proven) == "blocks"
     (success,) = named(lab, "TransferSucceeded")
@@ -55,39 +55,39 @@ def test_a_slice_lands_while_the_rest_is_computed(make_lab, tier, writers, slice
 def test_nothing_moves_before_it_is_computed(make_lab):
     """Neither is a region asked for, nor the planner asked."""
     lab = make_lab(1)
-    sliced = lab.sliced(4, "bounce")
-    sliced.open()
+    cut = lab.in_slices(4, "bounce")
+    cut.open()
     assert lab.run() == [] and not lab.target.any()
-    sliced.compute(2)
-    assert lab.run() == ["SliceLanded", "SliceLanded"] and sliced.in_place(0, 1)
+    cut.compute(2)
+    assert lab.run() == ["SliceLanded", "SliceLanded"] and cut.in_place(0, 1)
     assert len(lab.senders[0].pending()) == 2
-    sliced.compute(2)  # said again: nothing new
+    cut.compute(2)  # said again: nothing new
     assert lab.run() == []
 
 
 def test_the_last_slice_waits_for_the_whole_prompt_however_far_it_is_computed(make_lab):
     """What asks for everything (recurrent state, the first token) is not computed before everything is."""
     lab = make_lab(1)
-    sliced = lab.sliced()
-    sliced.open()
-    lab.senders[0].reached(KEY, AFTER_MAX, sliced.resolver(0), claim="source")
-    assert lab.run() == ["SliceLanded"] and sliced.in_place(0)
-    sliced.compute(2)
+    cut = lab.in_slices()
+    cut.open()
+    lab.senders[0].reached(KEY, AFTER_MAX, cut.resolver(0), claim="source")
+    assert lab.run() == ["SliceLanded"] and cut.in_place(0)
+    cut.compute(2)
     assert lab.run()[-1] == "MemoryReleased"
 
 
 def test_a_slice_lands_when_its_last_writer_has_written_it(make_lab):
     """Stages compute one after the other; nothing of a slice is scattered before all of them wrote it."""
     lab = make_lab(2)
-    sliced = lab.sliced(2, "bounce")
-    sliced.open()
-    sliced.compute(1, ranks=[0])
+    cut = lab.in_slices(2, "bounce")
+    cut.open()
+    cut.compute(1, ranks=[0])
     assert lab.run() == [] and not lab.target.any()
-    sliced.compute(2, ranks=[0])
+    cut.compute(2, ranks=[0])
     assert lab.run() == [] and not lab.target.any()
-    sliced.compute(1, ranks=[1])
-    assert lab.run() == ["SliceLanded"] and sliced.in_place(0)
-    sliced.compute(2, ranks=[1])
+    cut.compute(1, ranks=[1])
+    assert lab.run() == ["SliceLanded"] and cut.in_place(0)
+    cut.compute(2, ranks=[1])
     assert lab.run() == ["SliceLanded", "TransferSucceeded", "MemoryReleased"]
 
 
@@ -95,22 +95,22 @@ def test_slices_land_in_any_order(make_lab):
     """A late part of the first does not hold the second up."""
     held = {"on": True}
     lab = make_lab(1)
-    sliced = lab.sliced()
-    first, _ = sliced.open()
+    cut = lab.in_slices()
+    first, _ = cut.open()
     lab.world.landing = lambda job, _part: "hold" if held["on"] and job.operation == first else "land"
-    sliced.compute(1)
+    cut.compute(1)
     lab.run()
-    sliced.compute(2)
-    assert lab.run() == ["SliceLanded"] and sliced.landed() == [1]
+    cut.compute(2)
+    assert lab.run() == ["SliceLanded"] and cut.landed() == [1]
     held["on"] = False
-    assert lab.run() == ["SliceLanded", "TransferSucceeded", "MemoryReleased"] and sliced.landed() == [1, 0]
+    assert lab.run() == ["SliceLanded", "TransferSucceeded", "MemoryReleased"] and cut.landed() == [1, 0]
 
 
 def test_every_slice_takes_its_own_tier(make_lab):
     lab = make_lab(1)
-    sliced = lab.sliced(4, ["direct", "bounce", "pull", "bounce"])
-    sliced.open()
-    sliced.compute(4)
+    cut = lab.in_slices(4, ["direct", "bounce", "pull", "bounce"])
+    cut.open()
+    cut.compute(4)
     lab.run(30)
     (success,) = named(lab, "TransferSucceeded")
     assert [each for _, each, _ in success.tiers] == ["direct", "bounce", "pull", "bounce"] and lab.in_place()
@@ -119,12 +119,12 @@ def test_every_slice_takes_its_own_tier(make_lab):
 def test_requests_say_what_they_wait_for_and_which_slice_they_are_of(make_lab):
     """On every message and notification the slice is part of the name."""
     lab = make_lab(1)
-    sliced = lab.sliced(4)
-    operations = sliced.open()
+    cut = lab.in_slices(4)
+    operations = cut.open()
     lab.run(3)
-    assert [request.after for request in sliced.requests()] == [1, 2, 3, 0]
+    assert [request.after for request in cut.requests()] == [1, 2, 3, 0]
     assert [operation.transfer.slice_index for operation in operations] == [0, 1, 2, 3]
-    assert [request.operation for request in sliced.requests()] == list(operations)
+    assert [request.operation for request in cut.requests()] == list(operations)
     assert {operation.transfer.of_slice(0) for operation in operations} == {lab.identity()}
 
 
@@ -134,23 +134,23 @@ def test_requests_say_what_they_wait_for_and_which_slice_they_are_of(make_lab):
 def test_a_region_goes_back_when_its_slice_has_landed(make_lab):
     """While the prompt is still computed nothing of the arena is held."""
     lab = make_lab(2)
-    sliced = lab.sliced(2, "bounce")
-    sliced.open()
-    sliced.compute(1, ranks=[0])
+    cut = lab.in_slices(2, "bounce")
+    cut.open()
+    cut.compute(1, ranks=[0])
     lab.run()
     assert lab.arena.statistics().held_bytes >= FRAGMENTS * SIZE  # both writers' halves
-    sliced.compute(1, ranks=[1])
+    cut.compute(1, ranks=[1])
     lab.run()
-    assert sliced.landed() == [0] and lab.arena.statistics().held_bytes == 0
+    assert cut.landed() == [0] and lab.arena.statistics().held_bytes == 0
 
 
 def test_an_arena_of_one_slice_is_enough_for_a_request_of_many(make_lab):
     """Without slices it would be larger than the arena: one slice's region is another's later."""
     room = FRAGMENTS // 4 * SIZE + 64  # 64: its parts begin at multiples of 64
     lab = make_lab(1, arena=room, send_arena=room)
-    sliced = lab.sliced(4, "bounce")
-    sliced.open()
-    sliced.compute(4)
+    cut = lab.in_slices(4, "bounce")
+    cut.open()
+    cut.compute(4)
     lab.run(60)
     (success,) = named(lab, "TransferSucceeded")
     assert [each for _, each, _ in success.tiers] == ["bounce"] * 4 and lab.in_place()
@@ -160,14 +160,14 @@ def test_a_refused_region_is_one_slices_alone(make_lab):
     """That slice is written in place; the next one is offered a region of its own."""
     lab = make_lab(1, arena=FRAGMENTS // 2 * SIZE + 64)
     blocker = lab.arena.reserve("somebody else", {0: FRAGMENTS // 2 * SIZE})
-    sliced = lab.sliced(2, "bounce")
-    sliced.open()
-    sliced.compute(1)
+    cut = lab.in_slices(2, "bounce")
+    cut.open()
+    cut.compute(1)
     lab.run(6)
     lab.clock.advance(0.3)
-    assert lab.run() == ["SliceLanded"] and sliced.in_place(0)
+    assert lab.run() == ["SliceLanded"] and cut.in_place(0)
     blocker.abandon()
-    sliced.compute(2)
+    cut.compute(2)
     lab.run()
     (success,) = named(lab, "TransferSucceeded")
     assert [(each, why) for _, each, why in success.tiers] == [("direct", "no_space"), ("bounce", "ok")]
@@ -181,16 +181,16 @@ def test_a_refused_region_is_one_slices_alone(make_lab):
 def test_a_cancel_at_any_slice_keeps_what_landed_and_names_the_rest(make_lab, tier, landed):
     """Logically at once; memory by the proof of every slice; the blocks that landed hold their KV."""
     lab = make_lab(1)
-    sliced = lab.sliced(4, tier)
-    sliced.open()
+    cut = lab.in_slices(4, tier)
+    cut.open()
     if landed:
-        sliced.compute(landed)
+        cut.compute(landed)
     lab.run()
     assert lab.receiver.cancel(lab.identity())
     lab.run()
     (released,) = named(lab, "MemoryReleased")
     assert released.unfilled == tuple(f"block {index} of 0" for index in range(landed, 4))
-    assert sliced.in_place(*range(landed)) and len(named(lab, "TransferCancelled")) == 1
+    assert cut.in_place(*range(landed)) and len(named(lab, "TransferCancelled")) == 1
     assert lab.arena.statistics().held_bytes == 0
     if landed:
         lab.senders[0].seal(KEY)
@@ -202,12 +202,12 @@ def test_a_cancel_at_any_slice_keeps_what_landed_and_names_the_rest(make_lab, ti
 def test_a_cancel_while_a_slice_flies_waits_for_that_slice(make_lab, tier):
     """Slice 0 landed, slice 1 is posted and does not land: nothing is released before it did, or its end is proven."""
     lab = make_lab(1)
-    sliced = lab.sliced(4, tier)
-    operations = sliced.open()
-    sliced.compute(1)
+    cut = lab.in_slices(4, tier)
+    operations = cut.open()
+    cut.compute(1)
     lab.run()
     lab.world.landing = lambda _job, _part: "hold"
-    sliced.compute(2)
+    cut.compute(2)
     lab.run()
     lab.receiver.cancel(lab.identity())
     lab.run()
@@ -224,10 +224,10 @@ def test_a_cancel_while_a_slice_flies_waits_for_that_slice(make_lab, tier):
 def test_a_prefill_that_fails_after_some_slices_ends_the_transfer_once(make_lab, landed):
     """The rest is sealed unposted; both sides' memory comes back."""
     lab = make_lab(2)
-    sliced = lab.sliced(4, "bounce")
-    sliced.open()
+    cut = lab.in_slices(4, "bounce")
+    cut.open()
     if landed:
-        sliced.compute(landed)
+        cut.compute(landed)
     lab.run()
     lab.senders[1].fail(KEY, "out of memory")
     lab.run()
@@ -237,7 +237,7 @@ def test_a_prefill_that_fails_after_some_slices_ends_the_transfer_once(make_lab,
     lab.run()
     (released,) = named(lab, "MemoryReleased")
     assert released.unfilled == tuple(f"block {i} of {rank}" for i in range(landed, 4) for rank in range(2))
-    assert sliced.in_place(*range(landed))
+    assert cut.in_place(*range(landed))
     if landed:
         assert [lab.sent_names(rank).count("SourceReleased") for rank in range(2)] == [1, 1]
 
@@ -246,9 +246,9 @@ def test_a_prefill_that_fails_after_some_slices_ends_the_transfer_once(make_lab,
 def test_a_writer_that_dies_after_some_slices_leaves_the_rest_in_doubt(make_lab, landed):
     """Its landed slices are proven by their notifications; the others by nothing but the end of our agent (tcp)."""
     lab = make_lab(1)
-    sliced = lab.sliced(4)
-    operations = sliced.open()
-    sliced.compute(landed)
+    cut = lab.in_slices(4)
+    operations = cut.open()
+    cut.compute(landed)
     lab.run()
     lab.kill(0)
     lab.receiver.peer_died(lab.senders[0].self_id, PeerEvidence.PROCESS_REAPED)
@@ -264,12 +264,12 @@ def test_a_writer_that_dies_after_some_slices_leaves_the_rest_in_doubt(make_lab,
 def test_a_late_write_of_one_slice_keeps_all_memory_until_quarantine(make_lab):
     """Blocks are the transfer's: they go together. The region of the slice that landed is back long before."""
     lab = make_lab(1)
-    sliced = lab.sliced(2, "bounce")
-    sliced.open()
-    sliced.compute(1)
+    cut = lab.in_slices(2, "bounce")
+    cut.open()
+    cut.compute(1)
     lab.run()
     lab.world.landing = lambda _job, _part: "hold"
-    sliced.compute(2)
+    cut.compute(2)
     lab.run()
     half = FRAGMENTS // 2 * SIZE
     assert half <= lab.arena.statistics().held_bytes < 2 * half
@@ -299,14 +299,14 @@ def test_a_scatter_that_fails_is_its_slices_alone(make_lab):
             return self.copier.submit(prepared)
 
     lab = make_lab(1, copier=Fails(HostCopier()), copier_errors_prove_idle=True)
-    sliced = lab.sliced(2, "bounce")
-    sliced.open()
-    sliced.compute(1)
+    cut = lab.in_slices(2, "bounce")
+    cut.open()
+    cut.compute(1)
     lab.run()
-    sliced.compute(2)
+    cut.compute(2)
     lab.run()
     assert lab.names() == ["SliceLanded", "TransferFailed", "MemoryReleased"]
-    assert lab.events[-1].unfilled == ("block 1 of 0",) and sliced.in_place(0)
+    assert lab.events[-1].unfilled == ("block 1 of 0",) and cut.in_place(0)
     assert lab.arena.statistics().held_bytes == 0
 
 
@@ -317,11 +317,11 @@ def test_a_scatter_that_fails_is_its_slices_alone(make_lab):
 def test_the_source_belongs_to_the_transfer_from_its_first_slice_on(make_lab, tier):
     """Sealed early, what is under way is waited for, what has not begun never begins; then it goes back, once."""
     lab = make_lab(1)
-    sliced = lab.sliced(4, tier)
-    sliced.open()
+    cut = lab.in_slices(4, tier)
+    cut.open()
     lab.run(3)
     lab.world.landing = lambda _job, _part: "hold"
-    sliced.compute(1)
+    cut.compute(1)
     lab.run()
     sender = lab.senders[0]
     sender.fail(KEY, "its client has gone")
@@ -336,8 +336,8 @@ def test_the_source_belongs_to_the_transfer_from_its_first_slice_on(make_lab, ti
 def test_a_source_of_which_nothing_is_computed_is_not_owned(make_lab):
     """Failed before its first chunk: there is nothing to give back."""
     lab = make_lab(1)
-    sliced = lab.sliced()
-    sliced.open()
+    cut = lab.in_slices()
+    cut.open()
     lab.run(3)
     lab.senders[0].fail(KEY, "aborted")
     lab.run()
@@ -347,16 +347,16 @@ def test_a_source_of_which_nothing_is_computed_is_not_owned(make_lab):
 def test_a_prompt_is_not_computed_backwards(make_lab):
     """Nor after its end; a refused word changes nothing."""
     lab = make_lab(1)
-    sliced = lab.sliced(4)
-    sliced.open()
-    sliced.compute(2)
+    cut = lab.in_slices(4)
+    cut.open()
+    cut.compute(2)
     with pytest.raises(LocalProtocolError, match="computed further"):
-        sliced.compute(1)
-    sliced.compute(4)
+        cut.compute(1)
+    cut.compute(4)
     with pytest.raises(LocalProtocolError, match="computed further"):
-        sliced.compute(3)
+        cut.compute(3)
     with pytest.raises(LocalProtocolError, match="ready before"):
-        sliced.compute(4)
+        cut.compute(4)
     lab.run(30)
     assert lab.in_place() and lab.names()[-1] == "MemoryReleased"
 
@@ -385,10 +385,10 @@ def test_an_operation_names_its_slice_within_bounds(make_lab, field, value):
 def test_a_slice_is_opened_once(make_lab, when, index):
     """As part of a transfer or by itself: its name stands for one receive."""
     lab = make_lab(1)
-    sliced = lab.sliced()
-    sliced.open()
+    cut = lab.in_slices()
+    cut.open()
     if when == "over":
-        sliced.compute(2)
+        cut.compute(2)
         lab.run()
     plan = lab.plan(0, request=2).writer
     again = [ExpectedOperation(lab.senders[0].self_id, plan.total_bytes, b"", plan)]
@@ -401,29 +401,29 @@ def test_a_slice_is_opened_once(make_lab, when, index):
 def test_a_link_that_breaks_between_slices_loses_none(make_lab, tier):
     """What is open is asked for again, each slice by its name."""
     lab = make_lab(1, linked=True)
-    sliced = lab.sliced(4, tier)
-    sliced.open()
-    sliced.compute(1)
+    cut = lab.in_slices(4, tier)
+    cut.open()
+    cut.compute(1)
     lab.run()
     lab.network.sever(lab.peer, lab.senders[0].self_id)
-    sliced.compute(2)
+    cut.compute(2)
     lab.run(3)
     lab.network.heal(lab.peer, lab.senders[0].self_id)
     lab.clock.advance(1.5)
     lab.run()
-    sliced.compute(4)
+    cut.compute(4)
     lab.run(40)
     assert lab.in_place() and lab.names().count("MemoryReleased") == 1
-    assert sliced.landed() == [0, 1, 2, 3]
+    assert cut.landed() == [0, 1, 2, 3]
 
 
 def test_the_time_limit_is_the_whole_transfers(make_lab):
     """Not renewed by a slice that lands."""
     lab = make_lab(1, config=SessionConfig(operation_timeout_s=5.0, drain_deadline_s=10.0, bounce_wait_s=0.2))
-    sliced = lab.sliced()
-    sliced.open()
+    cut = lab.in_slices()
+    cut.open()
     lab.clock.advance(4.0)
-    sliced.compute(1)
+    cut.compute(1)
     assert "SliceLanded" in lab.run()
     lab.clock.advance(2.0)
     lab.run()
@@ -436,9 +436,9 @@ def test_the_time_limit_is_the_whole_transfers(make_lab):
 def test_a_cancel_names_only_slices_that_are_not_over(make_lab):
     """What landed needs no answer any more."""
     lab = make_lab(1)
-    sliced = lab.sliced(4)
-    operations = sliced.open()
-    sliced.compute(2)
+    cut = lab.in_slices(4)
+    operations = cut.open()
+    cut.compute(2)
     lab.run()
     lab.receiver.cancel(lab.identity())
     lab.run()
@@ -451,9 +451,9 @@ def test_a_grant_is_bound_to_its_slice(make_lab):
     """Each of a writer's slices has an address of its own while both are held."""
     lab = make_lab(1)
     lab.world.landing = lambda _job, _part: "hold"
-    sliced = lab.sliced(2, "bounce")
-    operations = sliced.open()
-    sliced.compute(2)
+    cut = lab.in_slices(2, "bounce")
+    operations = cut.open()
+    cut.compute(2)
     lab.run()
     peer = lab.senders[0].self_id
     told = [decode_message(frame) for _, target, frame in lab.network.log if target == peer]
