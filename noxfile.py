@@ -267,6 +267,13 @@ def engines(session: nox.Session) -> None:
 
 
 @nox.session(python=False)
+def vllm(session: nox.Session) -> None:
+    """The KV connector in two vLLM processes: checks, and times beside vLLM's own (an environment of 3.5 GB; minutes)."""
+    shared_environment(session)
+    hand_over(session, "integration/vllm/run.py", *session.posargs)
+
+
+@nox.session(python=False)
 def faults(session: nox.Session) -> None:
     """A running service whose processes are killed and stopped by a seed: ``nox -s faults -- --seconds 600 --seed 3``."""
     shared_environment(session)
