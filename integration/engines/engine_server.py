@@ -36,6 +36,9 @@ from worker_loop import answer
 
 ROLE, GENERATION = "engine", "x-generation"
 TTL_S, DRAIN_S = 2.0, 10.0
+#: The listener stays so long after the drain: who has not heard of it is refused by name, and does not meet a closed connection
+#: under a request that nobody can say was served or not.
+LINGER_S = 1.0
 
 Generate = Callable[[list[int], int], Awaitable[list[int]]]
 
@@ -105,6 +108,7 @@ async def serve(name: str, port: int, store: LeaseStore, generate: Generate) -> 
             await told.wait()
             abandoned = await publisher.drain(DRAIN_S)
             print(f"{name}: drained, {abandoned} abandoned", flush=True)
+            await asyncio.sleep(LINGER_S)
     listener.should_exit = True
     await serving
 

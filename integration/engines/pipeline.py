@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections import deque
@@ -252,9 +253,12 @@ def main() -> int:
             rank = Rank(agreement, broadcaster, requests if COMM.rank == 0 else [])
             serve(rank, given.break_rank)
     except (RuntimeError, MemoryError) as error:
-        print(f"rank {COMM.rank}: {error}", flush=True)
+        sys.stdout.write(f"rank {COMM.rank}: {error}\n")
+        sys.stdout.flush()
         broadcaster.release()  # local: nobody is waited for
-        return 1
+        os._exit(
+            1
+        )  # not by MPI_Finalize: what is under way ends nowhere, and its memory must stay until the process has ended
     records = COMM.gather(agreement.evidence())
     if records is None:
         return 0
