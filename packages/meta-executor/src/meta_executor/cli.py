@@ -285,7 +285,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     sys.exit(0 if trial.report.good else 1)
 
 
-@cli.command()
+@cli.command("ab")
 @click.argument("knobs", nargs=-1, required=True, metavar="KNOB...")
 @_load_options
 @click.option("--config", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="As for `bench`.")
@@ -293,7 +293,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
 @click.option("--keep", type=click.Path(path_type=Path, dir_okay=False),
               help="Add each trial to this file, and go on where it ends.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON line instead of the table.")
-def ab(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
+def compare(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
        warm_up: int, still: bool, drive: Drive, step_ms: float | None, pin: bool, seed: int, config: Path | None, rounds: int,
        keep: Path | None, as_json: bool) -> None:  # fmt: skip
     """Compare a service with each KNOB off and on: trials of both in turn, medians, intervals, and no conclusion where they do
