@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from meta_executor.config import service_config
+from meta_executor.supervise.lasting import set_apart_what_lasts
 from meta_executor.supervise.launch import Launcher
 
 HOSTILE = int(os.environ.get("HOSTILE", "2000"))
@@ -121,7 +122,8 @@ class Streams:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, count: int) -> None:
-        """Start them; returns when each has had a piece."""
+        """Start them; returns when each has had a piece. Pauses of this process's own garbage collector would be gaps, too."""
+        set_apart_what_lasts()
         begun = [asyncio.Event() for _ in range(count)]
         self._tasks = [asyncio.create_task(self._stream(event)) for event in begun]
         await asyncio.gather(*(event.wait() for event in begun))

@@ -20,6 +20,7 @@ from meta_executor.api.endpoint import CopiedEndpoint
 from meta_executor.api.instance import InstanceApi, client_of
 from meta_executor.api.worker_client import WorkerClient
 from meta_executor.config import InstanceSpec, RunSpec
+from meta_executor.supervise.lasting import set_apart_what_lasts
 from meta_executor.supervise.procfs import die_with_parent
 
 #: The server says its address within this time (s).
@@ -81,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     info = asyncio.run(_record(client_of(spec, instance, options.worker)))
     api = InstanceApi(spec, instance, options.worker, CopiedEndpoint(info))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_apart_what_lasts()
     sys.stdout.write(api.url + "\n")
     sys.stdout.flush()
     # Terminated by the rank that started it, after the worker's last answer.

@@ -29,6 +29,7 @@ from meta_executor.front.servers import FrontServer, make_directory
 from meta_executor.listener.credentials import credentials
 from meta_executor.listener.descriptors import within_descriptors
 from meta_executor.listener.serving import listen, server_of, url_of
+from meta_executor.supervise.lasting import set_apart_what_lasts
 from meta_executor.supervise.report import Reporter
 
 _LOG = logging.getLogger("meta_executor.front")
@@ -126,6 +127,7 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         stack.push_async_callback(_stop, server, serving)
         await stack.enter_async_context(service.wellness.followed())
         await _instances_ready(service, drain, serving)
+        set_apart_what_lasts()
         reporter.send("ready", url=url_of(listener, tls=tls is not None))
         await _first(drain.wait(), _ended(serving))
         if not await _first(service.wait_idle(), cut.wait(), _ended(serving)):

@@ -5,6 +5,7 @@ Layout (each imports only what stands above it)::
     procfs      what /proc says of a process
     shm         segments that a dead world leaves in /dev/shm
     exposure    who can reach a listener
+    lasting     what a start has made is kept from the garbage collector
     report      a process's word to the launcher
     guard       stands between mpiexec and a rank, and survives it
     rundir      the run's folder
