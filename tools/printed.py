@@ -212,15 +212,16 @@ def run_all(commands: list[Printed]) -> int:
         reader = Reader(clone)
         nox = clone / ".cache" / "nox-env" / "bin"
         others = [one for one in commands if one.program != "pip"]
+        own = Path(sys.executable).parent
         if any(one.program in ("nox", "python") for one in others):
             # Whoever has `nox` has it from here; `.venv` is what its first session makes.
-            reader.run("python3 tools/bootstrap.py -l", [Path(sys.executable).parent])
+            reader.run("python3 tools/bootstrap.py -l", [own])
         done: set[str] = set()
         for one in others:
             if one.command not in done:
                 done.add(one.command)
-                bins = [nox] if one.program in ("nox", "python3") else [clone / ".venv" / "bin"]
-                reader.run(one.command, bins)
+                bins = {"nox": nox, "python3": own}.get(one.program, clone / ".venv" / "bin")
+                reader.run(one.command, [bins])
         for document in dict.fromkeys(one.document for one in commands if one.program == "pip"):
             reader.install(document, [one for one in commands if one.program == "pip" and one.document == document])
     for command in reader.failed:
