@@ -249,6 +249,25 @@ def test_a_source_waits_for_every_rank_that_will_ask(glue: Any) -> None:
     assert pair.told() == ({"r"}, {"r"}, set())
 
 
+def test_waiting_costs_less_than_moving(glue: Any) -> None:
+    """Polls follow each other closely while something happens, and at a distance while a prompt is prefilled."""
+    pair = Pair(glue)
+    assert pair.consumer.pause_s() == glue.IDLE_S
+    pair.fetch()
+    pair.turns(1)
+    assert pair.consumer.pause_s() == glue.BUSY_S
+    pair.turns(glue.STILL_TURNS + 8)
+    assert pair.consumer.pause_s() == glue.WAITING_S
+    pair.world.landing = lambda job, part: "hold"
+    pair.serve()
+    pair.turns(glue.STILL_TURNS + 8)
+    assert pair.producer.pause_s() == glue.BUSY_S, "bytes are under way, however long"
+    pair.world.landing = lambda job, part: "land"
+    pair.turns()
+    assert pair.told() == ({"r"}, {"r"}, set())
+    assert pair.producer.pause_s() == pair.consumer.pause_s() == glue.IDLE_S
+
+
 def test_what_ends_the_thread_is_told_to_the_engine(glue: Any) -> None:
     """An engine whose session is gone must not wait for ever."""
     pair = Pair(glue)

@@ -22,8 +22,10 @@ import kv_bounce_planner as kv
 from kv_bounce_planner.sessions import events
 
 log = logging.getLogger(__name__)
-#: Between two polls: with something under way, and without.
-BUSY_S, IDLE_S = 0.0003, 0.005
+#: Between two polls: with bytes under way or something just happened, with something lent or awaited, and with nothing open.
+BUSY_S, WAITING_S, IDLE_S = 0.0003, 0.001, 0.005
+#: Turns in which nothing happened before what is open counts as waiting (count).
+STILL_TURNS = 64
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -129,7 +131,7 @@ class KvWorker(ABC):
         self._commands: deque[Serve | Fetch | Abandon] = deque()
         self._lock = threading.Lock()
         self._results = Results()
-        self._wake, self._stopping = threading.Event(), False
+        self._wake, self._stopping, self._still = threading.Event(), False, 0
         self._error: BaseException | None = None
         self._process = kv.ProcessIdentity.own()
         self._keeper = kv.PeerKeeper(self.session, resources.channel)
@@ -167,17 +169,28 @@ class KvWorker(ABC):
         try:
             while not self._stopping:
                 self.turn()
-                self._wake.wait(BUSY_S if self.session.drain().open else IDLE_S)
+                self._wake.wait(self.pause_s())
                 self._wake.clear()
         except BaseException as error:
             log.exception("the KV session ends")
             self._error = error
 
+    def pause_s(self) -> float:
+        """How long to wait before the next turn: a prefill of seconds is not to be paid for with a third of a core."""
+        if self.resources.transport.active():
+            return BUSY_S
+        if not self.session.drain().open:
+            return IDLE_S
+        return BUSY_S if self._still < STILL_TURNS else WAITING_S
+
     def turn(self) -> None:
         """Commands, then one poll, then what it told."""
+        self._still += 1
         while self._commands:
+            self._still = 0
             self._apply(self._commands.popleft())
         for event in self._keeper.poll():
+            self._still = 0
             match event:
                 case events.FatalDiagnosis(reason):
                     raise RuntimeError(f"no memory is given back any more: {reason}")
