@@ -266,6 +266,11 @@ def templates() -> Iterator[Target]:
         b"{% set x = namespace(a=1) %}{% macro f(y) %}{{ y / 0 }}{% endmacro %}{{ f(1) }}{{ messages[5].x.y }}{{ 'a' % 3 }}",
         b"{% macro f(y) %}{{ f(y) }}{% endmacro %}{{ f(1) }}",
         b"{{ ''.__class__.__mro__ }}{{ messages.append(1) }}{{ range(10) | list }}{{ 1.5 | int | string | upper }}",
+        b"{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x + '%9s' % n %}{% endfor %}{{ n.x[1:] }}",
+        b"{% for a in range(99999) if a in [1, 2] or a == 3 %}{% for b in range(999) %}{{ a }}{% endfor %}{% endfor %}",
+        b"{{ 'a b' | replace(' ', 'c' * 9) | center(99) | indent(9) | e }}{{ ('{:9}{!r}' | safe).format(1, messages) }}",
+        b"{{ messages | map(attribute='role') | join(', ') }}{{ [[1]] | tojson(indent=9) }}{{ 'x'.join(messages[0]) }}",
+        b"{% set n = namespace(x=[]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x == [0] }}{{ n.x }}",
     ]
     messages = [{"role": "user", "content": "hello </s>"}]
 
