@@ -3,7 +3,9 @@
 None of it may leave a rank waiting: each is told to all ranks, or refused before anything was sent, and the next call works.
 """
 
+import importlib.util
 import os
+import subprocess
 import sys
 import threading
 from functools import partial
@@ -632,3 +634,21 @@ def test_a_rank_without_any_memory_takes_part(verb, size, monkeypatch):
     results = FakeWorld(3).run(body)
     assert [r[1] for r in results] == [[0, 1, 2]] * 3
     assert ["none left" in r[0] for r in results] == [rank == victim for rank in range(3)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="MISSING COVERAGE: mpi4py is not installed")
+@pytest.mark.parametrize(("place", "given_back"), [("mpi._IN_FLIGHT", 0), ("mpi.another", 1)])
+def test_what_mpi_may_still_write_outlives_the_interpreters_modules(place, given_back):
+    """MPI_Finalize comes after Python's end and goes on with a receive that is under way: its memory must still be there."""
+    program = f"""
+import os
+from mpi4py import MPI
+import comm_broadcast._mpi as mpi
+class Buffer(bytearray):
+    def __del__(self, write=os.write):
+        write(1, b"given back ")
+mpi.another = []
+{place}.append([MPI.COMM_SELF.Irecv([Buffer(64), MPI.BYTE], source=0, tag=1)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.stdout.count(b"given back") == given_back, done

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import subprocess
 import sys
 import threading
 import types
@@ -361,3 +363,21 @@ def test_the_window_is_checked(mpi, window):
         mpi.MpiTransport(Comm(World(), 0), DOMAIN, window=window)
     with pytest.raises(pp_agreement.ConfigurationError, match="ranks"):
         mpi.MpiTransport(Comm(World(), 0), Domain(1, (0, 5)))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="MISSING COVERAGE: mpi4py is not installed")
+@pytest.mark.parametrize(("place", "given_back"), [("mpi._left_behind", 0), ("mpi.another", 1)])
+def test_what_mpi_may_still_write_outlives_the_interpreters_modules(place, given_back):
+    """MPI_Finalize comes after Python's end and goes on with a receive that is under way: its memory must still be there."""
+    program = f"""
+import os
+from mpi4py import MPI
+import pp_agreement._mpi as mpi
+class Buffer(bytearray):
+    def __del__(self, write=os.write):
+        write(1, b"given back ")
+mpi.another = []
+{place}.append([MPI.COMM_SELF.Irecv([Buffer(64), MPI.BYTE], source=0, tag=1)])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert done.stdout.count(b"given back") == given_back, done

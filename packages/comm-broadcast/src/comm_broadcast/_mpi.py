@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 _TAG = 1
 #: Lists of requests whose buffers MPI may still read or write: they outlive whoever started them.
 _IN_FLIGHT: list[list[Any]] = []
+# One reference that is never given back: MPI_Finalize comes after the interpreter has taken its modules apart, and goes on with
+# what is under way.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_IN_FLIGHT))
 #: Small buffers of few ranks go straight from each to each: in a tree or a ring a rank that is late, or asleep between polls,
 #: would hold up those behind it (count, bytes).
 _STRAIGHT_RANKS_MAX = 16

@@ -8,6 +8,7 @@ There is no collective between ``open`` and ``close``.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,6 +32,8 @@ CANCEL_TESTS = 1000
 
 _left_behind: list[_Stream] = []
 """Streams with a request that MPI may still serve when the peer comes back: their memory is never given back."""
+# Not at the interpreter's end either, by one reference too many: MPI_Finalize comes later and goes on with what is under way.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_left_behind))
 
 
 class MpiTransport:
