@@ -204,7 +204,7 @@ def compare(
     )  # fmt: skip
 
 
-def counted(name: str, value: int, unit: str, goal: str) -> Figure:
+def counted(name: str, value: float, unit: str, goal: str) -> Figure:
     """A number that does not depend on the machine (``<= 1`` fetches): exact, without a spread."""
     return _figure(name, value, unit, goal=goal, met=verdict(goal, value, value))
 
