@@ -60,9 +60,26 @@ def test_nothing_moves_before_it_is_computed(make_lab):
     assert lab.run() == [] and not lab.target.any()
     cut.compute(2)
     assert lab.run() == ["SliceLanded", "SliceLanded"] and cut.in_place(0, 1)
-    assert len(lab.senders[0].pending()) == 2
     cut.compute(2)  # said again: nothing new
     assert lab.run() == []
+
+
+def test_pending_is_what_waits_for_compute(make_lab):
+    """Not what is on its way already."""
+    lab = make_lab(1)
+    lab.world.landing = lambda _job, _part: "hold"
+    cut = lab.in_slices(4)
+    operations = cut.open()
+    lab.run(3)
+    assert [request.operation for request in lab.senders[0].pending()] == list(operations)
+    cut.compute(2)
+    lab.run()
+    assert [request.operation for request in lab.senders[0].pending()] == list(operations[2:])
+    cut.compute(4)
+    assert lab.senders[0].pending() == ()
+    lab.world.landing = lambda _job, _part: "land"
+    lab.run()
+    assert lab.in_place()
 
 
 def test_the_last_slice_waits_for_the_whole_prompt_however_far_it_is_computed(make_lab):
@@ -218,6 +235,24 @@ def test_a_cancel_while_a_slice_flies_waits_for_that_slice(make_lab, tier):
     (released,) = named(lab, "MemoryReleased")
     assert "block 0 of 0" not in released.unfilled and set(released.unfilled) >= {"block 2 of 0", "block 3 of 0"}
     assert lab.arena.statistics().held_bytes == 0
+
+
+def test_a_region_stays_while_one_of_its_writers_may_write_it(make_lab):
+    """Cancelled: one part of the slice's region has landed, the other one is flying. Both go back together, when it landed."""
+    lab = make_lab(2)
+    lab.world.landing = lambda job, _part: "hold" if job.operation.writer_rank else "land"
+    cut = lab.in_slices(2, "bounce")
+    operations = cut.open()
+    cut.compute(1)
+    lab.run()
+    lab.receiver.cancel(lab.identity())
+    lab.run()
+    assert [lab.state(each) for each in operations] == ["PROVEN", "GRANTED", "PROVEN", "PROVEN"]
+    assert lab.arena.statistics().held_bytes >= FRAGMENTS * SIZE and lab.receiver.last_error is None
+    lab.world.landing = lambda _job, _part: "land"
+    lab.run()
+    assert lab.arena.statistics().held_bytes == 0 and len(named(lab, "MemoryReleased")) == 1
+    assert not lab.target.any()
 
 
 @pytest.mark.parametrize("landed", [0, 1, 2, 3])
