@@ -25,6 +25,8 @@ from endpoint_lifecycle import EndpointOwner
 from endpoint_lifecycle.testing import check_instance
 from meta_executor.mpi_launcher import find_launcher
 from rpc_batch_submit import BatchSubmitConfig
+from rpc_batch_submit.testing import check_sender
+from rpc_local_registry import RpcServer, new_key
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "integration" / "engines"
@@ -86,6 +88,25 @@ def test_an_api_server_and_a_workers_loop(in_process, monkeypatch):
                 await asyncio.sleep(0.02)
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("fast_path", [False, True])
+def test_the_workers_side_of_a_batch_conforms(fast_path):
+    """Order, refusals one by one, and a worker that is lost; over the socket and directly."""
+    worker, key = worker_loop.Worker(worker_loop.Engine(0.0)), new_key()
+    good = [worker_loop.Request(number, [number], 3) for number in range(1, 7)]
+    with RpcServer(worker, "ipc://", key) as server:
+        client = api_server.WorkerClient(server.address, key, fast_path=fast_path)
+        asyncio.run(
+            check_sender(
+                lambda batch: client.submit_batch(batch).remote_async(timeout_s=5),
+                good,
+                worker_loop.Request(99, [], 3),
+                arrived=lambda: list(worker._notes),
+                lose=server.shutdown,
+            )
+        )
+        client.close()
 
 
 def test_a_worker_that_dies_costs_what_was_open_and_another_follows(monkeypatch):
