@@ -132,6 +132,7 @@ class FakeInstance:
         self.malus = 0.0
         self.tells_nothing = False
         self.tells_nothing_of_prompts = False
+        self.statistics_asked = 0
         self.started = asyncio.Event()
         #: Generation-first: the other role's fake; its context leg ends only after this one was asked.
         self.peer: FakeInstance | None = None
@@ -143,6 +144,7 @@ class FakeInstance:
                 Route("/internal/generation", self._generation, methods=["POST"]),
                 Route("/internal/abort", self._abort, methods=["POST"]),
                 Route("/debug/routing", self._routing),
+                Route("/internal/statistics", self._statistics),
             ]
         )
 
@@ -321,6 +323,22 @@ class FakeInstance:
                 policy="fake",
                 decided=len(decisions),
                 decisions=decisions[-limit:],
+            )
+        )
+
+    async def _statistics(self, request: Request) -> Response:
+        assert request.headers[wire.KEY_HEADER] == KEY
+        self.statistics_asked += 1
+        rank = wire.RankStatistics(rank=0, steps=3, tokens_computed=40, kv_blocks_total=64, tier_reasons={"ok": 2})
+        return _json(
+            wire.InstanceStatistics(
+                role=self.role,
+                owner_id=self.owner_id,
+                instance_id="i",
+                generation=self.generation,
+                uptime_s=1.0,
+                ranks=[rank],
+                tokens_returned=7,
             )
         )
 

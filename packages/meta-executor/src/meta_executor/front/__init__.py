@@ -18,6 +18,7 @@ Layout (each imports only what stands above it)::
     routers         which instance of a role gets a leg
     servers         which instances there are: /server_info as endpoint records, limits
     choices         why each leg went where it went
+    live            what happens now, for a person who watches
     order           the order of context legs, for trials
     dispatch        the legs of a request: context-first, generation-first, generation alone
     checking        from a body to a call

@@ -44,6 +44,7 @@ from meta_executor.front.document import documentation_page, openapi_document
 from meta_executor.front.envelope import REQUEST_ID, Envelope
 from meta_executor.front.leg import UNREACHABLE, LegError
 from meta_executor.front.legs import LegClient
+from meta_executor.front.live import Live, TooManyWatch, WatchResponse, looked_at, page
 from meta_executor.front.metrics import FrontMetrics
 from meta_executor.front.openai import ApiError
 from meta_executor.front.order import LegOrder
@@ -70,7 +71,9 @@ _ECHO_MAX = 200
 NEED_OF = table(
     {
         "/health": Need.OPEN,
+        "/": Need.OPEN,
         "/live": Need.OPEN,
+        "/live/events": Need.STATISTICS,
         "/ping": Need.OPEN,
         "/perf_metrics": Need.STATISTICS,
         "/load": Need.STATISTICS,
@@ -143,6 +146,8 @@ class FrontService:
         self.stories = Stories(_STORIES_MAX, config.perf_metrics_max_requests)
         self.wellness = Wellness(directory, legs)
         self.choices = Choices(directory, self.servers, legs, routers, clock)
+        self.watching = Live(self._look)
+        self._legs = legs
         self.dispatch = Dispatch(
             directory, routers, legs, self.metrics, clock, LegOrder(config.context_leg_group), self.choices,
             instance_wait_s=config.instance_wait_s,
@@ -386,6 +391,35 @@ class FrontService:
         """``GET /live``: the process answers."""
         return _json({"status": "ok"})
 
+    async def live_page(self, request: Request) -> Response:
+        """``GET /``: the page that shows what happens now; what it shows it asks for itself, with a key where one is wanted."""
+        text, policy = page()
+        headers = {"content-security-policy": policy, "cache-control": "no-store", "x-content-type-options": "nosniff"}
+        return Response(text, media_type="text/html", headers=headers)
+
+    async def live_events(self, request: Request) -> Response:
+        """``GET /live/events``: what happens now, a look a second, as server-sent events."""
+        try:
+            watch = self.watching.watch()
+        except TooManyWatch:
+            return _error(ApiError(503, "as many watch as may at once", code="too_many_watchers"))
+        return WatchResponse(watch)
+
+    async def _look(self) -> dict[str, Any]:
+        # No ids and no texts: whoever may read the metrics may see this.
+        instances = await looked_at(self.servers, self._legs)
+        return {
+            "at_s": self._clock(),
+            "model": self.served_names[0],
+            "schedule_style": self.schedule_style,
+            "serves": self.can_serve(),
+            "draining": self.draining,
+            "running": self.running,
+            "watchers": self.watching.watchers,
+            "values": self.metrics.values(),
+            "instances": instances,
+        }
+
     async def version(self, request: Request) -> Response:
         """``GET /version``."""
         return _json({"version": __version__, "wire_version": wire.WIRE_VERSION})
@@ -556,7 +590,9 @@ def _routes(service: FrontService) -> Starlette:
             get("/v1/models", service.models),
             get("/v1/models/{name:path}", service.one_model),
             get("/health", service.health),
+            get("/", service.live_page),
             get("/live", service.live),
+            get("/live/events", service.live_events),
             Route("/ping", service.health, methods=["GET", "POST"]),
             get("/load", service.load),
             get("/version", service.version),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -28,10 +29,12 @@ _ABORT_S = 10.0
 _ASK_S = 3.0
 
 
+_Told = TypeVar("_Told")
 _CONTEXT_RESPONSE = msgspec.json.Decoder(wire.ContextResponse)
 _ERROR = msgspec.json.Decoder(wire.ErrorBody)
 _HEALTH = msgspec.json.Decoder(wire.Health)
 _ROUTING = msgspec.json.Decoder(wire.InstanceRouting)
+_STATISTICS = msgspec.json.Decoder(wire.InstanceStatistics)
 
 
 class HttpLegs:
@@ -72,7 +75,17 @@ class HttpLegs:
         Raises:
             LegError: Unreachable, not 200, or not to be read.
         """
-        path = f"/debug/routing?limit={count_max}"
+        return await self._asked(server, f"/debug/routing?limit={count_max}", _ROUTING)
+
+    async def statistics(self, server: str) -> wire.InstanceStatistics:
+        """An instance's counters. Bounded in time.
+
+        Raises:
+            LegError: Unreachable, not 200, or not to be read.
+        """
+        return await self._asked(server, "/internal/statistics", _STATISTICS)
+
+    async def _asked(self, server: str, path: str, decoder: msgspec.json.Decoder[_Told]) -> _Told:
         try:
             async with asyncio.timeout(_ASK_S):
                 response = await self._send("", server, "GET", path)
@@ -81,7 +94,7 @@ class HttpLegs:
         if response.status_code != 200:
             raise _refusal("", server, response.status_code, response.content)
         try:
-            return _ROUTING.decode(response.content)
+            return decoder.decode(response.content)
         except msgspec.DecodeError as error:
             raise LegError("", server, MALFORMED, str(error), status=200, received=True) from error
 

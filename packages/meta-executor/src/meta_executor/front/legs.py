@@ -73,6 +73,14 @@ class LegClient:
         """
         return await self._http.routing(server, count_max)
 
+    async def statistics(self, server: str) -> wire.InstanceStatistics:
+        """An instance's counters. Bounded in time.
+
+        Raises:
+            LegError: Unreachable, not 200, or not to be read.
+        """
+        return await self._http.statistics(server)
+
     async def condition(self, server: str) -> Condition:
         """What an instance says of its health. Bounded in time."""
         return await self._http.condition(server)

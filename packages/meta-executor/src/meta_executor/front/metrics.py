@@ -133,6 +133,15 @@ class FrontMetrics:
         """Metrics of one role."""
         return self.context if role == "context" else self.generation
 
+    def values(self) -> dict[str, float]:
+        """Every number of the exposition format but the buckets, by its name; those that differ in labels are added up."""
+        found: dict[str, float] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if "le" not in sample.labels and not sample.name.endswith("_created"):
+                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)

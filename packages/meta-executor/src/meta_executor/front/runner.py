@@ -125,6 +125,8 @@ async def _serve(run: RunSpec, servers: Sequence[FrontServer]) -> int:
         )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         stack.push_async_callback(_stop, server, serving)
+        # A drain can be watched to its end; then the watches end, for which the listener would wait otherwise.
+        stack.push_async_callback(service.watching.close)
         await stack.enter_async_context(service.wellness.followed())
         await _instances_ready(service, drain, serving)
         set_apart_what_lasts()

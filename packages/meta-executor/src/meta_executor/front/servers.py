@@ -43,6 +43,21 @@ class FrontServer:
     elsewhere: bool = False
 
 
+@dataclass(frozen=True)
+class ServerCondition:
+    """What the front knows of an instance.
+
+    Attributes:
+        status: Whether it can be picked.
+        generation: Of its record; None: there is none.
+        legs: Of requests that are there now (count).
+    """
+
+    status: str
+    generation: str | None
+    legs: int
+
+
 def record_of(body: bytes) -> Mapping[str, Any]:
     """A ``/server_info`` answer in the directory's form.
 
@@ -114,6 +129,15 @@ class Servers:
         for role in ("context", "generation"):
             for url in self._directory.servers(role):
                 yield FrontServer(self.owner_of(url), role, url)
+
+    def condition(self, url: str) -> ServerCondition:
+        """What is known here of the instance there."""
+        record = self._directory.record(url)
+        return ServerCondition(
+            self._directory.status(url).value,
+            None if record is None else record.generation,
+            self._directory.load(url).count,
+        )
 
     def owner_of(self, url: str) -> str:
         """The name of the instance there, also of one that has left since; its address where no name was ever heard."""
