@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -186,4 +187,31 @@ async def test_what_its_start_has_made_stops_no_stream(make_cluster: Any, tmp_pa
         process.send_signal(signal.SIGTERM)
         told, _ = await asyncio.wait_for(process.communicate(), 20)
         assert process.returncode == 0 and int(told) > 20_000
+        listener.close()
+
+
+async def test_a_drain_can_be_watched_and_does_not_wait_for_who_watches(make_cluster: Any, tmp_path: Path) -> None:
+    """The watcher sees that it drains, and its stream ends whole when the last request has; exit code 0, nothing on stderr."""
+    async with make_cluster() as cluster:
+        process, listener = await start(cluster, tmp_path)
+        url = (await message(listener, "ready")).fields["url"]
+        cluster.generation.gate = asyncio.Event()
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            body = {"model": "tiny", "prompt": "abc", "max_tokens": 40}
+            task = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+            await cluster.generation.started.wait()
+            async with client.stream("GET", f"{url}/live/events") as watch:
+                lines = watch.aiter_lines()
+                async for line in lines:
+                    if line.startswith("data: "):
+                        look = json.loads(line[6:])
+                        if not look["draining"]:
+                            assert look["running"] == 1
+                            process.send_signal(signal.SIGTERM)
+                        else:
+                            cluster.generation.gate.set()
+                assert look["draining"]
+            assert (await task).status_code == 200
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert (process.returncode, errors) == (0, b"")
         listener.close()
