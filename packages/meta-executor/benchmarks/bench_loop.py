@@ -32,8 +32,8 @@ PROMPT = 1024
 class Instant:
     """An engine whose steps have ended when they are launched: what is left is the loop's own time."""
 
-    def __init__(self) -> None:
-        self._output = StepOutput(0, token_ids=np.full(ROWS, 7, np.int32))
+    def __init__(self, rows: int) -> None:
+        self._output = StepOutput(0, token_ids=np.full(rows, 7, np.int32))
 
     def launch(self, step: StepInput) -> Instant:
         """Keep nothing of it."""
@@ -51,7 +51,7 @@ class Instant:
         return self._output
 
 
-def made_loop() -> tuple[RankLoop, LocalWorld]:
+def made_loop(rows: int = ROWS) -> tuple[RankLoop, LocalWorld]:
     """Rank 1 of two, with its rows at work."""
     registry, answers, world = Registry("generation"), AnswerBook(), LocalWorld(2)
     quiet: Any = SimpleNamespace(
@@ -59,10 +59,10 @@ def made_loop() -> tuple[RankLoop, LocalWorld]:
     )
     compute = DecodeCompute(
         rank=1,
-        engine=Instant(),  # type: ignore[arg-type]
+        engine=Instant(rows),  # type: ignore[arg-type]
         registry=registry,
         blocks=PlannedBlocks(BlockPool(8, 16)),
-        limits=StepLimits(256, 512, 8, 1, 8),
+        limits=StepLimits(rows + 56, 2 * rows, 8, 1, 8),
         transceiver=quiet,
         answers=answers,
         wake=lambda: None,
@@ -80,7 +80,7 @@ def made_loop() -> tuple[RankLoop, LocalWorld]:
         on_fault=lambda diagnosis: None,
     )
     blocks = (PROMPT + STEPS) // 16 + 1
-    for number in range(1, ROWS + 1):
+    for number in range(1, rows + 1):
         sampling = SamplingParams(10 * STEPS, stop_token_ids=(2,))
         request = Request(request_id=number, token_ids=np.zeros(PROMPT, np.int32), sampling=sampling, first_token=5)
         sequence, _ = registry.prepare(request, number)
@@ -91,18 +91,23 @@ def made_loop() -> tuple[RankLoop, LocalWorld]:
     return loop, world
 
 
-def per_token_s() -> float:
-    """Processor time of the loop's thread per token (s)."""
-    loop, world = made_loop()
+def per_step_s(rows: int, steps: int) -> float:
+    """Processor time of the loop's thread per step of so many rows (s)."""
+    loop, world = made_loop(rows)
     loop.iterate(0.0)
     began_s = time.thread_time()
-    for _ in range(STEPS):
+    for _ in range(steps):
         loop.iterate(0.0)
     spent_s = time.thread_time() - began_s
     handed = sum(len(arrived.body) for arrived in world.link(0).poll())  # type: ignore[arg-type]
-    if handed < ROWS * STEPS:
-        raise RuntimeError(f"{handed} tokens were handed out, expected {ROWS * STEPS}")
-    return spent_s / (ROWS * STEPS)
+    if handed < rows * steps:
+        raise RuntimeError(f"{handed} tokens were handed out, expected {rows * steps}")
+    return spent_s / steps
+
+
+def per_token_s() -> float:
+    """Processor time of the loop's thread per token (s)."""
+    return per_step_s(ROWS, STEPS) / ROWS
 
 
 def main() -> None:

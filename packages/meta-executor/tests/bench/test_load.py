@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from meta_executor.bench.load import LoadConfig, LoadFailed, LoadResult, Outcome, prompt_of, run_load
+from meta_executor.bench.load import LoadConfig, LoadFailed, LoadResult, Outcome, prompt_of, run_generator, run_load
 from meta_executor.bench.settings import base_service, trial_service
 from meta_executor.config import FrontConfig
 
@@ -230,3 +230,9 @@ def test_a_trials_service_takes_its_whole_load_from_one_address() -> None:
     assert min(front.http.connections_max, front.http.connections_per_client_max) >= 10_000
     small = trial_service(base, requests=1).front
     assert small.http == FrontConfig().http and small.requests_per_client_max == FrontConfig().requests_per_client_max
+
+
+def test_a_generator_that_ends_well_and_says_nothing_is_a_failure() -> None:
+    """It is named as that, with how much came: a cut result is never a result."""
+    with pytest.raises(LoadFailed, match="result of 0 bytes cannot be read"):
+        run_generator("keyword", b"")

@@ -40,7 +40,9 @@ class InProcessNetwork:
         self.refusing: set[tuple[int, int]] = set()
         self.broken: set[tuple[int, int]] = set()
         self.dead: dict[int, str] = {}
+        #: Sent so far (count, bytes).
         self.frames = 0
+        self.frame_bytes = 0
         self.delivered: dict[tuple[int, int], bytes] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
@@ -125,6 +127,7 @@ class InProcessTransport:
             self._last_arrival[peer] = due_s
         network.links[link].append((due_s, frame))
         network.frames += 1
+        network.frame_bytes += len(frame)
 
     def receive(self, frames_max: int) -> Sweep:
         """See :class:`Transport`."""

@@ -304,6 +304,7 @@ def main() -> None:
     gc.disable()
     result = Generator((parts.hostname, parts.port or 80), requests, spec.load).run()
     sys.stdout.buffer.write(msgspec.msgpack.encode(result))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -186,4 +186,7 @@ def run_generator(module: str, spec: bytes, cpus: Sequence[int] = ()) -> LoadRes
     )
     if done.returncode != 0:
         raise LoadFailed(f"the load generator ended with exit {done.returncode}")
-    return msgspec.msgpack.decode(done.stdout, type=LoadResult)
+    try:
+        return msgspec.msgpack.decode(done.stdout, type=LoadResult)
+    except msgspec.DecodeError as error:
+        raise LoadFailed(f"the load generator's result of {len(done.stdout)} bytes cannot be read: {error}") from error

@@ -185,6 +185,7 @@ def main() -> None:
     spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ProxySpec)
     result = uvloop.run(send(spec))
     sys.stdout.buffer.write(msgspec.msgpack.encode(result))
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class LocalWorld:
         self.size = size
         #: Set True by a test to keep frames of (source, target) in the queue.
         self.held: set[tuple[int, int]] = set()
+        #: Sent so far by (source, target), activations left out: count, bytes.
+        self.sent: dict[tuple[int, int], tuple[int, int]] = {}
 
     def link(self, rank: int) -> LocalLink:
         """The link of one rank."""
@@ -84,6 +86,8 @@ class LocalLink:
         """Queue a frame."""
         kind, data = encode_frame(body)
         self._world._queues[self.rank, target_rank].append((kind, data, activations))
+        count, size = self._world.sent.get((self.rank, target_rank), (0, 0))
+        self._world.sent[self.rank, target_rank] = (count + 1, size + len(data))
 
     def poll(self) -> list[Arrived]:
         """What the others sent."""

@@ -149,6 +149,8 @@ class FakeInstance:
     desk: Desk
     layout: InstanceLayout
     answers: Heard
+    #: Frames between its ranks.
+    links: LocalWorld
 
     def tokens(self, request_id: int) -> list[int]:
         """All tokens that were handed out for a request."""
@@ -479,7 +481,7 @@ class Pair:
                 ),
             )
             ranks.append(FakeRank(made, sender, engine, memory, agreement, faults))
-        return self._instance("context", ranks, source, heard)
+        return self._instance("context", ranks, source, heard, world)
 
     def _generation(self) -> FakeInstance:
         config = self.config
@@ -521,14 +523,16 @@ class Pair:
                 ),
             )
             ranks.append(FakeRank(made, receiver, engine, memory, None, faults))
-        return self._instance("generation", ranks, layout, heard)
+        return self._instance("generation", ranks, layout, heard, world)
 
     @staticmethod
-    def _instance(name: str, ranks: list[FakeRank], layout: InstanceLayout, heard: Heard) -> FakeInstance:
+    def _instance(
+        name: str, ranks: list[FakeRank], layout: InstanceLayout, heard: Heard, links: LocalWorld
+    ) -> FakeInstance:
         desk = ranks[0].made.desk
         if desk is None:
             raise ValueError("rank 0 has a desk")
-        return FakeInstance(name, ranks, desk, layout, heard)
+        return FakeInstance(name, ranks, desk, layout, heard, links)
 
 
 def _peer(instance: str, rank: int) -> PeerId:
