@@ -30,8 +30,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 NAVIGATION = ROOT / "docs" / "nav.yml"
-#: Files of Markdown that are no pages: parts of changelogs, and what new packages are made from.
-NO_PAGES = re.compile(r"(?:.*/)?changes/.*|tools/template/.*|results/.*|\.github/.*")
+#: Files of Markdown that are no pages: parts of changelogs, what new packages are made from, results of runs.
+NO_PAGES = re.compile(r"(?:.*/)?changes/.*|tools/template/.*|results/.*|\.github/.*|docs/benchmarks/[^/]*/[^/]*/.*")
 #: Language → marks that a test executes ("": none).
 EXECUTED = {
     "python": {"", "mpi", "mpi2", "mpi4", "groups", "continued"},
@@ -43,6 +43,11 @@ SHOWN = {"text", "mermaid", "json", "diff"}
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`\n]*)$")
 _LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\[\]]*\])*\]\((?P<target>[^()\s]+(?:\([^()\s]*\))?)\)")
 _HEADING = re.compile(r"^#{1,6} +(?P<words>.+?) *#*$", re.MULTILINE)
+#: Names in the first column of a table are not broken in the middle; wide tables have room.
+_STYLE = """\
+.md-grid { max-width: 76rem; }
+.md-typeset td:first-child code { word-break: normal; overflow-wrap: normal; }
+"""
 _CONFIG = """\
 site_name: Disaggregated serving
 docs_dir: {pages}
@@ -51,7 +56,7 @@ use_directory_urls: true
 theme:
   name: material
   font: false
-  features: [navigation.sections, navigation.indexes, navigation.top, search.suggest, content.code.copy, toc.follow]
+  features: [navigation.sections, navigation.top, search.suggest, content.code.copy, toc.follow]
   palette:
     - media: "(prefers-color-scheme: light)"
       scheme: default
@@ -60,6 +65,7 @@ theme:
       scheme: slate
       toggle: {{icon: material/weather-sunny, name: Light}}
 plugins: [search]
+extra_css: [site.css]
 validation:
   nav: {{omitted_files: warn, not_found: warn, absolute_links: warn}}
   links: {{not_found: warn, anchors: warn, absolute_links: warn, unrecognized_links: warn}}
@@ -177,22 +183,28 @@ def links(page: str, text: str) -> Iterator[tuple[str, str, str]]:
 def navigation(known: list[str]) -> tuple[list[object], list[str]]:
     """The site's navigation, and what is wrong with it."""
     listed = yaml.safe_load(NAVIGATION.read_text("utf-8"))
-    named = {item for section in listed for items in section.values() for item in items if not item.endswith("/*")}
+    lines = [line for section in listed for lines in section.values() for line in lines]
+    named = {line for line in lines if isinstance(line, str) and not line.endswith("/*")}
     left = [page for page in known if page not in named]
     problems = [f"docs/nav.yml: {name} is no page" for name in sorted(named - set(known))]
+
+    def below(pattern: str) -> list[object]:
+        nonlocal left
+        folder = pattern.removesuffix("*")
+        deep = folder != "docs/"  # what is below its folders has lines of its own
+        taken = [page for page in left if page.startswith(folder) and (deep or "/" not in page[len(folder) :])]
+        left = [page for page in left if page not in taken]
+        return sorted(taken, key=lambda page: (not page.endswith("README.md"), page))
+
     tree: list[object] = []
     for section in listed:
         for title, items in section.items():
             inner: list[object] = []
             for item in items:
-                if not item.endswith("/*"):
-                    inner.append(item)
-                    continue
-                folder = item.removesuffix("*")
-                deep = item.count("/") > 1 or folder in ("deploy/",)
-                taken = [page for page in left if page.startswith(folder) and (deep or "/" not in page[len(folder) :])]
-                left = [page for page in left if page not in taken]
-                inner += sorted(taken, key=lambda page: (not page.endswith("README.md"), page))
+                if isinstance(item, dict):
+                    inner += [{name: below(pattern)} for name, pattern in item.items()]
+                else:
+                    inner += below(item) if item.endswith("/*") else [item]
             tree.append({title: inner})
     return tree, problems + [f"{page}: is in no line of docs/nav.yml" for page in left]
 
@@ -237,6 +249,7 @@ def gather(files: set[str], folder: Path) -> None:
             if path in files and path not in known:
                 (out / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / path, out / path)
+    (out / "site.css").write_text(_STYLE, "utf-8")
     tree, _ = navigation(known)
     config = _CONFIG.format(pages=out, site=folder / "site")
     (folder / "mkdocs.yml").write_text(f"{config}{yaml.safe_dump({'nav': tree}, sort_keys=False)}", "utf-8")
