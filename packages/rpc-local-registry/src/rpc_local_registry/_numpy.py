@@ -166,11 +166,11 @@ def rebuild(name: str, shape: tuple[int, ...], buffer: memoryview) -> Any:
         raise ValueError("numpy is not installed here")
     dtype = DTYPES.get(name)
     if dtype is None or len(shape) > DIMENSIONS_MAX:
-        raise ValueError(f"array of dtype {name!r} and {len(shape)} dimensions")
+        raise ValueError(f"cannot make an array of dtype {name!r} and {len(shape)} dimensions")
     count = 1
     for extent in shape:
         if extent < 0:
-            raise ValueError("negative extent")
+            raise ValueError("an extent of the array is negative")
         count *= extent
     if count * dtype.itemsize != len(buffer):
         raise ValueError(f"{len(buffer)} bytes do not fill shape {shape} of {name}")

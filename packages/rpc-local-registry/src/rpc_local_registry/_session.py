@@ -177,7 +177,7 @@ class ClientHandshake:
             if message.kind == wire.REJECT:
                 reject = _reject_decode(message.body)
                 if reject.client_nonce != self._nonce:
-                    raise wire.Refused("replayed", "answer to another hello", authentic=True)
+                    raise wire.Refused("replayed", "it answers another hello than this session's", authentic=True)
                 raise RpcProtocolMismatch(
                     f"{reject.text}; this client speaks versions {self._versions[0]} to {self._versions[1]} with "
                     f"{', '.join(self._terms.macs)}"
@@ -186,7 +186,7 @@ class ClientHandshake:
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise wire.Refused("structure", str(error), authentic=True) from error
         if welcome.client_nonce != self._nonce:
-            raise wire.Refused("replayed", "answer to another hello", authentic=True)
+            raise wire.Refused("replayed", "it answers another hello than this session's", authentic=True)
         if not self._versions[0] <= welcome.version <= self._versions[1] or welcome.mac not in self._terms.macs:
             raise wire.Refused("structure", "welcome", authentic=True)
         session_id, to_server, to_client = wire.session_keys(self._key, _transcript(self._hello, frames), welcome.mac)

@@ -51,7 +51,7 @@ class ThreadCopier(HostLists):
 
     def __init__(self, *, inline_bytes_max: int = 1 << 20, queued_max: int = 1024) -> None:
         if inline_bytes_max < 0 or queued_max < 1:
-            raise LayoutError("inline_bytes_max is not negative and queued_max at least 1")
+            raise LayoutError("inline_bytes_max must not be negative and queued_max must be at least 1")
         self._inline_bytes_max, self._queued_max = inline_bytes_max, queued_max
         self._queue: queue.SimpleQueue[tuple[CopyTable | PackedCopy, _ThreadHandle] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

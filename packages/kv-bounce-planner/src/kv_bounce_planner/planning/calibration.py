@@ -206,7 +206,7 @@ class LinkCalibration:
         timeout_s: float = 30.0,
     ) -> None:
         if repeats < 1 or timeout_s <= 0:
-            raise LayoutError("repeats is at least 1 and timeout_s positive")
+            raise LayoutError("repeats must be at least 1 and timeout_s positive")
         self._transport, self._channel, self._peer, self._scratch = transport, channel, peer, scratch
         self._clock, self._idle, self._repeats, self._timeout_s = clock, idle, repeats, timeout_s
         self._copier: Copier = copier if copier is not None else HostCopier()

@@ -209,7 +209,7 @@ def encode_report(report: WriterReport) -> bytes:
     if not (
         0 <= report.bound_base <= ADDRESS_MAX and 0 <= report.total_bytes <= ADDRESS_MAX and 0 <= report.rank < 1 << 32
     ):
-        raise CodecError("rank, base or bytes do not fit", reason=Reason.BAD_FIELD)
+        raise CodecError("its rank, base or byte count is out of range", reason=Reason.BAD_FIELD)
     parts = [
         _REPORT.pack(
             _REPORT_MAGIC,
@@ -226,7 +226,7 @@ def encode_report(report: WriterReport) -> bytes:
     ]
     if addresses is not None and sizes is not None:
         if count == 0 or len(addresses) != count or int(sizes.min()) <= 0 or int(addresses.min()) < 0:
-            raise CodecError("explicit fragments have bytes", reason=Reason.BAD_FIELD)
+            raise CodecError("explicit fragments must have bytes", reason=Reason.BAD_FIELD)
         if bool((addresses > ADDRESS_MAX - sizes).any()):
             raise CodecError("a fragment ends beyond the address space", reason=Reason.BAD_FIELD)
         addresses, sizes = sort_ranges(addresses, sizes)
@@ -245,9 +245,9 @@ def decode_report(data: Buffer) -> WriterReport:
     fields = _REPORT.unpack(reader.take(_REPORT.size))
     _, _, form, reserved, operation_id, rank, count, base, total, digest = fields
     if form not in (0, 1) or reserved != 0 or base > ADDRESS_MAX or total > ADDRESS_MAX:
-        raise CodecError("form, reserved, base or bytes", reason=Reason.BAD_FIELD)
+        raise CodecError("its form, reserved field, base or byte count is wrong", reason=Reason.BAD_FIELD)
     if (form == 0) != (count == 0):
-        raise CodecError(f"form {form} with {count} fragments", reason=Reason.BAD_FIELD)
+        raise CodecError(f"form {form} cannot have {count} fragments", reason=Reason.BAD_FIELD)
     if count > REPORT_FRAGMENTS_MAX:
         raise CodecError(f"{count} fragments exceed {REPORT_FRAGMENTS_MAX}", reason=Reason.TOO_LARGE)
     addresses: Int64Array | None = None
@@ -300,7 +300,7 @@ def decode_plan(data: Buffer) -> TransferPlan:
     reader = _open(data, _PLAN_MAGIC, PLAN_BYTES_MAX)
     _, _, kind, writers_count, device_id, target_rank, block_count, digest = _PLAN.unpack(reader.take(_PLAN.size))
     if kind >= len(_KINDS) or writers_count > RANKS_MAX or block_count > ADDRESS_MAX:
-        raise CodecError("memory kind, writers or blocks", reason=Reason.BAD_FIELD)
+        raise CodecError("its memory kind, writer count or block count is wrong", reason=Reason.BAD_FIELD)
     writers: dict[int, WriterPlan] = {}
     ranges = 0
     for _ in range(writers_count):
@@ -309,11 +309,11 @@ def decode_plan(data: Buffer) -> TransferPlan:
             raise CodecError("writers do not ascend", reason=Reason.BAD_FIELD)
         ranges += count
         if count == 0 or ranges > FRAGMENTS_MAX or fragments > ADDRESS_MAX or blocks > ADDRESS_MAX:
-            raise CodecError(f"writer {rank}: counts", reason=Reason.BAD_FIELD)
+            raise CodecError(f"writer {rank}: a count is wrong", reason=Reason.BAD_FIELD)
         addresses, sizes = _read_ranges(reader, count)
         writers[rank] = WriterPlan(rank, read_only(addresses), read_only(sizes), fragments, blocks)
         if writers[rank].total_bytes != total:
-            raise CodecError(f"writer {rank}: bytes", reason=Reason.BAD_FIELD)
+            raise CodecError(f"writer {rank}: its byte count is wrong", reason=Reason.BAD_FIELD)
     reader.finish()
     plan = TransferPlan(target_rank, writers, block_count, _KINDS[kind], device_id)
     try:
@@ -340,7 +340,7 @@ def encode_blocks(blocks: RequestBlocks, tokens: TokenRange) -> bytes:
         ids = table.block_ids
         total += len(ids)
         if total > BLOCKS_MAX or group_id >= 1 << 32:
-            raise CodecError(f"{total} block ids or group {group_id}", reason=Reason.TOO_LARGE)
+            raise CodecError(f"{total} block ids, or group {group_id}, is out of range", reason=Reason.TOO_LARGE)
         if len(ids) and int(ids.max()) >= 1 << 61:
             raise CodecError("a block id does not fit", reason=Reason.BAD_FIELD)
         parts.append(_TABLE.pack(group_id, table.first_token, len(ids)))
@@ -357,14 +357,14 @@ def decode_blocks(data: Buffer) -> tuple[RequestBlocks, TokenRange]:
     reader = _open(data, _BLOCKS_MAGIC, BLOCKS_BYTES_MAX)
     _, _, reserved, tables_count, start, end = _BLOCKS.unpack(reader.take(_BLOCKS.size))
     if reserved != 0 or tables_count > GROUPS_MAX or end > ADDRESS_MAX or start > end:
-        raise CodecError("reserved, tables or token range", reason=Reason.BAD_FIELD)
+        raise CodecError("its reserved field, table count or token range is wrong", reason=Reason.BAD_FIELD)
     tables: dict[int, BlockTable] = {}
     total = 0
     for _ in range(tables_count):
         group_id, first_token, count = reader.unpack(_TABLE)
         total += count
         if total > BLOCKS_MAX or first_token > ADDRESS_MAX or (tables and group_id <= next(reversed(tables))):
-            raise CodecError(f"table of group {group_id}", reason=Reason.BAD_FIELD)
+            raise CodecError(f"the table of group {group_id} is wrong", reason=Reason.BAD_FIELD)
         folded = reader.column(count)
         ids = np.cumsum((folded >> 1) ^ -(folded & 1))
         if count and (int(ids.min()) < -1 or int(ids.max()) >= 1 << 61 or int(folded.max()) >= 1 << 62):

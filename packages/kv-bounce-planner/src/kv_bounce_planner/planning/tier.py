@@ -147,7 +147,7 @@ class TierLimits:
             or self.blocks_min < 0
             or (self.bounce_bytes_max is not None and self.bounce_bytes_max < 0)
         ):
-            raise LayoutError("limits are not negative")
+            raise LayoutError("limits must not be negative")
 
 
 @dataclass(frozen=True)
