@@ -15,6 +15,7 @@ import base64
 import html
 import io
 import json
+import math
 import re
 import subprocess
 import sys
@@ -28,6 +29,10 @@ from measure import word
 
 ROOT = Path(__file__).resolve().parent.parent
 _GOAL = re.compile(r"(<=|>=|<|>) ([0-9.]+)$")
+#: What is further out is drawn at the edge.
+_SHOWN = (0.01, 100.0)
+_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_FINE_TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 #: A name, (low, middle, high) and a verdict.
 _Drawn = tuple[str, tuple[float, float, float], str]
 _COLOURS = {"met": "#2a7d46", "MISSED": "#b3261e", "undecided": "#a86a00"}
@@ -88,26 +93,37 @@ def share_of_goal(figure: dict[str, Any]) -> tuple[float, float, float] | None:
 
     None: it has no goal that is a number, or was not measured.
     """
-    match = _GOAL.match(figure["goal"] or "")
-    middle = figure["value"] if figure.get("ratio") is None else figure["ratio"]
-    if match is None or middle is None or float(match[2]) <= 0:
+    match = _GOAL.match(str(figure["goal"] or ""))
+    if match is None or float(match[2]) <= 0:
         return None
-    bound = float(match[2])
-    low, high = figure.get("interval") or (middle, middle)
-    if match[1] in ("<=", "<"):
-        return low / bound, middle / bound, high / bound
-    return None if low <= 0 else (bound / high, bound / middle, bound / low)
+    bound, less = float(match[2]), match[1] in ("<=", "<")
+    if figure.get("interval") is not None and figure.get("ratio") is not None:
+        low, high = figure["interval"]
+        middle = figure["ratio"]
+    else:
+        # A goal without an interval is of the ratio or of the value: of which, its verdict says, and else what lies nearer.
+        numbers = [one for one in (figure.get("ratio"), figure["value"]) if one is not None and one > 0]
+        told = [
+            one for one in numbers if figure["met"] not in (True, False) or (one <= bound) == (less == figure["met"])
+        ]
+        if not (told or numbers):
+            return None
+        low = middle = high = min(told or numbers, key=lambda one: abs(math.log(one / bound)))
+    if low <= 0:
+        return None
+    return (low / bound, middle / bound, high / bound) if less else (bound / high, bound / middle, bound / low)
 
 
 def facts_of(found: Found, commit: str, date: str) -> list[str]:
     """Lines of where and of what."""
     lines = [f"{date}, commit {commit}"]
-    for facts in {json.dumps(one, sort_keys=True): one for one in found.machines}.values():
+    apart = {json.dumps({**one, "load": None}, sort_keys=True): one for one in found.machines}
+    for facts in apart.values():
         vector = ", ".join(name for name in facts.get("vector", ()) if name in ("avx2", "avx512f", "amx_tile", "sve"))
         cores = facts.get("usable_cores", facts.get("cores"))
         lines.append(
             f"{facts.get('model')}, {cores} cores, {vector or 'no vector units named'}, Python {facts.get('python')}, "
-            f"load at the begin {facts.get('load')}"
+            f"load at the begin of the last run {facts.get('load')}"
         )
     return lines
 
@@ -128,7 +144,7 @@ def figure_cells(figure: dict[str, Any]) -> list[str]:
         _number(figure.get("baseline")),
         _number(figure.get("ratio")),
         "" if interval is None else f"{_number(interval[0])} to {_number(interval[1])}",
-        figure["goal"] or "",
+        _number(figure["goal"]),
         word(figure),
     ]
 
@@ -245,16 +261,18 @@ def _plot(drawn: Sequence[_Drawn], title: str, text: str) -> str:
     drawing = Drawing(figsize=(9.5, 0.8 + 0.34 * len(drawn)), layout="constrained")
     axes = drawing.subplots()
     for place, (_, values, verdict) in enumerate(drawn):
-        # Nothing is drawn at 0 on a logarithmic axis.
-        low, middle, high = (max(value, 1e-4) for value in values)
+        low, middle, high = (min(max(value, _SHOWN[0]), _SHOWN[1]) for value in values)
         colour = _COLOURS.get(verdict, "#555555")
         axes.plot([low, high], [place, place], color=colour, linewidth=2)
         axes.plot([middle], [place], "o", color=colour, markersize=6)
     axes.axvline(1.0, color="#1c1c1c", linewidth=1)
     axes.set_xscale("log")
-    for of_axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
-        of_axis(lambda value, _: f"{value:g}")
-    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.minorticks_off()
+    left, right = axes.get_xlim()
+    axes.set_xlim(min(left, 0.9), max(right, 1.1))
+    left, right = axes.get_xlim()
+    within = [tick for tick in (_TICKS if right > 4 * left else _FINE_TICKS) if left <= tick <= right]
+    axes.set_xticks(within, [f"{tick:g}" for tick in within])
     axes.set_yticks(range(len(drawn)), [name if len(name) <= 70 else f"{name[:69]}…" for name, _, _ in drawn])
     axes.set_ylim(len(drawn) - 0.5, -0.5)
     axes.set_xlabel(title)

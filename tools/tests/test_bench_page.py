@@ -60,6 +60,28 @@ def test_a_figure_is_drawn_as_a_share_of_its_goal(number, share):
     assert bench_page.share_of_goal(FIGURES[number]) == (None if share is None else pytest.approx(share))
 
 
+@pytest.mark.parametrize(
+    ("more", "middle"),
+    [
+        ({"value": 121.0, "ratio": 4.0, "goal": "<= 2", "met": False}, 2.0),
+        ({"value": 30.0, "ratio": 1.0, "goal": "<= 31", "met": True}, 30 / 31),
+        ({"value": 0.5, "ratio": 7.0, "goal": ">= 6", "met": True}, 6 / 7),
+        ({"value": 3.0, "ratio": None, "goal": "<= 1", "met": False}, 3.0),
+    ],
+)
+def test_a_goal_without_an_interval_is_of_what_its_verdict_is_of(more, middle):
+    """The ratio, or the value where that is what the goal bounds."""
+    assert bench_page.share_of_goal({**figure("f", 1.0, None, None), **more})[1] == pytest.approx(middle)
+
+
+@pytest.mark.parametrize("goal", [None, "none", "0", 0.85])
+def test_a_goal_that_bounds_nothing_is_not_drawn(goal):
+    """It stands in the table all the same."""
+    one = figure("f", 2.0, goal, True)
+    assert bench_page.share_of_goal(one) is None
+    assert ("0.85" if goal == 0.85 else goal or "") in bench_page.figure_cells({"package": "p", **one})
+
+
 def test_the_table_has_every_figure_with_its_verdict(files):
     text = bench_page.markdown_of(bench_page.read_files(files), "abc123", "2026-12-01")
     assert "2026-12-01, commit abc123" in text and "A <CPU>, 2 cores, avx2" in text

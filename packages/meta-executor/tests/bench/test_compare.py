@@ -65,6 +65,14 @@ def test_all_does_not_conclude_from_some() -> None:
     assert not good and "4 submits direct and 4 by RPC" in seen
 
 
+def test_all_needs_no_load_that_gathering_pays_for() -> None:
+    """It is switched on with the rest; that a load's transfers stay direct forbids nothing."""
+    knob = knob_of("all", "front")
+    direct = {name: {**modes, "transfers_coalesced": 0, "transfers_direct": 4} for name, modes in _SHOWN["on"].items()}
+    assert knob.settings("on")["*.cache_transceiver_config.enable_bounce"] is True
+    assert knob.ran_as("on", direct)[0] and not KNOBS["bounce"].ran_as("on", direct)[0]
+
+
 @pytest.mark.parametrize(
     ("name", "drive", "words"),
     [("fastpath", "front", "is no knob; there are fast-path"), ("agreement", "proxy", "wants front")],

@@ -168,6 +168,8 @@ KNOBS = {
 }
 #: What "all" switches together: a spawned API has no fast path, so it is none of them, and the window is of one schedule only.
 _TOGETHER = ("fast-path", "batch", "agreement", "bounce", "router")
+#: Of these it is the load that says whether anything happens: gathering is chosen where it pays.
+_NOT_JUDGED = ("bounce",)
 
 
 def knob_of(name: str, drive: str) -> Knob:
@@ -188,16 +190,17 @@ def knob_of(name: str, drive: str) -> Knob:
 
 def _all_of(knobs: Iterable[Knob]) -> Knob:
     chosen = tuple(knobs)
+    judged = tuple(knob for knob in chosen if knob.name not in _NOT_JUDGED)
 
     def together(place: int) -> str:
-        return ", ".join(knob.expected[place] for knob in chosen)
+        return ", ".join(knob.expected[place] for knob in judged)
 
     return Knob(
         "all",
         "all off, all on: " + ", ".join(knob.name for knob in chosen),
         {path: value for knob in chosen for path, value in knob.off.items()},
         {path: value for knob in chosen for path, value in knob.on.items()},
-        lambda modes: ", ".join(knob.seen(modes) for knob in chosen),
+        lambda modes: ", ".join(knob.seen(modes) for knob in judged),
         (together(0), together(1)),
         wants={path: value for knob in chosen for path, value in knob.wants.items()},
     )
