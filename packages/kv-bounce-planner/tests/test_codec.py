@@ -247,7 +247,7 @@ def test_writer_bytes_of_a_plan_must_add_up() -> None:
     body = encode_plan(transfer_plan())[:-4]
     total = struct.pack("<Q", writer_plan().total_bytes)
     assert body.count(total) == 1
-    with pytest.raises(CodecError, match="bytes"):
+    with pytest.raises(CodecError, match="its byte count"):
         decode_plan(reseal(body.replace(total, struct.pack("<Q", writer_plan().total_bytes + 1))))
 
 
