@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from meta_executor.listener.lingering import LINGER_LEAST_S, Lingering
+from meta_executor.listener.serving import DEFER_S, listen
 
 
 class Connections:
@@ -72,8 +73,14 @@ async def test_who_waits_for_a_place_gets_that_of_one_who_does_not_leave() -> No
     assert connections.ended == [0] and len(lingering) == 0
 
 
+def test_who_has_said_nothing_waits_in_the_kernel() -> None:
+    """Where he costs no descriptor: Linux hands a connection over when its first bytes have come, or after about this time."""
+    with listen("127.0.0.1", 0) as listener:
+        assert 1 <= listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT) <= 3 * DEFER_S
+
+
 #: Serves under a limit of descriptors, and answers nobody before a line of its standard input. Where ``left`` is not 0 it opens
-#: files until so many descriptors are left, and closes them with that line.
+#: files until so many descriptors are left, says when that was too few, and closes them with that line.
 PROGRAM = """
 import asyncio, os, resource, sys, uvloop
 limit, left = map(int, sys.argv[1:])
@@ -106,12 +113,16 @@ async def main():
 
     listener = listen("127.0.0.1", 0)
     worded = lambda status, code, message: code.encode()
-    server = server_of(app, http, Ledger(http), body_bytes_max=10**6, worded=worded, loop="uvloop")
+    ledger = Ledger(http)
+    server = server_of(app, http, ledger, body_bytes_max=10**6, worded=worded, loop="uvloop")
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     files = taken()
     print(listener.getsockname()[1], http.connections_per_client_max, flush=True)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while left and not ledger.refused["not_accepted"]:
+        await asyncio.sleep(0.01)
+    print("goes on", flush=True)
     await reader.readline()
     for file in files:
         os.close(file)
@@ -138,6 +149,7 @@ def statuses(*, limit: int, left: int, clients: int, answered_first: bool) -> tu
         for one in asking:
             one.sendall(REQUEST)
         told = [answer(one) for one in asking[let_in:]] if answered_first else []
+        assert server.stdout.readline() == "goes on\n"
         server.stdin.write("go\n")
         server.stdin.flush()
         told += [answer(one) for one in (asking[:let_in] if answered_first else asking)]
