@@ -38,10 +38,12 @@ def _rank(rank, path):
     import torch.distributed as dist
 
     from comm_broadcast import BroadcastConfig, BroadcastConfigError, Broadcaster, BroadcastError, TorchComm
+    from comm_broadcast.testing import check_comm
 
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
     )
+    check_comm(TorchComm(), messages_block=True)
     done = []
     config = BroadcastConfig(chunk_bytes=8192, gather_bytes_max=50_000, agree=True)
     broadcaster = Broadcaster(TorchComm(), config=config)

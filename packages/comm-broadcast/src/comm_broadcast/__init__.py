@@ -11,7 +11,7 @@ Layout:
 - ``_codec``: values as segments of bytes: pickle 5, raw bytes; ``_tokens``: typed token batches
 - ``_comm``: what an adapter offers; ``_mpi`` (``MpiComm``), ``_torch`` (``TorchComm``): adapters that import their library when
   one is made
-- ``testing``: a communicator of threads that records every rank's operations
+- ``testing``: a communicator of threads that records every rank's operations, and a check of communicators
 """
 
 from comm_broadcast.__about__ import __version__

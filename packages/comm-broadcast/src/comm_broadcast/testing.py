@@ -1,4 +1,4 @@
-"""A communicator of threads that records what each rank does, for tests without MPI.
+"""A communicator of threads that records what each rank does, for tests without MPI; and a check of communicators.
 
 world = FakeWorld(3)
 results = world.run(lambda comm: Broadcaster(comm).broadcast("x" if comm.rank == 0 else None))
@@ -8,11 +8,12 @@ assert world.operations(1) == world.operations(2)
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from comm_broadcast._comm import Buffer
+from comm_broadcast._comm import Buffer, Comm
 from comm_broadcast._errors import TransportError
 
 T = TypeVar("T")
@@ -224,3 +225,110 @@ class FakeComm:
 def _key(operation: str, peer: int) -> tuple[str, int]:
     """Which operations an operation is matched by order with: all collectives, or the same ones with one rank."""
     return (operation, peer) if operation in ("send", "receive") else ("collective", 0)
+
+
+#: Bytes of the buffers of a check: within a first frame, beyond one, and beyond what goes straight from each to each.
+_SIZES = (1, 256, 5000, 70_000)
+
+
+def check_comm(comm: Comm, *, messages_block: bool = False, limit_s: float = 30.0) -> None:
+    """What a communicator of your own must do; every rank calls it at once, with nothing under way. It is freed at the end.
+
+    Args:
+        comm: This rank's.
+        messages_block: A look at a message between two ranks waits for it, as with gloo: that looks return is not checked.
+        limit_s: Longest wait for an operation that all ranks have started.
+
+    Raises:
+        AssertionError: Something differs on this rank; the others may then be left waiting, up to the limit.
+    """
+    _expect(len(comm.posted) == 0, "something is listed before anything was started", len(comm.posted))
+    _expect(0 <= comm.rank < comm.size, "the rank is not among the ranks", (comm.rank, comm.size))
+    for size in _SIZES:
+        _check_collectives(comm, size, limit_s)
+        if comm.size > 1:
+            _check_messages(comm, size, limit_s)
+    if comm.size > 1 and not messages_block:
+        _check_that_tests_return(comm, limit_s)
+    comm.free()
+    comm.free()
+
+
+def _check_collectives(comm: Comm, size: int, limit_s: float) -> None:
+    """Each by itself, then all of them at once: they match by their order."""
+    mine = _pattern(comm.rank, size)
+    everybody = b"".join(_pattern(rank, size) for rank in range(comm.size))
+    for together in (False, True):
+        gathered = bytearray(size * comm.size)
+        casts = [bytearray(_pattern(root, size) if root == comm.rank else size) for root in range(comm.size)]
+        roots = [bytearray(size * comm.size) if root == comm.rank else None for root in range(comm.size)]
+        starts: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(comm.iallgather, (mine, gathered))]
+        starts += [(comm.ibcast, (buffer, root)) for root, buffer in enumerate(casts)]
+        starts += [(comm.igather, (mine, into, root)) for root, into in enumerate(roots)]
+        for number, (start, arguments) in enumerate(starts):
+            _start(comm, start, *arguments)
+            if not together:
+                _finish(comm, limit_s, forget_by=1 + number % 2)
+        _finish(comm, limit_s)
+        _expect(gathered == everybody, f"iallgather of {size} bytes", comm.rank)
+        for root, buffer in enumerate(casts):
+            _expect(buffer == _pattern(root, size), f"ibcast of {size} bytes from rank {root}", comm.rank)
+        _expect(bytes(roots[comm.rank] or b"") == everybody, f"igather of {size} bytes", comm.rank)
+
+
+def _check_messages(comm: Comm, size: int, limit_s: float) -> None:
+    """Two to each neighbour, in order, and two from each."""
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = [bytearray(size) for _ in range(2)]
+    for buffer in received:
+        _start(comm, comm.irecv, buffer, before)
+    for number in range(2):
+        _start(comm, comm.isend, _pattern(comm.rank + 7 * number, size), after)
+    _finish(comm, limit_s)
+    for number, buffer in enumerate(received):
+        _expect(buffer == _pattern(before + 7 * number, size), f"message {number} of {size} bytes", comm.rank)
+
+
+def _check_that_tests_return(comm: Comm, limit_s: float) -> None:
+    """Rank 0 looks for what rank 1 sends only after it has heard from rank 0: a look that waits would wait for ever."""
+    if comm.rank > 1:
+        return
+    buffer = bytearray(1)
+    if comm.rank == 0:
+        _start(comm, comm.irecv, buffer, 1)
+        _expect(not comm.test(0), "something has arrived that nobody has sent", comm.rank)
+        _start(comm, comm.isend, b"?", 1)
+    else:
+        _start(comm, comm.irecv, buffer, 0)
+        _finish(comm, limit_s)
+        _start(comm, comm.isend, b"!", 0)
+    _finish(comm, limit_s)
+
+
+def _pattern(seed: int, size: int) -> bytes:
+    return bytes((seed * 31 + place) % 251 for place in range(size))
+
+
+def _start(comm: Comm, start: Callable[..., None], *arguments: Any) -> None:
+    listed = len(comm.posted)
+    start(*arguments)
+    name = getattr(start, "__name__", str(start))
+    _expect(len(comm.posted) == listed + 1, f"{name} does not list one operation", len(comm.posted) - listed)
+
+
+def _finish(comm: Comm, limit_s: float, forget_by: int = 1) -> None:
+    """Look until all that is listed has completed, once more, and unlist it in one step or in several."""
+    until_s = time.monotonic() + limit_s
+    listed = len(comm.posted)
+    while not all(comm.test(index) for index in range(listed)):
+        _expect(time.monotonic() < until_s, f"an operation has not completed within {limit_s} s", comm.rank)
+        time.sleep(0.0002)
+    _expect(all(comm.test(index) for index in range(listed)), "what has completed is under way again", comm.rank)
+    for keep in (*range(listed - 1, 0, -forget_by), 0, 0):
+        comm.forget(keep)
+        _expect(len(comm.posted) == keep, f"after forget({keep}) there are as many", len(comm.posted))
+
+
+def _expect(holds: bool, what: str, shown: object) -> None:
+    if not holds:
+        raise AssertionError(f"{what}: {shown}")
