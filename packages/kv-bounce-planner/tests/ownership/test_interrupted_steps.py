@@ -12,6 +12,8 @@ KEY = RequestKey(1, 0)
 CORES = ("sessions/core.py", "sessions/receive_core.py", "sessions/send_core.py", "sessions/states.py")
 #: Interrupts tried per way to an end, spread over its bytecodes.
 POINTS = 80
+#: By night: at every bytecode, or at so many of a way that is longer (slices: a third).
+NIGHT_POINTS_MAX = 10_000
 
 
 class Interrupt(BaseException):
@@ -87,40 +89,38 @@ def cancelled(tier):
 
 
 def in_slices(tier):
-    """The first lands, the second is on its way when the rest is computed."""
+    """The first lands, then the rest is computed at once: more than one waits for a slot."""
 
     def body(lab, calling):
-        cut = lab.in_slices(4, tier)
+        cut = lab.in_slices(3, tier)
         cut.open()
-        turns(lab, calling, 3)
+        turns(lab, calling, 2)
         cut.compute(1)
-        turns(lab, calling, 5)
-        cut.compute(2)
-        turns(lab, calling, 1)
-        cut.compute(4)
-        turns(lab, calling, 16)
+        turns(lab, calling, 4)
+        cut.compute(3)
+        turns(lab, calling, 8)
         calling(lab.senders[0].seal, KEY)
-        turns(lab, calling, 3)
+        turns(lab, calling, 2)
 
     return body
 
 
 def slices_cancelled(lab, calling):
-    """One has landed, one was posted and lands later, two were not begun."""
-    cut = lab.in_slices(4, "bounce")
+    """One has landed, one was posted and lands later, one was not begun."""
+    cut = lab.in_slices(3, "bounce")
     cut.open()
-    turns(lab, calling, 3)
+    turns(lab, calling, 2)
     cut.compute(1)
-    turns(lab, calling, 8)
+    turns(lab, calling, 5)
     lab.world.landing = lambda _job, _part: "hold"
     cut.compute(2)
-    turns(lab, calling, 8)
+    turns(lab, calling, 4)
     calling(lab.receiver.cancel, lab.identity())
-    turns(lab, calling, 3)
+    turns(lab, calling, 2)
     lab.world.landing = lambda _job, _part: "land"
-    turns(lab, calling)
+    turns(lab, calling, 5)
     calling(lab.senders[0].seal, KEY)
-    turns(lab, calling, 3)
+    turns(lab, calling, 2)
 
 
 def failed(lab, calling):
@@ -191,7 +191,7 @@ def outcome_of(lab):
 
 
 @pytest.mark.parametrize(
-    "points", [POINTS, pytest.param(0, id="all", marks=(pytest.mark.slow, pytest.mark.timeout(1800)))]
+    "points", [POINTS, pytest.param(0, id="night", marks=(pytest.mark.slow, pytest.mark.timeout(1800)))]
 )
 # Python 3.12 lets a generator that `all` left be traced to its end; what is raised there, the interpreter itself drops.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -203,7 +203,7 @@ def test_an_interrupt_at_any_bytecode_of_a_core_changes_no_end(make_lab, body, p
     BODIES[body](plain, counting)
     expected = outcome_of(plain)
     assert expected[0] + expected[1] and counting.count > POINTS
-    points = points or counting.count
+    points = points or min(counting.count, NIGHT_POINTS_MAX)
     for index in range(points):
         lab, interrupting = make_lab(1, config=config, areas=1), Interrupting(1 + index * counting.count // points)
         BODIES[body](lab, interrupting)
