@@ -199,6 +199,7 @@ def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
         click.option(
             "--pin", is_flag=True, help="The load generator has the first core for itself, the service the others."
         ),
+        click.option("--stagger-ms", type=click.FloatRange(0.0), help="And so much more per stage before this one."),
         click.option("--step-ms", type=click.FloatRange(0.0), help="Device time of a step of the synthetic engine."),
         click.option("--drive", type=click.Choice(["front", "proxy"]), default="front", show_default=True,
                      help="Ask the front, or a generation instance's own door, which then computes the prompts."),
@@ -236,7 +237,8 @@ def _load_options(command: Callable[_P, None]) -> Callable[_P, None]:
 )
 @click.option("--trace", type=click.Path(path_type=Path, dir_okay=False), help="Write a trace that Perfetto opens.")
 def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
-          warm_up: int, still: bool, drive: Drive, step_ms: float | None, pin: bool, seed: int, rate_per_s: float,
+          warm_up: int, still: bool, drive: Drive, step_ms: float | None, stagger_ms: float | None, pin: bool, seed: int,
+          rate_per_s: float,
           schedule: str | None, engine: str | None, window: int | None, compute_cap: int | None, gen_blocks: int | None,
           order: str, evidence: Path | None, trace: Path | None) -> None:  # fmt: skip
     """Start a service, send it a load through its front or at an instance's door, drain it, and judge its evidence.
@@ -271,6 +273,7 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
     service = trial_service(
         base, schedule=schedule, engine=engine, window=window, compute_cap=compute_cap, gen_blocks=gen_blocks,
         opposite=order == "opposite", requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms,
+        stagger_ms=stagger_ms,
     )  # fmt: skip
     check_service(service, with_front=drive == "front")
     with tempfile.TemporaryDirectory(prefix="mx-evidence-") as scratch:
@@ -294,8 +297,8 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
               help="Add each trial to this file, and go on where it ends.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="One JSON line instead of the table.")
 def compare(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_tokens: Lengths, answer_tokens: Lengths,
-       warm_up: int, still: bool, drive: Drive, step_ms: float | None, pin: bool, seed: int, config: Path | None, rounds: int,
-       keep: Path | None, as_json: bool) -> None:  # fmt: skip
+       warm_up: int, still: bool, drive: Drive, step_ms: float | None, stagger_ms: float | None, pin: bool, seed: int,
+       config: Path | None, rounds: int, keep: Path | None, as_json: bool) -> None:  # fmt: skip
     """Compare a service with each KNOB off and on: trials of both in turn, medians, intervals, and no conclusion where they do
     not tell.
 
@@ -318,7 +321,9 @@ def compare(knobs: tuple[str, ...], requests: int, concurrency: int, prompt_toke
     _check_load(requests, concurrency, warm_up, still)
     load = LoadConfig(requests, concurrency, prompt_tokens, answer_tokens, warm_up=warm_up, still=still, seed=seed)
     base = _read(config) if config is not None else base_service(drive, load, os.environ, synthetic=True)
-    service = trial_service(base, requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms)
+    service = trial_service(
+        base, requests=requests, record_turns_max=RECORDED_TURNS, step_ms=step_ms, stagger_ms=stagger_ms
+    )
     setting = {"load": msgspec.to_builtins(load), "service": msgspec.to_builtins(service), "drive": drive, "pin": pin}
 
     def trial(knob: Knob, arm: str) -> Report:

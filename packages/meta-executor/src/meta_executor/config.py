@@ -158,6 +158,8 @@ class SyntheticConfig(_Section, frozen=True, kw_only=True):
     step_ms: NonNegativeFloat = 0.0
     #: What each token in a step adds to its time (ms).
     step_ms_per_token: NonNegativeFloat = 0.0
+    #: Plus so much per stage before this one (ms): stages that are not as fast as each other.
+    stagger_ms: NonNegativeFloat = 0.0
     #: How much of the KV memory a step reads back to choose its token: ``full`` every byte (host time in proportion to the
     #: length), ``sampled`` a few words, ``off`` none (nothing is written either). For figures of the host: sampled or off.
     kv_check: Literal["full", "sampled", "off"] = "full"

@@ -232,7 +232,7 @@ def look(at_s: float, worked_s: float, queues: tuple[int, int], more: float = 0.
     threads = {7: ThreadUse("python", worked_s, 0.5 * worked_s)}
     if more:
         threads[8] = ThreadUse("python", more, 0.0)
-    return Look(at_s, {"gen-0/rank0": threads}, {"gen-0": queues})
+    return Look(at_s, {"gen-0/rank0": threads}, {"gen-0": queues}, {"gen-0/rank0": int(at_s + 1) << 20})
 
 
 def test_use_is_counted_within_the_window_under_the_threads_names() -> None:
@@ -242,6 +242,7 @@ def test_use_is_counted_within_the_window_under_the_threads_names() -> None:
     assert usage.seconds == 1
     assert usage.threads == {"gen-0/rank0": {"loop": (1.5, 0.75), "python": (0.25, 0.0)}}
     assert (usage.live, usage.waiting) == ({"gen-0": 9}, {"gen-0": 4})
+    assert usage.resident_bytes == {"gen-0/rank0": (2 << 20, 3 << 20)}
     assert usage.worked_s("gen") == 1.75 and usage.worked_s("ctx") == 0
     assert usage_between(looks, (0.5, 2.5), {}).threads["gen-0/rank0"] == {"python": (1.75, 0.75)}
 
@@ -257,6 +258,7 @@ def test_the_sampler_looks_before_after_and_at_its_own_threads() -> None:
     assert len(looks) == 2 and looks[0].at_s <= looks[1].at_s
     assert os.getpid() in looks[0].threads["me"] and looks[0].threads["nobody"] == {} == threads_of(2**30)
     assert looks[0].queues == {"gen-0": (3, 1)}
+    assert looks[0].resident_bytes["me"] > 1 << 20 and looks[0].resident_bytes["nobody"] == 0
 
 
 def test_what_a_look_meets_is_told_and_not_lost() -> None:
@@ -341,8 +343,39 @@ def test_a_report_names_a_thread_without_time_left_and_a_generator_that_was_the_
     assert not report.good
     text = report.text()
     assert "loop 95%; has no time left" in text and "it was itself the limit" in text
+    assert "MiB: gen-0/rank0 1 to 3" in text
     assert "gen-0 2 of 4 there" in text and "finding: lost" in text
     assert report.cpu_us_per_token() == pytest.approx(1.9e6 / 2)
+
+
+def test_context_ranks_tell_how_long_they_agree() -> None:
+    """The longest of them, whatever the slowest one's step is."""
+    columns = (*TURN_COLUMNS, "update readiness", "vote terminal", "poll", "retire")
+    records = []
+    for rank, phases in enumerate([(1, 2, 3, 50), (2, 3, 4, 0)]):
+        rows = [
+            [at * 10 * MS, at * 10 * MS + MS, 0, 0, 0, 0, 1, at, at, *(ms * MS for ms in phases)] for at in range(4)
+        ]
+        records.append(
+            LoopRecord(
+                owner_id="ctx-0",
+                rank=rank,
+                role="context",
+                pid=rank,
+                phases=columns[len(TURN_COLUMNS) :],
+                threads={},
+                turn_columns=columns,
+                step_columns=STEP_COLUMNS,
+                turns=np.array(rows, "<i8").tobytes(),
+                steps=b"",
+            )
+        )
+    report = make_report(
+        LoadResult((), 1.0, 0.0, 0.0, 0), {}, VerifyResult(True, (), ()), loops=every_loop(records, WHOLE)
+    )
+    figures = {figure.name: figure.value for figure in report.figures()}
+    assert figures["agreement and transfers per context step, longest rank"] == pytest.approx(9)
+    assert figures["context step p50"] == pytest.approx(10)
 
 
 def test_pieces_are_the_hand_overs_of_each_request() -> None:

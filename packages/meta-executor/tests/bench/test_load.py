@@ -12,7 +12,7 @@ import pytest
 
 from meta_executor.bench.load import LoadConfig, LoadFailed, LoadResult, Outcome, prompt_of, run_generator, run_load
 from meta_executor.bench.settings import base_service, trial_service
-from meta_executor.config import FrontConfig
+from meta_executor.config import ConfigError, FrontConfig
 
 
 def event(*ids: int, reason: str | None = None) -> bytes:
@@ -220,6 +220,14 @@ def test_a_generator_without_time_left_says_so() -> None:
     one = Outcome(0, 200, None, 0.0, 0.1, 0.1, 1, (1,), (0.1,), "stop")
     assert LoadResult((one,), 1.0, 0.86, 0.0, 0).was_limit
     assert not LoadResult((one,), 1.0, 0.5, 0.0, 0).was_limit
+
+
+def test_device_times_are_of_the_synthetic_engine_alone() -> None:
+    load = LoadConfig(4)
+    made = trial_service(base_service("front", load, {}, synthetic=True), step_ms=3.0, stagger_ms=2.0)
+    assert (made.engine.synthetic.step_ms, made.engine.synthetic.stagger_ms) == (3.0, 2.0)
+    with pytest.raises(ConfigError, match="stagger_ms: is of the synthetic engine; this one is llama"):
+        trial_service(base_service("front", load, {}), stagger_ms=2.0)
 
 
 def test_a_trials_service_takes_its_whole_load_from_one_address() -> None:

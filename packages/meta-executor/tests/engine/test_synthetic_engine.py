@@ -225,6 +225,20 @@ def test_step_time_is_waited_for_in_the_engines_thread() -> None:
     engine.close()
 
 
+def test_later_stages_take_longer_by_the_stagger() -> None:
+    """So that a pipeline's ranks are not level; the first stage is as it was."""
+    slept: list[float] = []
+    config = SyntheticConfig(layer_count=6, step_ms=10.0, stagger_ms=4.0, vocab_size=1000)
+    for stage in StageSpec.split(6, 3):
+        engine = SyntheticEngine(config, stage, clock=lambda: 0.0, sleep=slept.append)
+        engine.allocate_kv(4, 16)
+        step = SequenceStep(0, np.arange(3, 11, dtype=np.int32), 0, np.asarray([0]), SamplingParams(1))
+        hidden = None if stage.is_first else np.zeros((8, 8), np.float32)
+        engine.launch(StepInput.of(0, (step,), hidden)).result()
+        engine.close()
+    assert slept == pytest.approx([0.010, 0.014, 0.018])
+
+
 def test_waiting_does_not_hold_the_gil() -> None:
     """While a long step waits, this thread computes; done() turns true by itself."""
     config = SyntheticConfig(layer_count=1, step_ms=150.0, vocab_size=1000)

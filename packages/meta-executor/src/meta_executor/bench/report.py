@@ -17,6 +17,8 @@ from meta_executor.bench.spread import Spread
 from meta_executor.evidence.verify import VerifyResult
 from meta_executor.wire import InstanceStatistics
 
+#: Phases of a context rank's loop in which it agrees with the others, and looks after transfers besides.
+_AGREEING = ("update readiness", "vote terminal", "poll")
 #: Part of a core from which on a process or thread had no time left (0–1).
 BUSY_SHARE = 0.85
 
@@ -105,6 +107,14 @@ class Report:
                     "wait for the interpreter per step", slowest.lock_mean_ms + slowest.lock_in_turns_ms, "ms"
                 ),
             ]  # fmt: skip
+        reading = [loop for loop in self.loops if loop.role == "context"]
+        if reading:
+            slowest = max(reading, key=lambda loop: loop.step_ms.p50)
+            agreeing = max(sum(loop.phases_ms.get(name, 0.0) for name in _AGREEING) for loop in reading)
+            made += [
+                Figure("context step p50", slowest.step_ms.p50, "ms"),
+                Figure("agreement and transfers per context step, longest rank", agreeing, "ms"),
+            ]
         return tuple(made)
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,6 +187,10 @@ class Report:
             said = ", ".join(f"{name} {share:.0%}" for share, name in shares[:4] if share >= 0.005)
             full = "; has no time left" if shares[0][0] >= BUSY_SHARE else ""
             lines.append(f"{process}: {self.cpu_us_per_token(process):.1f} µs a token; of a core: {said}{full}")
+        grown = [(name, *sizes) for name, sizes in self.usage.resident_bytes.items() if sizes[0]]
+        if grown:
+            said = ", ".join(f"{name} {first >> 20} to {last >> 20}" for name, first, last in grown)
+            lines.append(f"resident memory from the window's begin to its end, MiB: {said}")
         waiting = ", ".join(f"{owner} {n} of {self.usage.live[owner]}" for owner, n in self.usage.waiting.items())
         return [*lines, *([f"waiting to be admitted, at most: {waiting} there"] if waiting else [])]
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meta_executor.supervise.procfs import resident_bytes
+
 #: Between two looks (s).
 EVERY_S = 1.0
 
@@ -31,11 +33,13 @@ class Look:
         at_s: Monotonic time (s).
         threads: By process ("gen-0/rank1") and number in the system.
         queues: Per instance: requests that are there, and those of them that wait to be admitted (count).
+        resident_bytes: Memory of each process; 0 when it has ended.
     """
 
     at_s: float
     threads: Mapping[str, Mapping[int, ThreadUse]]
     queues: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    resident_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def threads_of(pid: int) -> dict[int, ThreadUse]:
@@ -104,7 +108,8 @@ class Sampler:
 
     def _look(self) -> Look:
         threads = {name: threads_of(pid) for name, pid in self._processes.items()}
-        return Look(time.monotonic(), threads, self._queues())
+        sizes = {name: resident_bytes(pid) for name, pid in self._processes.items()}
+        return Look(time.monotonic(), threads, self._queues(), sizes)
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,14 @@ class Usage:
         seconds: Between them.
         threads: (processor time, wait for a core) by process and thread (s); those of one name together.
         live, waiting: Requests per instance that were there, and that waited: largest of all looks (count).
+        resident_bytes: Memory of each process at the first look and at the last.
     """
 
     seconds: float
     threads: Mapping[str, Mapping[str, tuple[float, float]]]
     live: Mapping[str, int]
     waiting: Mapping[str, int]
+    resident_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def worked_s(self, process: str = "") -> float:
         """Processor time of all processes whose name begins so (s)."""
@@ -166,4 +173,5 @@ def usage_between(
         used,
         {owner: most(owner, 0) for owner in sorted(owners)},
         {owner: most(owner, 1) for owner in sorted(owners)},
+        {name: (first.resident_bytes.get(name, 0), size) for name, size in last.resident_bytes.items()},
     )

@@ -88,15 +88,16 @@ def front_service(concurrency: int, prompt_tokens: int, answer_tokens: int) -> d
     }
 
 
-def _engine(engine: EngineConfig, kind: str | None, step_ms: float | None) -> EngineConfig:
+def _engine(engine: EngineConfig, kind: str | None, synthetic: Mapping[str, float | None]) -> EngineConfig:
     replace = msgspec.structs.replace
     if kind is not None:
         engine = replace(engine, kind=kind)
-    if step_ms is None:
-        return engine
-    if engine.kind != "synthetic":
-        raise ConfigError("engine.synthetic.step_ms", f"is of the synthetic engine; this one is {engine.kind}")
-    return replace(engine, synthetic=replace(engine.synthetic, step_ms=step_ms))
+    given = {name: value for name, value in synthetic.items() if value is not None}
+    if given and engine.kind != "synthetic":
+        raise ConfigError(
+            f"engine.synthetic.{next(iter(given))}", f"is of the synthetic engine; this one is {engine.kind}"
+        )
+    return replace(engine, synthetic=replace(engine.synthetic, **given)) if given else engine
 
 
 def base_service(drive: str, load: LoadConfig, environ: Mapping[str, str], *, synthetic: bool = False) -> ServiceConfig:
@@ -127,6 +128,7 @@ def trial_service(
     requests: int = 256,
     record_turns_max: int = 0,
     step_ms: float | None = None,
+    stagger_ms: float | None = None,
 ) -> ServiceConfig:
     """A service with a trial's knobs turned.
 
@@ -147,7 +149,7 @@ def trial_service(
     made = replace(
         base,
         schedule_style=schedule.replace("-", "_") if schedule else base.schedule_style,
-        engine=_engine(base.engine, engine, step_ms),
+        engine=_engine(base.engine, engine, {"step_ms": step_ms, "stagger_ms": stagger_ms}),
         record_turns_max=record_turns_max,
         front=replace(
             base.front,

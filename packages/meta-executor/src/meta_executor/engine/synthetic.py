@@ -166,7 +166,11 @@ class SyntheticEngine:
         tokens, before = self._tokens_and_digests(step)
         digests = before + self._own_digests(kv, step, tokens)
         output = self._chosen(step, digests) if self.stage.is_last else self._handed_on(step, tokens, digests)
-        cost_s = (self._config.step_ms + self._config.step_ms_per_token * step.token_count) / 1000.0
+        config = self._config
+        cost_ms = (
+            config.step_ms + config.step_ms_per_token * step.token_count + config.stagger_ms * self.stage.stage_index
+        )
+        cost_s = cost_ms / 1000.0
         remaining_s = started_s + cost_s - self._clock()
         if remaining_s > 0:
             self._sleep(remaining_s)
