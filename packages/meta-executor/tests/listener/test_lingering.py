@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from meta_executor.config import HttpConfig
+from meta_executor.listener.bounds import Ledger
+from meta_executor.listener.entrance import Entrance
 from meta_executor.listener.lingering import LINGER_LEAST_S, Lingering
 from meta_executor.listener.serving import DEFER_S, listen
 
@@ -71,6 +75,37 @@ async def test_who_waits_for_a_place_gets_that_of_one_who_does_not_leave() -> No
     assert lingering.enter(connections.end(0), asyncio.get_running_loop().time())
     await lingering.place()
     assert connections.ended == [0] and len(lingering) == 0
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_cannot_be_let_in_keeps_nobody_else_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Its protocol could not be made: it is closed, that is told, and the next one comes in."""
+    let_in = asyncio.Event()
+    made: list[asyncio.Protocol] = []
+
+    class Told(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            let_in.set()
+            transport.close()  # type: ignore[attr-defined]
+
+    def make() -> asyncio.Protocol:
+        made.append(Told())
+        if len(made) == 1:
+            raise ValueError("no protocol for the first one")
+        return made[-1]
+
+    with listen("127.0.0.1", 0) as listener:
+        entrance = Entrance(listener, None, make, Ledger(HttpConfig()), handshake_s=60.0)
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.write(b"x")
+            with contextlib.suppress(ConnectionResetError):
+                await reader.read()
+            writer.close()
+        await let_in.wait()
+        entrance.close()
+        await entrance.wait_closed()
+    assert "could not be let in" in caplog.text and "no protocol for the first one" in caplog.text
 
 
 def test_who_has_said_nothing_waits_in_the_kernel() -> None:

@@ -92,6 +92,9 @@ class Entrance:
         except OSError:
             # It is gone already.
             connection.close()
+        except Exception:  # noqa: BLE001 - logged: what is wrong with one connection must not keep out all others
+            connection.close()
+            _LOG.exception("a connection could not be let in")
         except BaseException:
             connection.close()
             raise
