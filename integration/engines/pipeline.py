@@ -256,6 +256,9 @@ def main() -> int:
         sys.stdout.write(f"rank {COMM.rank}: {error}\n")
         sys.stdout.flush()
         broadcaster.release()  # local: nobody is waited for
+        said, until_s = COMM.Ibarrier(), time.monotonic() + 5
+        while not said.Test() and time.monotonic() < until_s:  # a launcher ends all ranks when the first one ends
+            time.sleep(0.001)
         os._exit(
             1
         )  # not by MPI_Finalize: what is under way ends nowhere, and its memory must stay until the process has ended
