@@ -388,14 +388,24 @@ def _client(url: str | None, run_dir: Path | None) -> ServiceClient:
     "--last", default=20, show_default=True, type=click.IntRange(1, 256), help="How many of the last requests."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON line: requests, and instances that cannot be asked.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write one REQUEST's story for Perfetto there instead.",
+)
 @_observed
-def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str | None, run_dir: Path | None) -> None:
+def explain(request_ids: tuple[str, ...], last: int, as_json: bool, trace: Path | None, url: str | None,
+            run_dir: Path | None) -> None:  # fmt: skip
     """Why each of the last requests went where it did.
 
     REQUEST is the id of an answer (cmpl-… or chatcmpl-…); without one: the last requests, newest at the end. A running
     service is asked; it keeps the last 256 decisions of its front and of each instance.
     """
     import msgspec
+
+    if trace is not None:
+        _write_trace(request_ids, trace, url, run_dir)
+        return
 
     from meta_executor.observe import stories, text_of
     from meta_executor.observe.explain import chosen
@@ -414,6 +424,20 @@ def explain(request_ids: tuple[str, ...], last: int, as_json: bool, url: str | N
             _say("no request has been routed yet")
     if missing:
         _fail(1, f"no decision is kept of request {', '.join(missing)}")
+
+
+def _write_trace(request_ids: tuple[str, ...], target: Path, url: str | None, run_dir: Path | None) -> None:
+    from meta_executor.observe.request_trace import request_trace
+
+    if len(request_ids) != 1:
+        raise click.UsageError(f"--trace wants one REQUEST, got {len(request_ids)}")
+    with _client(url, run_dir) as client:
+        told = client.request(request_ids[0])
+    try:
+        target.write_bytes(request_trace(told))
+    except OSError as error:
+        _fail(1, f"--trace {target}: {error.strerror}")
+    _say(f"wrote {target}: open it at ui.perfetto.dev")
 
 
 @cli.command()

@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -16,6 +17,7 @@ from meta_executor import wire
 from meta_executor.front.envelope import ACCESS_LOGGER
 from meta_executor.front.stories import Story
 from meta_executor.listener.access import KeyFile
+from meta_executor.observe.request_trace import ToldRequest, request_trace
 
 pytestmark = pytest.mark.asyncio
 HELLO = "Hello, world!"
@@ -457,3 +459,15 @@ async def test_a_story_has_an_end(make_cluster: Any) -> None:
         for name in ("many", f"cmpl-{story['answers'][0]:x}", "r0"):
             assert (await cluster.client.get(f"{cluster.url}/debug/requests/{name}")).status_code == 404
         assert cluster.service.stories.find("r1029") is not None
+
+
+async def test_what_a_front_tells_of_a_request_can_be_drawn(make_cluster: Any) -> None:
+    """``explain --trace`` reads it: both legs, at the instances that had them."""
+    async with make_cluster() as cluster:
+        answer = (await cluster.complete()).json()
+        told = await cluster.client.get(f"{cluster.url}/debug/requests/{answer['id']}")
+        drawn = json.loads(request_trace(msgspec.json.decode(told.content, type=ToldRequest)))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in drawn if e["name"] == "process_name"}
+    legs = {(names[e["pid"]], e["name"]) for e in drawn if e["name"].endswith(" leg")}
+    assert legs == {("ctx-0", "context leg"), ("gen-0", "generation leg")}
+    assert all(e["dur"] >= 0 for e in drawn if e["ph"] == "X")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import urllib.parse
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 
 from meta_executor import wire
 from meta_executor.listener.tls import pinned_context
+from meta_executor.observe.request_trace import ToldRequest
 from meta_executor.observe.top import InstanceSample, Sample, values_of
 
 #: One question is answered within this time (s).
@@ -115,6 +117,22 @@ class ServiceClient:
         except msgspec.DecodeError as error:
             raise ObserveError(f"{self._url}{path}: {error}") from error
         return wire.ServiceRouting(policy="", decided=0, decisions=[], instances=[inside])
+
+    def request(self, request_id: str) -> ToldRequest:
+        """What a front knows of one of its last requests.
+
+        Args:
+            request_id: The client's name for it, or the id of an answer.
+
+        Raises:
+            ObserveError: It cannot be had, or is not known any more.
+        """
+        path = f"/debug/requests/{urllib.parse.quote(request_id, safe='')}"
+        told = self._get(self._url, path)
+        try:
+            return msgspec.json.decode(told, type=ToldRequest)
+        except msgspec.DecodeError as error:
+            raise ObserveError(f"{self._url}{path}: {error}") from error
 
     def sample(self) -> Sample:
         """Every metric now. An instance that cannot be asked is in it with the reason.
