@@ -179,23 +179,31 @@ class Proxy:
 @pytest.mark.parametrize(
     ("mode", "transport"),
     [
-        *(("cut", "tcp"), ("half-close", "cma"), ("delay", "tcp"), ("duplicate", "cma")),
-        # The control connection is the same beside the other transport of the bytes.
+        *(("cut", "tcp"), ("half-close", "cma"), ("delay", "tcp")),
+        # The control connection is the same beside the other transport of the bytes. After a repeated chunk ZeroMQ reads
+        # no more of an encrypted connection and does not close it: each costs a heartbeat's time-out.
         *(
             pytest.param(mode, transport, marks=pytest.mark.slow)
-            for mode, transport in (("cut", "cma"), ("half-close", "tcp"), ("delay", "cma"), ("duplicate", "tcp"))
+            for mode, transport in (
+                ("cut", "cma"),
+                ("half-close", "tcp"),
+                ("delay", "cma"),
+                ("duplicate", "tcp"),
+                ("duplicate", "cma"),
+            )
         ),
     ],
 )
 def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_peer, together, transport, mode):
     """At twelve points of a direct write, of a bounce and of a read, also within frames: exact bytes, nothing quarantined.
 
-    The points divide the control bytes that the same transfer takes undisturbed, less a few: heartbeats pass now and then.
+    The points divide the control bytes that the same transfer takes undisturbed; heartbeats would be counted, too: sessions
+    send none here, and of ZeroMQ's the shortest of three transfers has the fewest.
     """
     receiver, sender = make_peer("gen", "g1"), make_peer("ctx", "c1", 1)
     for peer, role in ((receiver, "receiver"), (sender, "sender")):
         peer.init({"tcp": "tcp", "cma": None}[transport], NBYTES, 1 << 20)
-        peer("session", role=role, config=CONFIG)
+        peer("session", role=role, config=CONFIG | {"heartbeat_s": 60.0})
     proxy = Proxy(sender.address)
     receiver("connect", peer=sender.peer, address=proxy.address)
     receiver("introduce", peer=sender.peer)
@@ -215,9 +223,13 @@ def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_p
 
     request = 10
     for tier in ("direct", "bounce", "pull"):
-        before = proxy.passed
-        transfer(request, tier)
-        byte_count = proxy.passed - before
+        counts = []
+        for _ in range(3):
+            before = proxy.passed
+            transfer(request, tier)
+            counts.append(proxy.passed - before)
+            request += 1
+        byte_count = min(counts)
         for point in range(12):
             request += 1
             fired = proxy.fired
@@ -226,7 +238,7 @@ def test_a_misbehaving_control_connection_loses_no_transfer_and_no_memory(make_p
             assert proxy.fired == fired + 1, f"point {point} of {byte_count} bytes was never reached: it shows nothing"
         request += 1
     statistics = receiver("statistics")
-    assert statistics["quarantined_count"] == 0 and statistics["released"] == 39
+    assert statistics["quarantined_count"] == 0 and statistics["released"] == 45
     if mode in ("cut", "half-close"):  # a repeated chunk is refused as a replay, or ends the connection
         # The last one's end may be noticed after its transfer is over.
         drive(together, receiver, sender, lambda received, sent: receiver("statistics").get("links_lost", 0) >= 36)
