@@ -299,6 +299,8 @@ class FrontConfig(_Section, frozen=True, kw_only=True):
     perf_metrics_max_requests: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
     #: Largest accepted body (bytes); more get 413.
     body_bytes_max: PositiveInt = 16 * 1024 * 1024
+    #: Part of every request's id. Fronts that ask the same instances at one time need one each, or one id is two requests'.
+    node_id: Annotated[int, msgspec.Meta(ge=0, le=1023)] = 0
     #: Bounds of the front's HTTP listener.
     http: HttpConfig = HttpConfig()
 

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
+from endpoint_lifecycle import split_request_id
 from meta_executor import wire
 from meta_executor.config import FrontRouterConfig
 
@@ -130,3 +131,12 @@ async def test_an_instance_of_this_run_must_have_its_name(make_cluster) -> None:
         cluster.context.owner_id = "ctx-7"
         await cluster.service.directory.prepare()
         assert not cluster.service.can_serve()
+
+
+@pytest.mark.parametrize("node_id", [0, 1023])
+async def test_a_front_makes_the_ids_of_its_own_node(make_cluster, node_id) -> None:
+    """Two fronts that ask the same instances never give one id to two requests: the node is a part of it."""
+    async with make_cluster(node_id=node_id) as cluster:
+        assert (await cluster.complete("Say hello", max_tokens=2)).status_code == 200
+        assert split_request_id(cluster.context.received[0].request_id)[1] == node_id
+        await cluster.settled()

@@ -176,7 +176,7 @@ class Checker:
         self._limits = limits
         self._tenants = tenants
         self._bodies = bodies
-        self._ids = RequestIdGenerator(node_id=0)
+        self._ids = RequestIdGenerator(node_id=config.node_id)
 
     async def chat(self, body: bytes, asked: Asked) -> Call:
         """A body of ``POST /v1/chat/completions``.
