@@ -90,7 +90,7 @@ class Session:
         Raises:
             BatchItemFailed: The worker refused it.
             BatchBackpressure: Too many are open.
-            BatchSubmitError, RpcError: The worker is lost; what was given so far stands.
+            BatchSubmitError, RpcError, ConnectionError: The worker is lost; what was given so far stands.
         """
         ticket = self.submitter.submit(request)
         ended = False
@@ -176,11 +176,14 @@ class Server:
 
     async def generate(self, http: HttpRequest) -> Response:
         """POST {"prompt": [...], "tokens_max": n}: one line of JSON per token."""
-        asked = msgspec.json.decode(await http.body(), type=dict[str, list[int] | int])
         session = self.session
         if session is None:
             return JSONResponse({"error": "no worker"}, 503, {"Retry-After": "1"})
-        request = msgspec.convert({"request_id": next(self._ids), **asked}, Request)
+        try:
+            asked = msgspec.json.decode(await http.body(), type=dict[str, list[int] | int])
+            request = msgspec.convert({**asked, "request_id": next(self._ids)}, Request)  # never an id of the client's
+        except msgspec.MsgspecError as error:
+            return JSONResponse({"error": str(error)}, 400)
         tokens = session.tokens(request)
         try:
             first = await anext(tokens)
@@ -196,7 +199,7 @@ class Server:
             try:
                 async for token in tokens:
                     yield b'{"token": %d}\n' % token
-            except RpcError as error:
+            except (RpcError, ConnectionError) as error:
                 yield msgspec.json.encode({"error": f"{type(error).__name__}: {error}"}) + b"\n"
             finally:
                 await tokens.aclose()

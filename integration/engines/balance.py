@@ -54,26 +54,26 @@ class Balancer:
         """Number of the engine that is to serve a request; waits for a slot.
 
         Raises:
-            ValueError: The request cannot be placed on any engine, or an id or count is of no use; says why.
+            ValueError: The request cannot be placed on any engine, its id or count is of no use, or its id is taken; says why.
         """
+        if request_id in self._waiting:
+            raise ValueError(f"request_id: {request_id} waits already")
         placed = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = (RouteRequest(request_id, token_count), placed)
-        self._offer_waiting()
         try:
+            self._offer_waiting()
             yield await placed
         finally:
             self._waiting.pop(request_id, None)
-            if not placed.cancelled() and placed.exception() is None:
+            if placed.done() and not placed.cancelled() and placed.exception() is None:
                 self.ended(request_id)
                 self._offer_waiting()
 
     def _offer_waiting(self) -> None:
-        for request_id, rank in self._route([request for request, _ in self._waiting.values()]).items():
-            placed = self._waiting.pop(request_id)[1]
-            if placed.cancelled():
-                self.ended(request_id)  # whoever asked went away in this very turn
-            else:
-                placed.set_result(rank)
+        # Who went away in this very turn is passed over: those behind it would not hear of a slot that it was given.
+        waiting = [request for request, placed in self._waiting.values() if not placed.cancelled()]
+        for request_id, rank in self._route(waiting).items():
+            self._waiting.pop(request_id)[1].set_result(rank)
 
     def _route(self, requests: list[RouteRequest]) -> dict[int, int]:
         result = self._books.route(self._router, requests)

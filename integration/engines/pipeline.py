@@ -259,9 +259,8 @@ def main() -> int:
         said, until_s = COMM.Ibarrier(), time.monotonic() + 5
         while not said.Test() and time.monotonic() < until_s:  # a launcher ends all ranks when the first one ends
             time.sleep(0.001)
-        os._exit(
-            1
-        )  # not by MPI_Finalize: what is under way ends nowhere, and its memory must stay until the process has ended
+        # Not by MPI_Finalize: what is under way ends nowhere, and its memory must stay until the process has ended.
+        os._exit(1)
     records = COMM.gather(agreement.evidence())
     if records is None:
         return 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tokenize
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -21,12 +22,12 @@ import balance
 import engine_server
 import worker_loop
 from adp_router.testing import check_balancer
-from endpoint_lifecycle import EndpointOwner
+from endpoint_lifecycle import EndpointOwner, refusal_of
 from endpoint_lifecycle.testing import check_instance
 from meta_executor.mpi_launcher import find_launcher
 from rpc_batch_submit import BatchSubmitConfig
 from rpc_batch_submit.testing import check_sender
-from rpc_local_registry import RpcServer, new_key
+from rpc_local_registry import RpcPeerDead, RpcServer, new_key
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "integration" / "engines"
@@ -136,6 +137,46 @@ def test_a_worker_that_dies_costs_what_was_open_and_another_follows(monkeypatch)
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def generate_with(tokens, *bodies):
+    """Status and lines for each body, of a server whose session answers by ``tokens``."""
+    server = api_server.Server(in_process=True, step_ms=1)
+    server.session = SimpleNamespace(tokens=tokens)
+
+    async def main():
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://one", trust_env=False) as http:
+            replies = [await http.post("/generate", content=body) for body in bodies]
+        return [(reply.status_code, [json.loads(line) for line in reply.text.splitlines()]) for reply in replies]
+
+    return asyncio.run(main())
+
+
+def test_a_body_that_is_no_request_is_refused_and_names_no_id():
+    """By what is wrong with it; an id that a client names would be another client's."""
+
+    async def tokens(request):
+        yield request.request_id
+
+    bad = [b"{", b"[]", b'{"prompt": 1, "tokens_max": 2}', b'{"prompt": [1]}']
+    found = generate_with(tokens, *bad, b'{"prompt": [1], "tokens_max": 2, "request_id": 77}')
+    assert [status for status, _ in found] == [400] * len(bad) + [200]
+    assert all(lines[0]["error"] for _, lines in found[:-1])
+    assert found[-1][1][0]["token"] < 77
+
+
+@pytest.mark.parametrize("lost", [RpcPeerDead("it is gone"), ConnectionError("the worker has ended")])
+def test_a_stream_whose_worker_ends_says_so(lost):
+    """Whichever way it ended: the answer so far, then the reason, and no broken connection."""
+
+    async def tokens(_):
+        yield 5
+        raise lost
+
+    ((status, lines),) = generate_with(tokens, b'{"prompt": [1], "tokens_max": 2}')
+    assert (status, lines[0]) == (200, {"token": 5})
+    assert lines[1:] == [{"error": f"{type(lost).__name__}: {lost}"}]
+
+
 # -- a balancer over data-parallel engines -----------------------------------------------------------------------------------
 
 
@@ -182,6 +223,53 @@ def test_a_request_waits_for_a_slot_and_a_client_that_goes_away_gives_up_its_pla
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+def test_a_slot_is_not_given_to_who_goes_away_in_the_same_turn():
+    """Who waits behind hears of it: nothing else will end that would offer the slot again."""
+
+    async def main():
+        balancer = balance.Balancer([1], "balanced")
+        served, stay = [], asyncio.Event()
+
+        async def one(request_id):
+            async with balancer.engine_for(request_id, 10):
+                served.append(request_id)
+                await stay.wait()
+
+        tasks = [asyncio.create_task(one(number)) for number in range(3)]
+        while not served:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[1].cancel()
+        while len(served) < 2:
+            await asyncio.sleep(0)
+        assert served == [0, 2]
+        stay.set()
+        await asyncio.wait(tasks)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_an_id_that_is_taken_is_refused_and_stands_in_nobodys_way():
+    """One that is served and one that waits; the others are placed as before."""
+
+    async def main():
+        balancer = balance.Balancer([1], "balanced")
+        async with balancer.engine_for(1, 10):
+            second = balancer.engine_for(2, 10)
+            waits = asyncio.create_task(second.__aenter__())
+            await asyncio.sleep(0)
+            for taken in (1, 2):
+                with pytest.raises(ValueError, match=f"request_id: {taken} "):
+                    async with balancer.engine_for(taken, 10):
+                        raise AssertionError("placed")
+        assert await waits == 0
+        assert [state.request_count for state in balancer.states()] == [1]
+        await second.__aexit__(None, None, None)
+        assert [state.request_count for state in balancer.states()] == [0]
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 def test_a_balanced_fleet_is_more_even_than_a_round_robin():
     """The same trace in virtual time: figures, not times, so they are the same everywhere."""
     found = balance.compare(engines=4, requests=150, load=0.8, slots=32, seeds=range(2))
@@ -202,9 +290,11 @@ def test_the_server_of_one_engine_conforms():
         owner.finalize().publish(["tcp://127.0.0.1:1"])
 
         async def answer(prompt, tokens_max):
+            if not prompt:
+                raise RuntimeError("the engine has failed")
             return worker_loop.answer(prompt, tokens_max)
 
-        transport = httpx.ASGITransport(engine_server.instance(owner, answer))
+        transport = httpx.ASGITransport(engine_server.instance(owner, answer), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://one", trust_env=False) as http:
 
             async def info():
@@ -218,6 +308,9 @@ def test_the_server_of_one_engine_conforms():
             async def drain():
                 owner.start_draining()
 
+            headers = {engine_server.GENERATION: owner.generation}
+            failed = await http.post("/generate", json={"prompt": [], "tokens_max": 2}, headers=headers)
+            assert failed.status_code == 500 and refusal_of(failed.status_code, failed.text) is None
             await check_instance(info, work, drain)
         assert owner.in_flight == 0
 
