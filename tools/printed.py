@@ -125,8 +125,10 @@ def fresh_clone() -> Iterator[Path]:
     try:
         clone = folder / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        listing = ["git", "ls-files", "-z", "--modified", "--others", "--exclude-standard"]
-        for name in filter(None, subprocess.check_output(listing, cwd=ROOT, text=True).split("\0")):
+        names = ""
+        for listing in ("diff --name-only --no-renames -z HEAD", "ls-files --others --exclude-standard -z"):
+            names += subprocess.check_output(["git", *listing.split()], cwd=ROOT, text=True)
+        for name in filter(None, names.split("\0")):
             if (ROOT / name).is_file():
                 (clone / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, clone / name)

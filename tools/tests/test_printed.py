@@ -85,10 +85,12 @@ def test_commands_are_lines_of_shell_and_spans_that_begin_with_a_program(tmp_pat
 
 
 def test_a_clone_is_the_tree_as_it_is(tmp_path, monkeypatch):
-    """With what was changed, added and removed since the last commit; what git ignores stays away, and nothing stays."""
+    """With what was changed, added and removed since the last commit, staged or not; what git ignores stays away, and nothing
+    stays."""
     tree = tmp_path / "tree"
     tree.mkdir()
-    for name, text in (("kept", "1"), ("changed", "1"), ("removed", "1"), (".gitignore", "ignored\n")):
+    once = dict.fromkeys(("kept", "changed", "removed", "staged", "moved"), "1")
+    for name, text in (*once.items(), (".gitignore", "ignored\n")):
         (tree / name).write_text(text)
     git = ["git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@b.example"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "first"]):
@@ -98,6 +100,10 @@ def test_a_clone_is_the_tree_as_it_is(tmp_path, monkeypatch):
     (tree / "folder").mkdir()
     (tree / "folder" / "added").write_text("3")
     (tree / "ignored").write_text("4")
+    (tree / "staged").write_text("5")
+    (tree / "staged-new").write_text("6")
+    for command in (["mv", "moved", "moved-there"], ["add", "staged", "staged-new"]):
+        subprocess.run([*git, *command], check=True)
     monkeypatch.setattr(printed, "ROOT", tree)
     with printed.fresh_clone() as clone:
         files = {
@@ -105,7 +111,10 @@ def test_a_clone_is_the_tree_as_it_is(tmp_path, monkeypatch):
             for p in clone.rglob("*")
             if p.is_file() and ".git/" not in str(p)
         }
-        assert files == {"kept": "1", "changed": "2", "folder/added": "3", ".gitignore": "ignored\n"}
+        assert files == {
+            "kept": "1", "changed": "2", "folder/added": "3", "staged": "5", "staged-new": "6", "moved-there": "1",
+            ".gitignore": "ignored\n",
+        }  # fmt: skip
     assert not clone.parent.exists()
 
 
