@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -62,6 +63,38 @@ def test_another_machines_number_says_nothing(change: dict[str, object]) -> None
     with ProcessWatch() as watch:
         assert not there.is_local and not watch.watch(PEER, there)
         assert watch.ended() == ()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 1 << 31, 1 << 62])
+def test_a_number_that_no_process_has_is_not_read(pid: int) -> None:
+    """It comes from a peer, or from a client; the kernel's own refusal would be another kind of error."""
+    told = msgspec.json.encode(msgspec.structs.replace(ProcessIdentity.own(), pid=pid))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(told, type=ProcessIdentity)
+
+
+@pytest.mark.parametrize("call", ["os.pidfd_open", "pathlib.Path.read_text"])
+def test_what_could_not_be_watched_is_not_taken_for_watched(
+    child: tuple[subprocess.Popen[bytes], ProcessIdentity], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """No descriptor is left: said, nothing is kept, and the next try watches."""
+    process, identity = child
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with ProcessWatch() as watch:
+        monkeypatch.setattr(ProcessIdentity, "is_local", True)
+        with monkeypatch.context() as full:
+            full.setattr(call, refused)
+            with pytest.raises(OSError, match="too many"):
+                watch.watch(PEER, identity)
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert watch.watch(PEER, identity) and watch.ended() == ()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert watch.ended() == (PEER,)
 
 
 def test_close_gives_descriptors_back(child: tuple[subprocess.Popen[bytes], ProcessIdentity]) -> None:

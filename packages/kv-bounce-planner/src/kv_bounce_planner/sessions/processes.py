@@ -10,6 +10,7 @@ import os
 import select
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated
 
 import msgspec
 
@@ -28,7 +29,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
     kernel: str
     namespace: int
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     started: int
 
     @staticmethod
@@ -76,18 +77,27 @@ class ProcessWatch:
 
         Returns:
             False if the process is not on this machine or in another process namespace: nothing will be told of it.
+
+        Raises:
+            OSError: It cannot be watched (no descriptor is left). Nothing changed.
         """
         if not process.is_local:
             return False
         if peer in self._known:
             return True
-        self._known.add(peer)
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
+            self._known.add(peer)
             self._ended.append(peer)
             return True
-        if _started(process.pid) != process.started:  # the descriptor is of a later process of that number
+        try:
+            is_later = _started(process.pid) != process.started  # the descriptor is of a later process of that number
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._known.add(peer)
+        if is_later:
             os.close(descriptor)
             self._ended.append(peer)
             return True
