@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -201,6 +203,42 @@ def test_a_fetch_that_cannot_be_planned_fails_alone(glue: Any, change: dict[str,
     assert pair.told() == ({"r"}, {"r", "w"}, {"w"})
 
 
+@pytest.mark.parametrize("change", [1 << 40, -1, "no KV"])
+def test_a_source_that_is_none_fails_alone(glue: Any, change: int | str) -> None:
+    """A client names sources: what nobody could have answered reaches neither the kernel nor the planner."""
+    pair = Pair(glue)
+    (source,) = msgspec.json.decode(pair.sources, type=list[glue.Source])
+    if isinstance(change, int):
+        source = msgspec.structs.replace(source, process=msgspec.structs.replace(source.process, pid=change))
+    else:
+        told = dataclasses.replace(pair.producer.layout, groups=())
+        source = msgspec.structs.replace(source, layout=kv.encode_layout(told))
+    wrong = msgspec.json.encode([source]).decode()
+    pair.consumer.submit(glue.Fetch("w", 8, wrong, (3, 4, 5, 6), 0, 13))
+    pair.fetch()
+    pair.serve()
+    pair.turns()
+    assert pair.told() == ({"r"}, {"r", "w"}, {"w"})
+
+
+def test_a_source_that_cannot_be_watched_fails_alone(glue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor is left for now: nothing was exposed, and the next fetch is served."""
+    pair = Pair(glue)
+
+    def refused(_: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr("os.pidfd_open", refused)
+        pair.fetch("w", 8)
+        pair.consumer.turn()
+    assert pair.told() == (set(), {"w"}, {"w"})
+    pair.fetch()
+    pair.serve()
+    pair.turns()
+    assert pair.told() == ({"r"}, {"r"}, set())
+
+
 def test_a_prefill_of_fewer_blocks_than_were_asked_for_fails_the_fetch(glue: Any) -> None:
     """Another prompt under the same number: nothing is written beyond what the source holds."""
     pair = Pair(glue)
@@ -209,6 +247,24 @@ def test_a_prefill_of_fewer_blocks_than_were_asked_for_fails_the_fetch(glue: Any
     pair.turns()
     assert pair.told() == ({"r"}, {"r"}, {"r"})
     assert not any(pool.any() for pools in pair.mine for pool in pools)
+
+
+def test_a_count_that_a_peer_cannot_mean_fails_its_fetch_alone(glue: Any) -> None:
+    """Refused as its answer; who asks next is served by the same session."""
+    pair = Pair(glue)
+    askers, pair.consumer._askers = pair.consumer._askers, lambda source: -1
+    pair.fetch("wrong", 8)
+    pair.serve("wrong", 8)
+    pair.turns()
+    assert pair.told() == (set(), {"wrong"}, {"wrong"})
+    pair.consumer._askers = askers
+    pair.fetch()
+    pair.serve()
+    pair.turns()
+    assert pair.told() == ({"r"}, {"r"}, set())
+    pair.clock.advance(pair.settings.lend_timeout_s)
+    pair.turns()
+    assert pair.told() == ({"wrong"}, set(), set())
 
 
 def test_a_dead_writer_fails_its_requests_and_gives_their_blocks_back(glue: Any) -> None:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,7 +41,7 @@ class Ask(msgspec.Struct, frozen=True):
     """What a decoding rank sends in its request: ``operations`` is how many of its instance ask this source."""
 
     process: kv.ProcessIdentity
-    operations: int
+    operations: Annotated[int, msgspec.Meta(ge=1)]
     source: bytes
     target: bytes
     blocks: bytes
@@ -325,7 +325,7 @@ class Consumer(KvWorker):
             return
         try:
             self._fetch(command)
-        except (kv.KVTransferError, msgspec.MsgspecError, ValueError) as error:  # before anything was exposed
+        except (kv.KVTransferError, msgspec.MsgspecError, ValueError, OSError) as error:  # before anything was exposed
             log.warning("request %s gets no KV: %s", command.request_id, error)
             self._say(failed=command.request_id, received=command.request_id)
 
@@ -337,6 +337,8 @@ class Consumer(KvWorker):
         if not sources:
             raise ValueError("no source is named")
         layouts = tuple(_layout(each.layout) for each in sources)
+        if not all(layout.groups for layout in layouts):
+            raise ValueError("a source has no KV")
         instance = kv.InstanceLayout(sources[0].peer.instance_id, layouts, pp_size=len(layouts))
         # Whole blocks where both sides have them: beyond a prompt's end lies what nobody reads, and one piece costs less.
         sizes = (layouts[0].groups[0].block_tokens, self.layout.groups[0].block_tokens)
