@@ -86,15 +86,16 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest time of one file")
     options = parser.parse_args()
     names = options.packages or sorted(p.parent.name for p in (ROOT / "packages").glob("*/benchmarks"))
+    files_of = {name: sorted((ROOT / "packages" / name / "benchmarks").glob("bench_*.py")) for name in names}
+    for name, files in files_of.items():
+        if not files:
+            print(f"{name} has no benchmarks", file=sys.stderr)
+            return 2
     figures: list[dict[str, Any]] = []
     problems: list[str] = []
     facts = machine()
     print(f"machine: {json.dumps(facts)}", flush=True)
-    for name in names:
-        files = sorted((ROOT / "packages" / name / "benchmarks").glob("bench_*.py"))
-        if not files:
-            print(f"{name} has no benchmarks", file=sys.stderr)
-            return 2
+    for name, files in files_of.items():
         for path in files:
             print(f"== {path.relative_to(ROOT)}", flush=True)
             start = time.monotonic()

@@ -27,7 +27,6 @@ from typing import Any, Literal, get_args, get_origin
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
-COMPOSER = "meta-executor"
 MADE = "<!-- Made by `python tools/reference.py --write` from the code. Do not edit. -->\n"
 
 #: Settings of the packages: package → dotted classes.

@@ -108,12 +108,13 @@ def try_with(chosen: dict[str, str | None]) -> int:
         for name, tag in chosen.items():
             install(tag, name, Path(scratch))
         path = os.pathsep.join([scratch, str(ROOT / "packages" / COMPOSER / "src")])
-        probe = "import sys, " + ", ".join(name.replace("-", "_") for name in chosen) + "; print(adp_router.__file__)"
+        modules = [name.replace("-", "_") for name in chosen]
+        probe = f"import {', '.join(modules)}\nfor one in ({', '.join(modules)}): print(one.__file__)"
         environment = {**os.environ, "PYTHONPATH": path}
         where = subprocess.run(
             [sys.executable, "-c", probe], env=environment, capture_output=True, text=True, check=True
         )
-        if not where.stdout.startswith(scratch):
+        if not all(line.startswith(scratch) for line in where.stdout.splitlines()):
             raise SystemExit(f"the siblings that were installed are not the ones that are imported: {where.stdout}")
         program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m",
                    "not slow and not gpu and not mpi and not service and not etcd", *SEAMS]  # fmt: skip

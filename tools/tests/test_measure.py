@@ -107,6 +107,15 @@ def test_samples_and_machine_are_real():
     assert facts["model"] and facts["cores"] >= 1 and len(facts["load"]) == 3
 
 
+def test_a_package_without_benchmarks_is_told_before_anything_runs():
+    """Also behind one that has some: minutes of figures would end without a table."""
+    bench = Path(measure.__file__).with_name("bench.py")
+    done = subprocess.run(
+        [sys.executable, str(bench), "pp-agreement", "no-such-package"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr == "no-such-package has no benchmarks\n" and not done.stdout
+
+
 def test_the_runner_shows_undecided_and_fails_on_missed_only(tmp_path):
     """A benchmark file of a package, through tools/bench.py's reading."""
     file = tmp_path / "bench_x.py"

@@ -172,3 +172,29 @@ def test_every_sibling_is_one_of_the_checkout() -> None:
     found = siblings.siblings()
     assert len(found) == 7
     assert all(sibling.wanted.specifier.contains(sibling.here) for sibling in found)
+
+
+@pytest.mark.parametrize("missing", [None, "adp_router", "rpc_local_registry"])
+def test_a_sibling_that_is_imported_from_elsewhere_is_found(
+    missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any of them: its tests would be those of the checkout's own."""
+    chosen: dict[str, str | None] = {sibling.name: None for sibling in siblings.siblings()}
+    run = subprocess.run
+
+    def installed(tag: str | None, name: str, target: Path) -> None:
+        if (module := name.replace("-", "_")) != missing:
+            (target / module).mkdir()
+            (target / module / "__init__.py").write_text("")
+
+    def without_tests(command: list[str], **options: object) -> object:
+        return subprocess.CompletedProcess(command, 0) if "pytest" in command else run(command, **options)
+
+    monkeypatch.setattr(siblings, "install", installed)
+    monkeypatch.setattr(subprocess, "run", without_tests)
+    if missing is None:
+        assert siblings.try_with(chosen) == 0
+    else:
+        with pytest.raises((SystemExit, subprocess.CalledProcessError)) as left:
+            siblings.try_with(chosen)
+        assert missing in str(left.value) or "not the ones that are imported" in str(left.value)
