@@ -12,7 +12,10 @@ class RouterConfigError(RouterError, ValueError):
 
 
 class RouteBatchError(RouterError, ValueError):
-    """A batch's columns are not of equal length. Nothing was routed, no state changed."""
+    """A batch cannot be routed as a whole: columns of unequal length, no sequence, a request that is held already.
+
+    Nothing was routed, no state changed.
+    """
 
 
 class RankStateError(RouterError, ValueError):
