@@ -190,6 +190,25 @@ def test_a_refused_region_is_one_slices_alone(make_lab):
     assert [(each, why) for _, each, why in success.tiers] == [("direct", "no_space"), ("bounce", "ok")]
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_region_that_is_there_when_its_transfer_ends_goes_back(make_lab, slices):
+    """One writer's wish and another's failure come in one poll: the region is reserved, and nobody is told of it any more."""
+    lab = make_lab(2)
+    cut = lab.in_slices(slices, "bounce")
+    cut.open()
+    lab.run(3)
+    cut.compute(1, ranks=[0])
+    lab.senders[1].fail(KEY, "out of memory")
+    for sender in lab.senders:
+        sender.poll()
+    assert lab.run(1, senders=[]) == ["TransferFailed"]
+    assert lab.arena.statistics().granted_total == 1, "nothing was reserved: it shows nothing"
+    assert lab.arena.statistics().held_bytes == 0 and lab.receiver.last_error is None
+    lab.senders[0].seal(KEY)
+    lab.run()
+    assert lab.names() == ["TransferFailed", "MemoryReleased"] and lab.receiver.last_error is None
+
+
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 

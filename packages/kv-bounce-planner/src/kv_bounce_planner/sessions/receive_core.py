@@ -425,6 +425,10 @@ class ReceiveTransfer(Core[_Record, ReceiveEvent, ReceiveEffect]):
     def refused(self, operation: OperationIdentity) -> bool:
         return self._records[operation].refused
 
+    def asks_for_region(self, slice_id: TransferIdentity) -> bool:
+        """Whether a region of this slice is asked for, and is neither there nor withdrawn."""
+        return self._slices[slice_id].region is Region.ASKED
+
     def filled(self, operation: OperationIdentity) -> bool:
         """Whether every byte of this operation is in its place: read, written there, or scattered."""
         record = self._records[operation]

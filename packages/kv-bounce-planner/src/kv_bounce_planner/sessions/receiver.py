@@ -580,14 +580,12 @@ class Receiver(Shell[_Receive]):
     def _reserved(self, reservation: Reservation) -> None:
         slice_id: TransferIdentity = reservation.key  # type: ignore[assignment]
         record = self._of_slice.get(slice_id)
-        if record is None:
-            reservation.abandon()
-            return
-        if slice_id in record.advertised:
-            return  # the core was told, and an interrupt came right after it
-        record.reservations[slice_id] = reservation
-        self._step(record, rc.RegionReserved(slice_id))
-        record.wait_until_s.pop(slice_id, None)
+        if record is not None and record.core.asks_for_region(slice_id):
+            record.reservations[slice_id] = reservation
+            self._step(record, rc.RegionReserved(slice_id))
+            record.wait_until_s.pop(slice_id, None)
+        elif record is None or (slice_id not in record.reservations and slice_id not in record.advertised):
+            reservation.abandon()  # the transfer ended between the reservation and this word of it
 
     def _peer_gone(self, peer: PeerId, reason: str) -> None:
         with self._lock:
