@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from kv_bounce_planner.planning import TransportError
-from kv_bounce_planner.sessions import PeerKeeper, ProcessIdentity, events
+from kv_bounce_planner.sessions import PeerId, PeerKeeper, ProcessIdentity, SessionConfig, events
 from kv_bounce_planner.sessions.proof import WriteExecutor
+from kv_bounce_planner.testing import FakeClock
 
 #: A process of this machine that has ended: this one's number, but it began earlier.
 ENDED = msgspec.structs.replace(ProcessIdentity.own(), started=0)
@@ -122,3 +123,71 @@ def test_a_side_that_only_listens_dials_nobody(make_lab):
     assert lab.peer not in lab.senders[0].peers()
     with contextlib.closing(keeper):
         assert keeper.poll() == ()
+
+
+class Session:
+    """Notes what it is told, and tells what it was given, a poll each."""
+
+    def __init__(self, *told):
+        self.config, self.told = SessionConfig(link_timeout_s=5.0), list(told)
+        self.died, self.retired, self.interrupted = [], [], False
+
+    def peer_died(self, peer, _evidence):
+        if not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        self.died.append(peer)
+
+    def peers(self):
+        return dict.fromkeys(RANKS, "ready")
+
+    def retire_peer(self, *instance):
+        self.retired.append(instance)
+
+    def poll(self):
+        return self.told.pop(0) if self.told else ()
+
+
+RANKS = [PeerId("ctx", "c1", rank) for rank in range(2)]
+
+
+def test_ranks_that_go_with_their_instance_are_dialled_again():
+    """One rank's retirement ends the links of all of its instance's: none of them counts as met, or as lost, after that."""
+    clock, dialler = FakeClock(), Dialler()
+    session = Session(tuple(events.LinkLost(peer, "cut") for peer in RANKS))
+    keeper = PeerKeeper(session, dialler, clock)
+    for peer in RANKS:
+        keeper.meet(peer, "tcp://one")
+    keeper.poll()
+    clock.advance(5.0)
+    keeper.poll()
+    keeper.poll()
+    assert session.retired == [("ctx", "c1")]
+    for peer in RANKS:
+        keeper.meet(peer, "tcp://two")
+    assert dialler.dialled[2:] == [(peer, "tcp://two") for peer in RANKS]
+
+
+def test_a_peer_that_is_introduced_anew_is_not_retired():
+    """Its link came back to another session of the same process: no ``LinkRestored``, and nothing to retire."""
+    clock, peer = FakeClock(), RANKS[0]
+    session = Session(
+        (events.LinkLost(peer, "cut"),), (events.PeerReplaced(peer, "made again"), events.PeerIntroduced(peer))
+    )
+    keeper = PeerKeeper(session, None, clock)
+    keeper.poll()
+    keeper.poll()
+    clock.advance(5.0)
+    keeper.poll()
+    assert session.retired == []
+
+
+def test_a_death_is_told_although_an_interrupt_came_between():
+    """The watch tells it once; the session hears of it at the next poll."""
+    session = Session()
+    keeper = PeerKeeper(session, None, FakeClock())
+    keeper.watch(RANKS[0], ENDED)
+    with pytest.raises(KeyboardInterrupt):
+        keeper.poll()
+    keeper.poll()
+    assert session.died == [RANKS[0]] and session.retired == [("ctx", "c1")]

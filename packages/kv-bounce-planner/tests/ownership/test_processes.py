@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kv_bounce_planner.sessions import PeerId, ProcessIdentity, ProcessWatch
+from kv_bounce_planner.sessions import PeerId, ProcessIdentity, ProcessWatch, processes
 
 PEER = PeerId("ctx", "c1", 0)
 PROGRAM = """
@@ -54,6 +54,18 @@ def test_a_process_that_is_gone_or_replaced_has_ended(child: tuple[subprocess.Po
         process.wait()
         assert watch.watch(PEER, identity), "a peer that was told may be watched again"
         assert watch.ended() == (PEER,)
+
+
+def test_a_living_process_that_is_hidden_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/proc`` may show only one's own processes (hidepid): whose number it is cannot be seen, so nothing is said."""
+    own = ProcessIdentity.own()
+    before = len(os.listdir("/proc/self/fd"))
+    with ProcessWatch() as watch:
+        monkeypatch.setattr(processes, "_started", lambda pid: None)
+        assert not watch.watch(PEER, own) and watch.ended() == ()
+        monkeypatch.undo()
+        assert watch.watch(PEER, own), "it may be watched when it can be seen"
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("change", [{"kernel": "another"}, {"namespace": 1}])

@@ -9,11 +9,12 @@ it is in doubt by then, and only its agent's end can still prove anything. Whoev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kv_bounce_planner._errors import TransportError
-from kv_bounce_planner.sessions.events import LinkLost, LinkRestored, PeerEvidence, SessionEvent
+from kv_bounce_planner.sessions.events import LinkLost, LinkRestored, PeerEvidence, PeerIntroduced, SessionEvent
 from kv_bounce_planner.sessions.identity import PeerId
 from kv_bounce_planner.sessions.processes import ProcessIdentity, ProcessWatch
 from kv_bounce_planner.sessions.receiver import Receiver
@@ -41,6 +42,7 @@ class PeerKeeper:
     ) -> None:
         self._session, self._channel, self._clock = session, channel, clock
         self._watch = ProcessWatch()
+        self._dead: deque[PeerId] = deque()  # whose death the session was not told of
         self._met: set[PeerId] = set()
         self._lost_until_s: dict[PeerId, float] = {}
         self._retiring: dict[PeerId, None] = {}
@@ -65,27 +67,36 @@ class PeerKeeper:
 
     def poll(self) -> tuple[SessionEvent, ...]:
         """Deaths first, then one poll of the session: everything that it tells."""
-        for peer in self._watch.ended():
+        self._dead.extend(self._watch.ended())
+        while self._dead:
+            peer = self._dead[0]
             self._session.peer_died(peer, PeerEvidence.PROCESS_REAPED)
             self._retiring[peer] = None
+            self._dead.popleft()  # last: it is told once, and an interrupt keeps it here
         now_s = self._clock()
         self._retiring.update(dict.fromkeys(peer for peer, until_s in self._lost_until_s.items() if now_s >= until_s))
-        for peer in tuple(self._retiring):
+        for instance in dict.fromkeys(peer.instance for peer in self._retiring):
+            linked = {*self._session.peers(), *self._retiring}  # whose links end with their agent
             try:
-                self._session.retire_peer(*peer.instance)
+                self._session.retire_peer(*instance)
             except TransportError:  # nothing was proven, and the next poll tries again
                 self.retirements_repeated += 1
                 continue
-            for known in (self._retiring, self._lost_until_s):
-                known.pop(peer, None)
-            self._met.discard(peer)
+            self._forget(each for each in linked if each.instance == instance)
         told = self._session.poll()
         for event in told:
             if isinstance(event, LinkLost):
                 self._lost_until_s[event.peer] = now_s + self._session.config.link_timeout_s
-            elif isinstance(event, LinkRestored):
+            elif isinstance(event, LinkRestored | PeerIntroduced):
                 self._lost_until_s.pop(event.peer, None)
         return told
+
+    def _forget(self, peers: Iterable[PeerId]) -> None:
+        """All ranks of an instance are retired together: whoever of them is met again is dialled anew."""
+        for peer in peers:
+            self._met.discard(peer)
+            self._lost_until_s.pop(peer, None)
+            self._retiring.pop(peer, None)
 
     def close(self) -> None:
         """Watch nobody any more."""

@@ -60,6 +60,12 @@ def _started(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])  # the name before it may hold spaces and brackets
 
 
+def _has_ended(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 class ProcessWatch:
     """Says which peers' processes have ended: what ``peer_died(peer, PeerEvidence.PROCESS_REAPED)`` wants to be told.
 
@@ -76,7 +82,8 @@ class ProcessWatch:
         """Watch a peer from now on; again for one that is watched already changes nothing.
 
         Returns:
-            False if the process is not on this machine or in another process namespace: nothing will be told of it.
+            False if the process is not on this machine, in another process namespace, or hidden from us by ``/proc``: nothing
+            will be told of it.
 
         Raises:
             OSError: It cannot be watched (no descriptor is left). Nothing changed.
@@ -92,12 +99,16 @@ class ProcessWatch:
             self._ended.append(peer)
             return True
         try:
-            is_later = _started(process.pid) != process.started  # the descriptor is of a later process of that number
-        except OSError:
+            started = _started(process.pid)
+            ended = _has_ended(descriptor)  # looked at last: until then the number was this process's
+        except BaseException:
             os.close(descriptor)
             raise
+        if started is None and not ended:  # it lives, and /proc hides whose number it is
+            os.close(descriptor)
+            return False
         self._known.add(peer)
-        if is_later:
+        if started != process.started:  # no process, or a later one of that number
             os.close(descriptor)
             self._ended.append(peer)
             return True
