@@ -50,6 +50,11 @@ class ForgetsTooFew(FakeComm):
         super().forget(min(keep + 1, len(self.posted)))
 
 
+class ForgetsOneAtATime(FakeComm):
+    def forget(self, keep):
+        super().forget(max(keep, len(self.posted) - 1))
+
+
 class Unready(FakeComm):
     def test(self, index):
         posted = self.posted[index]
@@ -133,6 +138,7 @@ class OffTheWorld(FakeComm):
         (ListsTwice, "ibcast does not list one operation"),
         (ForgetsAll, "after forget"),
         (ForgetsTooFew, "after forget"),
+        (ForgetsOneAtATime, "after forget"),
         (Unready, "under way again"),
         (NeverDone, "has not completed within"),
         (Hasty, "message 0 of"),

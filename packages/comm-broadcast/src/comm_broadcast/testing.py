@@ -265,11 +265,11 @@ def _check_collectives(comm: Comm, size: int, limit_s: float) -> None:
         starts: list[tuple[Callable[..., None], tuple[Any, ...]]] = [(comm.iallgather, (mine, gathered))]
         starts += [(comm.ibcast, (buffer, root)) for root, buffer in enumerate(casts)]
         starts += [(comm.igather, (mine, into, root)) for root, into in enumerate(roots)]
-        for number, (start, arguments) in enumerate(starts):
+        for start, arguments in starts:
             _start(comm, start, *arguments)
             if not together:
-                _finish(comm, limit_s, forget_by=1 + number % 2)
-        _finish(comm, limit_s)
+                _finish(comm, limit_s)
+        _finish(comm, limit_s, forget_by=2)
         _expect(gathered == everybody, f"iallgather of {size} bytes", comm.rank)
         for root, buffer in enumerate(casts):
             _expect(buffer == _pattern(root, size), f"ibcast of {size} bytes from rank {root}", comm.rank)
@@ -317,7 +317,7 @@ def _start(comm: Comm, start: Callable[..., None], *arguments: Any) -> None:
 
 
 def _finish(comm: Comm, limit_s: float, forget_by: int = 1) -> None:
-    """Look until all that is listed has completed, once more, and unlist it in one step or in several."""
+    """Look until all that is listed has completed, once more, and unlist it, so many operations a step."""
     until_s = time.monotonic() + limit_s
     listed = len(comm.posted)
     while not all(comm.test(index) for index in range(listed)):
