@@ -288,8 +288,9 @@ def test_vllm_cpu_shapes_that_do_not_fit_are_refused() -> None:
         layers = [0] if len(tensors) == 1 and why != "one tensor per layer" else [0, 1]
         with pytest.raises(LayoutError, match=why):
             from_vllm(rank=0, layer_ids=layers, tensors=tensors, head_total=2, attention="cpu_attn")
-    with pytest.raises(LayoutError, match="head_total"):
-        from_vllm(rank=0, layer_ids=[0], tensors=[pool], head_total=2, first_head=1, attention="cpu_attn")
+    for first_head in (1, -1):  # the second would name another layer's heads
+        with pytest.raises(LayoutError, match="head_total"):
+            from_vllm(rank=0, layer_ids=[1], tensors=[pool], head_total=2, first_head=first_head, attention="cpu_attn")
 
 
 def test_sglang_and_tensorrt_llm_shapes() -> None:

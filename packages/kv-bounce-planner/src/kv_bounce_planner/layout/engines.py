@@ -197,7 +197,7 @@ def _tokens_innermost(
     block_stride, head_stride, token_stride, element_stride = first.strides_bytes
     element, dim = first.element_bytes, joined // 2
     _require(element_stride == element and token_stride == joined * element, "a head of a block is dense")
-    _require(first_head + heads <= head_total, "heads lie within head_total")
+    _require(0 <= first_head <= head_total - heads, "heads lie within head_total")
     names = [2 * (layer * head_total + first_head + head) for layer in layer_ids for head in range(heads)]
     bases = [view.address + head * head_stride for view in views for head in range(heads)]
     keys = LayerGroup(

@@ -265,7 +265,8 @@ class ZmqControlChannel:
                 self._drain_dealer(peer, dialled)
                 if dialled.link is not None:
                     failed = event["event"] & _HANDSHAKE_FAILED
-                    self._break(peer, dialled.link, "the two keys differ" if failed else "the connection broke")
+                    reason = "the connection broke in its handshake: if it does so again, the two keys differ"
+                    self._break(peer, dialled.link, reason if failed else "the connection broke")
 
     def _drain_dealer(self, peer: PeerId, dialled: _Dialled) -> None:
         """The other side's last word, if it was that another session has taken this name."""
