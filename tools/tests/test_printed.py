@@ -18,9 +18,12 @@ ALL = printed.printed_in(printed.READMES)
 PARTS = {part.name: part.command for part in nightly.parts(DAY, all_faults=False)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def handed_over():
-    """What a session hands over: its name and the words behind ``--`` to the tool and its arguments."""
+    """What a session hands over: its name and the words behind ``--`` to the tool and its arguments.
+
+    Once in a process, which may run this file's tests in several goes: nox warns of a session that is registered again.
+    """
     spec = importlib.util.spec_from_file_location("noxfile_of_the_test", ROOT / "noxfile.py")
     noxfile = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(noxfile)
