@@ -387,6 +387,21 @@ def test_the_source_belongs_to_the_transfer_from_its_first_slice_on(make_lab, ti
     assert sender.snapshot(KEY).outcome == "FAILED" and sender.drain().quiescent
 
 
+def test_a_source_that_is_quarantined_counts_with_all_of_its_slices(make_lab):
+    """The bound on what is lost is one of bytes: a slice's would be a quarter of them."""
+    lab = make_lab(1)
+    lab.world.landing = lambda _job, _part: "hold"
+    cut = lab.in_slices(4)
+    cut.open()
+    cut.compute(4)
+    lab.run()
+    lab.senders[0].fail(KEY, "aborted")
+    lab.clock.advance(11.0)
+    lab.run()
+    assert lab.sent_names().count("SourceQuarantined") == 1
+    assert lab.senders[0].drain().quarantined_bytes == FRAGMENTS * SIZE
+
+
 def test_a_source_of_which_nothing_is_computed_is_not_owned(make_lab):
     """Failed before its first chunk: there is nothing to give back."""
     lab = make_lab(1)

@@ -105,6 +105,15 @@ class _Send:
         self.agents: dict[OperationIdentity, str] = {}  # of the life that asked: what reads, if it reads
 
 
+def _source_bytes(core: sc.SendTransfer) -> int:
+    """Of a request's source: receivers of one slice read the same, slices are apart."""
+    sizes: dict[int, int] = {}
+    for operation in core.operations:
+        index = operation.transfer.slice_index
+        sizes[index] = max(sizes.get(index, 0), core.request_of(operation).byte_count)
+    return sum(sizes.values())
+
+
 class Sender(Shell[_Send]):
     """Serves receive requests from one rank's memory.
 
@@ -744,10 +753,8 @@ class Sender(Shell[_Send]):
                 self._counters["released"] += 1
                 self._settle(SourceReleased(request, record.claim, owned.prove(proofs)))
             case sc.QuarantineSource(reason, story):
-                core = record.core
-                byte_count = max((core.request_of(operation).byte_count for operation in core.operations), default=0)
                 self._counters["quarantined"] += 1
-                self._charge(byte_count, story)
+                self._charge(_source_bytes(record.core), story)
                 self._settle(SourceQuarantined(request, record.claim, reason))
             case shared.NoteConflict():
                 self._counters["conflicts"] += 1
