@@ -40,6 +40,10 @@ ORDINARY = [
     "{{ '%s is %05.1f%%' % ('a', 12.25) }}{{ '%s-%s' | format(1, 2) }}{{ '{:>6}|{!r}|{}'.format('a', 'b', messages[0].role) }}",
     "{{ 'a' | center(7) }}{{ 'a\nb' | indent(2) }}{{ 'a\nb' | indent(2, true) }}"
     "{{ 'abcdefghijkl' | truncate(4, true, '', 0) }}{{ 'k'.ljust(4) }}{{ '7'.zfill(3) }}",
+    "{{ 7 is odd }}{{ 8 is even }}{{ 9 is divisibleby 3 }}{{ 1 in range(3) }}{{ 2 in [1, 2] | map('abs') }}"
+    "{{ {('a', 1): 2}[('a', 1)] }}{{ {}.get('a', 'b') }}{{ {}.fromkeys([1, 2]) }}{{ dict([('a', 1)]) }}"
+    "{{ [[1], [2]] | sum(start=[]) }}{{ [1] | batch(3, 0) | list }}{{ 2.5 | round(0, 'ceil') }}"
+    "{{ messages[0].values() | list }}{{ messages | sort(attribute='role') | map(attribute='role') | first }}",
     "{{ 7 // 2 }}{{ 7 % 2 }}{{ 7 / 2 }}{{ 7 - 2.5 }}{{ 2 ** 5 }}"
     "{{ [1] + [2] }}{{ 3 * 'ab' }}{{ -5 | abs }}{{ 3.14159 | round(2) }}",
     "{% for m in messages recursive %}{% if m is string %}{{ m }}{% elif m.content is string %}"
@@ -138,9 +142,72 @@ ENDLESS = {
     "filters on filters": "{% for a in range(99999) %}{% set y = range(99999)" + " | select" * 50 + " | list %}{% endfor %}",
     "numbers": "{% set ns = namespace(x=2 ** 16000) %}{% for i in range(40) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "numbers from a text": "{% set x = ('f' * 1000000) | int(base=16) %}{{ x // (x - 1) }}",
+    "numbers from a text, in a test": "{% set x = ('f' * 1000000) | int(base=16) %}{{ x is divisibleby(x - 1) }}",
+    "a width that is a variable, after many zeros": "{{ '%000000000000000000000000*d' % (1500000000, 1) }}",
+    "a width in digits of another script": "{{ '{:٢٠٠٠٠٠٠٠٠٠}'.format(1) }}",
+    "a text that is odd": "{{ '%1500000000d' is odd }}",
+    "a text that is even": "{{ '%1500000000d' is even }}",
+    "a text that can be divided": "{{ '%1500000000d' is divisibleby 3 }}",
+    "rounding, in a loop": "{% for a in range(99999) %}{{ (a + 1) | round(1000000, 'ceil') }}{% endfor %}",
+    "rounding to the left": "{% for a in range(99999) %}{{ (a + 1) | round(-1000000) }}{% endfor %}",
+    "batches that are filled up": "{% for a in range(99999) %}{% set y = [1] | batch(1000000, 1) | list %}{% endfor %}",
+    "slices of which one is taken": "{% for a in range(99999) %}{{ range(100000) | slice(50000) | first }}{% endfor %}",
+    "sums of lists": "{{ ([[1]] * 10000) | sum(start=[]) | length }}",
+    "paths": "{% set ns = namespace() %}{% set ns.x = ns %}"
+    "{{ ([ns] * 5000) | map(attribute=('x.' * 50000) ~ 'x') | list | length }}",
+    "paths in order": "{% set ns = namespace(y=1) %}{% set ns.x = ns %}"
+    "{{ ([ns] * 5000) | sort(attribute=('x.' * 50000) ~ 'y') | length }}",
+    "a loop that looks in a range": "{% for a in range(99999) %}{{ 'x' in range(100000) }}{% endfor %}",
+    "a loop that tests a range": "{% for a in range(99999) %}{{ 'x' is in(range(100000)) }}{% endfor %}",
+    "much that is looked for among much": "{% set x = 'x' * 100000 %}{{ x in ([x[1:] ~ 'y'] * 1000) | map('default') }}",
+    "much that is tested among much": "{% set x = 'x' * 100000 %}{{ x is in(([x[1:] ~ 'y'] * 1000) | map('default')) }}",
+    "a loop that calls with much": "{% macro f() %}{% if varargs is none %}{% endif %}{% endmacro %}"
+    "{% for a in range(99999) %}{{ f(*range(100000)) }}{% endfor %}",
+    "keys without keys": "{% set x = {}.fromkeys(range(100000)) %}{% for a in range(99999) %}"
+    "{{ x.keys() - x.keys() }}{% endfor %}",
     "what stands before anything runs": "{{ 'a' | center(2000000000) | length }}",
     "a filter that has no bound": "{{ lipsum(n=100000) }}",
 }  # fmt: skip
+
+
+_LIST = _DOUBLED.replace("START", "[1]").replace("STEP", "[ns.x, ns.x]") + "{% set a = ns.x %}"
+_LISTS = _LIST + _LIST.replace("set a", "set b")
+_TUPLE = _LIST.replace("[1]", "(1,)").replace("[ns.x, ns.x]", "(ns.x, ns.x)")
+
+#: A list or tuple that is short to write and endless to read, and what reads it.
+IN_ITSELF = {
+    "values of mappings": _DOUBLED.replace("START", "1").replace("STEP", "dict(x=ns.x, y=ns.x).values()")
+    + "{{ ns.x }}",
+    "values, in order": _LISTS + "{{ dict(x=a, y=b).values() | sort | length }}",
+    "members, in order": _LISTS + "{{ [a, b] | reverse | sort | length }}",
+    "the key of a mapping": _TUPLE + "{{ {a: 1} | length }}",
+    "a subscript": _TUPLE + "{{ {}[a] }}",
+    "the words about a subscript": _LIST + "{{ [][a].x }}",
+    "the words about an attribute": _LIST + "{{ ([[]] | map(attribute=a) | first).x }}",
+    "a name of an attribute": _TUPLE + "{{ {} | attr(a) }}",
+    "a name of a filter": _TUPLE + "{{ a is filter }}",
+    "a name of a test": _TUPLE + "{{ a is test }}",
+    "get": _TUPLE + "{{ {}.get(a) }}",
+    "fromkeys": _TUPLE + "{{ {}.fromkeys([a] | reverse) | length }}",
+    "dict": _TUPLE + "{{ dict([(a, 1)]) | length }}",
+    "an exception's words": _LIST + "{{ raise_exception(a) }}",
+    "the filter format": _LIST + "{{ a | format(1) }}",
+    "the filter safe": _LIST + "{{ a | safe | length }}",
+    "the method replace": _LIST + "{{ 'x'.replace(a, a) }}",
+}
+
+
+def test_a_namespace_in_itself_is_written_without_what_is_in_it() -> None:
+    """Else it would be as endless as a list in itself."""
+    text = _DOUBLED.replace("START", "1").replace("STEP", "namespace(x=ns.x, y=ns.x)") + "{{ ns.x }}"
+    assert ChatTemplate(text).render({}) == "<Namespace>"
+
+
+@pytest.mark.parametrize("text", IN_ITSELF.values(), ids=IN_ITSELF.keys())
+def test_what_reads_a_list_in_itself_pays_for_all_of_it(text: str) -> None:
+    """Whoever goes through it, in whatever way; the words of an error that are made later are short."""
+    with pytest.raises(TooMuchWork):
+        ChatTemplate(text).render({})
 
 
 @pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS.keys())

@@ -271,6 +271,8 @@ def templates() -> Iterator[Target]:
         b"{{ 'a b' | replace(' ', 'c' * 9) | center(99) | indent(9) | e }}{{ ('{:9}{!r}' | safe).format(1, messages) }}",
         b"{{ messages | map(attribute='role') | join(', ') }}{{ [[1]] | tojson(indent=9) }}{{ 'x'.join(messages[0]) }}",
         b"{% set n = namespace(x=[]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x == [0] }}{{ n.x }}",
+        b"{% set n = namespace(x=(1,)) %}{% for i in range(40) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1}[n.x] }}",
+        b"{{ {}.fromkeys([1]).values() | sort | reverse | list }}{{ '%9d' is odd }}{{ '{:9}'.format(1) in range(9) }}",
     ]
     messages = [{"role": "user", "content": "hello </s>"}]
 

@@ -5,11 +5,11 @@ neither time nor memory: widths, repetitions, loops in loops and a text that is 
 render has an amount of work to spend (:class:`_Work`), and whatever costs spends before it is done:
 
 - loops, macros and blocks are rewritten when the template is parsed: each turn spends as much as its body is long;
-- ``~``, comparisons and slices, which compile to Python without asking anybody, become calls of the environment;
+- ``~``, comparisons, slices and keys, which compile to Python without asking anybody, become calls of the environment;
 - operators, calls, filters and tests are this environment's own. Of filters and methods only those exist that are named here.
 
-A unit is about a call, or 32 characters made or read. Whatever is printed or compared is measured through and through, because
-a list that holds another twice, forty times over, is short to write and endless to read.
+A unit is about a call, or 32 characters made or read. Whatever is printed, compared or used as a key is measured through and
+through, because a list that holds another twice, forty times over, is short to write and endless to read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import GeneratorType
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, Final
 
 from jinja2 import nodes
@@ -27,6 +26,7 @@ from jinja2.exceptions import TemplateError as JinjaError
 from jinja2.filters import FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.tests import TESTS
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
@@ -50,13 +50,13 @@ _FILTERS: Final = (
 #: Of these what is inside their argument does not matter: they look at it once, or hand its members on.
 _SHALLOW: Final = frozenset((
     "attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr",
-    "reverse", "safe", "select", "selectattr", "slice",
+    "reverse", "select", "selectattr", "slice",
 ))  # fmt: skip
 #: Filters whose whole numbers are widths, counts or digits.
 _SIZED: Final = frozenset(("batch", "center", "indent", "round", "slice", "tojson", "truncate"))
 _COMPARING: Final = frozenset((
-    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower", "lt", "ne",
-    "upper",
+    "!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "filter", "ge", "greaterthan", "gt", "in", "le", "lessthan", "lower",
+    "lt", "ne", "test", "upper",
 ))  # fmt: skip
 #: Methods of texts and numbers that a template may call; of lists and mappings all that the sandbox allows.
 _METHODS: Final = {
@@ -71,8 +71,11 @@ _METHODS: Final = {
     int: frozenset(("bit_length",)),
     float: frozenset(("is_integer",)),
 }  # fmt: skip
-_DIGITS: Final = re.compile(r"[0-9]+")
-_STARRED: Final = re.compile(r"[%)][-+ #0-9.]{0,20}\*")
+#: Filters that take every member before they hand out one.
+_GATHERING: Final = frozenset(("groupby", "join", "max", "min", "sort", "sum", "unique"))
+#: Of every script: ``str.format`` takes them all.
+_DIGITS: Final = re.compile(r"\d+")
+_STARRED: Final = re.compile(r"[%)][-+ #0-9.]*\*")
 
 
 class TooMuchWork(JinjaError):
@@ -118,7 +121,7 @@ def _spend_deep(value: Any, indent: int = 0) -> int:
         total += size
         if isinstance(one, Mapping):
             todo += ((part, depth + 1) for item in one.items() for part in item)
-        elif isinstance(one, list | tuple | set | frozenset):
+        elif isinstance(one, list | tuple | set | frozenset | ItemsView | KeysView | ValuesView):
             todo += ((part, depth + 1) for part in one)
         elif isinstance(one, int):
             work.spend(one.bit_length() // 64)
@@ -143,6 +146,8 @@ def _numbers(left: Any, right: Any) -> None:
 
 def _operator(compute: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def computed(left: Any, right: Any) -> Any:
+        if any(isinstance(one, ItemsView | KeysView | ValuesView) for one in (left, right)):
+            raise SecurityError("nothing is computed with the keys, values or items of a mapping")
         _numbers(left, right)
         _spend_shallow(left)
         _spend_shallow(right)
@@ -199,18 +204,39 @@ def _widths(text: str) -> int:
 # -- filters, tests and methods ------------------------------------------------------------------------------------------
 
 
-def _counted(made: Any) -> Any:
-    """What was made, paid for; of what makes its members when they are asked for, each when it is."""
-    if isinstance(made, GeneratorType):
-        return _members(made)
+def _counted(made: Any, each: int = 0) -> Any:
+    """What was made, paid for; of what makes its members when they are asked for, each when it is, and ``each`` beside it."""
+    if isinstance(made, Iterator):
+        return _members(made, each)
+    if isinstance(made, int) and made.bit_length() > NUMBER_BITS_MAX:
+        raise OverflowError(f"a number has more than {NUMBER_BITS_MAX} bits")
     _spend_shallow(made)
     return made
 
 
-def _members(made: Iterator[Any]) -> Iterator[Any]:
+def _members(made: Iterator[Any], each: int) -> Iterator[Any]:
     for member in made:
-        _spend()
+        _spend(each)
+        _spend_shallow(member)
         yield member
+
+
+def _measured(made: Iterator[Any]) -> Iterator[Any]:
+    for member in made:
+        _spend_deep(member)
+        yield member
+
+
+def _sought(value: Any) -> Any:
+    """What something is looked for in: a mapping does not look at its members."""
+    if isinstance(value, Iterator):
+        return _measured(value)
+    if isinstance(value, range):
+        # Of what is no whole number each member is looked at.
+        _spend_characters(len(value))
+    elif not isinstance(value, Mapping | set):
+        _spend_deep(value)
+    return value
 
 
 def _replacing(text: str, old: Any, new: Any, count: Any = -1) -> None:
@@ -231,15 +257,26 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         settings = [*others, *named.values()]
         if name in _SIZED:
             _sized(settings)
-        if name in ("join", "sort", "unique", "sum", "min", "max", "groupby") and isinstance(value, GeneratorType):
+        if name in _GATHERING and isinstance(value, Iterator | ItemsView | KeysView | ValuesView):
             value = list(value)
-        width = max([4, *(one for one in settings if isinstance(one, int))]) if name in _SIZED else 0
-        if name in _SHALLOW:
-            _spend_shallow(value)
+        width = max([4, *(abs(one) for one in settings if isinstance(one, int))]) if name in _SIZED else 0
+        if name not in _SHALLOW:
+            size = _spend_deep(value, width if name == "tojson" and settings else 0)
+        elif isinstance(value, range | ItemsView | KeysView | ValuesView):
+            _spend_characters(len(value))
         else:
-            _spend_deep(value, width if name == "tojson" and settings else 0)
-            _spend_deep(settings)
-        if name == "indent":
+            _spend_shallow(value)
+        _spend_deep(settings)
+        # An attribute's path is followed for each member.
+        each = sum(one.count(".") for one in settings if isinstance(one, str))
+        if name in _GATHERING and isinstance(value, str | list | tuple | dict):
+            _spend(len(value) * (1 + each))
+        if name == "sum" and isinstance(value, list | tuple) and any(isinstance(one, list | tuple) for one in settings):
+            # Each sum is a list of its own.
+            _spend_characters(len(value) * size)
+        elif name == "round":
+            _spend_characters(width)
+        elif name == "indent":
             given = [len(one) for one in settings if isinstance(one, str)]
             _spend_characters((str(value).count("\n") + 1) * max([width, *given]))
         elif name == "center":
@@ -250,7 +287,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
             _spend_characters(len(value) * len(str(between)))
         elif name == "replace":
             _replacing(str(value), *others[:3], **{key: named[key] for key in ("old", "new", "count") if key in named})
-        return _counted(function(*ahead, value, *others, **named))
+        return _counted(function(*ahead, value, *others, **named), each)
 
     return bounded
 
@@ -264,16 +301,31 @@ def _bounded_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         if name in _COMPARING:
             for value in (*arguments[context:], *named.values()):
                 _spend_deep(value)
+        if name == "in" and len(arguments) == 2:
+            arguments = (arguments[0], _sought(arguments[1]))
         return function(*arguments, **named)
 
     return bounded
 
 
+def _divisible(value: Any, num: Any) -> bool:
+    """Also of a text, as in jinja: then it is one with conversions."""
+    return bool(_remainder(value, num) == 0)
+
+
 def _percent(value: Any, *arguments: Any, **named: Any) -> Any:
     """jinja's ``format`` filter."""
+    _spend_deep(value)
     if arguments and named:
         raise JinjaError("format takes arguments in order or by name, not both")
     return _remainder(str(value), named or arguments)
+
+
+class _Namespace(Namespace):
+    """jinja's; it is written without what is in it, which may be itself."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
 
 
 class _Formatter(SandboxedFormatter):
@@ -347,9 +399,19 @@ class _Rewriter(NodeTransformer):
             operand.expr = self._call(node, "sought" if among else "compared", operand.expr)
         return node
 
+    def visit_Pair(self, node: nodes.Pair) -> Any:
+        self.generic_visit(node)
+        node.key = self._key(node.key)
+        return node
+
+    def _key(self, key: nodes.Expr) -> nodes.Expr:
+        """A key is hashed, and written where it is not there; both go through all that it holds."""
+        return key if isinstance(key, nodes.Const) else self._call(key, "compared", key)
+
     def visit_Getitem(self, node: nodes.Getitem) -> Any:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
+            node.arg = self._key(node.arg)
             return node
         bounds = [
             nodes.Const(None) if bound is None else bound for bound in (node.arg.start, node.arg.stop, node.arg.step)
@@ -367,9 +429,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self.printed)
         self.filters = {name: _bounded_filter(name, FILTERS[name]) for name in _FILTERS} | {"format": _percent}
         tests: Mapping[str, Any] = TESTS
-        self.tests = {name: _bounded_test(name, function) for name, function in tests.items()}
-        self.globals = {name: self.globals[name] for name in ("cycler", "dict", "joiner", "namespace", "range")}
-        self.globals["raise_exception"] = _raise_exception
+        own = {
+            "divisibleby": _divisible,
+            "even": lambda value: _remainder(value, 2) == 0,
+            "odd": lambda value: _remainder(value, 2) == 1,
+        }
+        self.tests = {name: _bounded_test(name, function) for name, function in {**tests, **own}.items()}
+        self.globals = {name: self.globals[name] for name in ("cycler", "dict", "joiner", "range")}
+        self.globals |= {"namespace": _Namespace, "raise_exception": _raise_exception}
         self.binop_table = {sign: _operator(compute) for sign, compute in self.default_binop_table.items()}
         self.binop_table |= {"**": _power, "*": _product, "%": _remainder}
 
@@ -400,10 +467,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def sought(value: Any) -> Any:
-        """What something is looked for in: a mapping does not look at its members."""
-        if not isinstance(value, Mapping | set | range):
-            _spend_deep(value)
-        return value
+        return _sought(value)
 
     @staticmethod
     def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
@@ -426,7 +490,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return wrapped
 
     def call(__self, __context: Any, __callable: Any, *arguments: Any, **named: Any) -> Any:
-        _spend()
+        _spend_characters(len(arguments) + len(named))
         owner = getattr(__callable, "__self__", None)
         name = getattr(__callable, "__name__", "")
         for kind, allowed in _METHODS.items():
@@ -436,6 +500,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             arguments = __self._before_method(owner, name, arguments)
         elif isinstance(owner, list | tuple):
             _spend_deep([owner, arguments])
+        elif isinstance(owner, dict) or owner is dict or __callable is dict:
+            # They may be keys.
+            arguments = tuple(list(one) if isinstance(one, Iterator) else one for one in arguments)
+            _spend_deep(arguments)
         elif name == "changed":
             _spend_deep(arguments)
         return _counted(super().call(__context, __callable, *arguments, **named))
@@ -444,8 +512,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _before_method(text: str, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Spend what a text's method costs. Returns its arguments: what can be gone through only once is a list then."""
         _spend_shallow(text)
-        for argument in arguments:
-            _spend_shallow(argument)
+        _spend_deep(arguments)
         if name in ("center", "ljust", "rjust", "zfill"):
             _sized(arguments[:1])
             _spend_characters(max([0, *(one for one in arguments[:1] if isinstance(one, int))]))
@@ -460,8 +527,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         return arguments
 
 
-def _raise_exception(message: str) -> None:
-    raise JinjaError(message)
+def _raise_exception(message: Any) -> None:
+    _spend_deep(message)
+    raise JinjaError(str(message))
 
 
 class ChatTemplate:
