@@ -187,6 +187,24 @@ def test_a_transfer_is_served_once(glue: Any) -> None:
     assert pair.told() == ({"two"}, set(), set())
 
 
+def test_more_than_may_be_open_ends_no_session(glue: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes then is not lent, and not remembered when it is abandoned; afterwards all goes on."""
+    monkeypatch.setattr(glue.Settings, "session", lambda _: kv.SessionConfig(transfers_max=1))
+    pair = Pair(glue, lend_timeout_s=5.0)
+    pair.serve("lent", 6)
+    pair.serve("more", 8)
+    pair.producer.submit(glue.Abandon("other", 9))
+    pair.turns()
+    assert pair.told() == ({"more"}, set(), set())
+    pair.clock.advance(5.0)
+    pair.turns()
+    assert pair.told() == ({"lent"}, set(), set())
+    pair.fetch()
+    pair.serve()
+    pair.turns()
+    assert pair.told() == ({"r"}, {"r"}, set())
+
+
 @pytest.mark.parametrize(
     "change",
     [{"sources": "nonsense"}, {"sources": "[]"}, {"blocks": (3,)}, {"first": 2}],
