@@ -123,12 +123,13 @@ def test_a_clone_is_the_tree_as_it_is(tmp_path, monkeypatch):
 
 def test_what_does_not_end_as_it_should_is_named(tmp_path, capsys):
     """A command that fails, one that was to fail and does not, and one that does not end: its children end with it."""
-    reader = printed.Reader(tmp_path, limit_s=2.0)
+    reader, hasty = printed.Reader(tmp_path), printed.Reader(tmp_path, limit_s=2.0)
     assert reader.run("echo fine", []) and reader.run("exit 3", [], fails=True)
     assert not reader.run("echo broken; exit 3", [])
     assert not reader.run("true", [], fails=True)
-    assert not reader.run("echo $$ > pid; sleep 600", [])
-    assert reader.failed == ["echo broken; exit 3", "true", "echo $$ > pid; sleep 600"] and reader.passed == 2
+    assert not hasty.run("echo $$ > pid; sleep 600", [])
+    assert reader.failed == ["echo broken; exit 3", "true"] and reader.passed == 2
+    assert hasty.failed == ["echo $$ > pid; sleep 600"] and hasty.passed == 0
     said = capsys.readouterr().out
     assert "FAILED: exit 3" in said and "broken" in said and "not ended after 2 s" in said
     pid = (tmp_path / "pid").read_text().strip()
