@@ -12,6 +12,7 @@ from kv_bounce_planner.sessions import (
     PeerEvidence,
     RequestKey,
     SessionConfig,
+    StaleIdentity,
     free,
 )
 from kv_bounce_planner.sessions.messages import AFTER_MAX, BounceGrant, Cancel, decode_message
@@ -464,6 +465,21 @@ def test_a_slice_is_opened_once(make_lab, when, index):
     with pytest.raises(DuplicateTransfer):
         lab.receiver.open(lab.identity().of_slice(index), again)
     lab.receiver.open(lab.identity().of_slice(2), again)  # a transfer of its own, of the same request
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_earlier_attempts_slice_is_stale(make_lab, index):
+    """Whichever slice of the later attempt it names."""
+    lab = make_lab(1)
+    writer = lab.senders[0].self_id
+    both = [
+        ExpectedOperation(writer, 512, b"", lab.plan(0, request=2 + each).writer, slice_index=each) for each in (0, 1)
+    ]
+    lab.receiver.open(lab.identity(1, 5), both)
+    alone = [ExpectedOperation(writer, 512, b"", lab.plan(0, request=4).writer)]
+    with pytest.raises(StaleIdentity, match="incarnation 5 is known"):
+        lab.receiver.open(lab.identity(1, 4).of_slice(index), alone)
+    lab.receiver.open(lab.identity(1, 6).of_slice(index), alone)
 
 
 @pytest.mark.parametrize("tier", ["direct", "bounce"])

@@ -198,7 +198,8 @@ class Receiver(Shell[_Receive]):
             raise CapacityExceeded(f"{len(operations)} operations are outside 1..{self.config.operations_max}")
         if len(self._transfers) >= self.config.transfers_max:
             raise CapacityExceeded(f"{len(self._transfers)} transfers are open")
-        newest = self._incarnations.get((identity.request_id, identity.slice_index), -1)
+        names = {(identity.request_id, each.slice_index) for each in (identity, *slices)}
+        newest = max(self._incarnations.get(name, -1) for name in names)
         if identity.incarnation < newest:
             raise StaleIdentity(f"{identity}: incarnation {newest} is known")
         addresses = _check_plans(operations)
@@ -250,10 +251,11 @@ class Receiver(Shell[_Receive]):
         heapq.heappush(self._expiries, (until_s, self._opened, identity))
         self._transfers[identity] = record
         self._incarnations[(identity.request_id, identity.slice_index)] = identity.incarnation
-        bound(self._incarnations, OVER_MAX)
         for operation in record.expected:
             self._of_operation[operation] = record
             self._of_slice[operation.transfer] = record
+            self._incarnations[(identity.request_id, operation.transfer.slice_index)] = identity.incarnation
+        bound(self._incarnations, OVER_MAX)
         self._unpublished.append(record)
         self._counters["opened"] += 1
 
