@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from meta_executor.bench.compare import Kept, Run, order_of, rows_json, rows_of, run_arms, run_of, table_of
@@ -156,6 +158,17 @@ def test_the_table_and_the_json_have_each_figure_once() -> None:
     table = table_of(rows)
     assert "off ran as RPC, on as direct" in table
     assert table.count("| tokens per second (1/s) | ") == 1 and "100.0% more (better)" in table
+
+
+def test_where_there_is_no_ratio_the_json_is_still_json() -> None:
+    """A figure that was 0 when it was off and not when it was on."""
+    runs = [
+        msgspec.structs.replace(run, figures=(Figure("waits", float(run.arm == "on"), "ms"),))
+        for run in runs_of([1.0] * 6, [2.0] * 6)
+    ]
+    (told,) = json.loads(json.dumps(rows_json(rows_of(runs)), allow_nan=False))
+    assert told["ratio"] is None and (told["off"], told["on"]) == (0.0, 1.0)
+    assert told["verdict"] == "no conclusion: a figure was 0, so there is no ratio"
 
 
 def test_kept_runs_are_gone_on_with_and_another_setting_is_refused(tmp_path: Path) -> None:

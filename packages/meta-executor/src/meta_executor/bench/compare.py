@@ -8,6 +8,7 @@ by its own evidence that it ran as it was meant to, every request was answered, 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,7 +192,8 @@ def rows_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "unit": row.figure.unit,
             "off": row.effect.off,
             "on": row.effect.on,
-            "ratio": row.effect.ratio,
+            # JSON has no word for "not a number".
+            "ratio": None if math.isnan(row.effect.ratio) else row.effect.ratio,
             "interval": row.effect.interval,
             "rounds": row.rounds,
             "off_ran_as": row.ran_as[0],
