@@ -202,3 +202,37 @@ async def test_a_look_that_fails_sends_watchers_away_and_the_next_may_look(caplo
     assert await anext(again) == b"data: {}\n\n"
     await again.aclose()
     await made.close()
+
+
+async def test_a_look_that_fails_when_it_was_ended_ends_no_later_one() -> None:
+    """Its last watcher had left; who came meanwhile sees on, and the looking ends with that one."""
+    count, go_on = 0, asyncio.Event()
+
+    async def look() -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count > 1:
+            return {"count": count}
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await go_on.wait()
+            raise ZeroDivisionError
+
+    made = live.Live(look, every_s=0.0)
+    watch = made.watch()
+    waiting = asyncio.ensure_future(anext(watch))
+    while not count:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    await watch.aclose()
+    again = made.watch()
+    assert b'"count":2' in await anext(again)
+    go_on.set()
+    seen = [await anext(again) for _ in range(5)]
+    assert len(set(seen)) == 5
+    await again.aclose()
+    while [task for task in asyncio.all_tasks() if task.get_name() == "live"]:
+        await asyncio.sleep(0)
+    await made.close()

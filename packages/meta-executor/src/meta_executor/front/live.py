@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
@@ -109,7 +110,9 @@ class Live:
         except Exception:  # noqa: BLE001 - whatever it was: nobody may wait for a look that never comes
             _LOG.exception("a look at the service failed: those who watch are sent away")
             async with self._seen:
-                self._looking = None
+                # One that was ended, and fails then, may have a successor.
+                if self._looking is asyncio.current_task():
+                    self._looking = None
                 self._seen.notify_all()
 
 
@@ -179,6 +182,7 @@ async def _statistics(legs: LegClient, server: str) -> tuple[wire.InstanceStatis
         return None, error.message
 
 
+@functools.cache
 def page() -> tuple[bytes, str]:
     """The page, and the policy under which a browser runs nothing but what is in it."""
     text = resources.files("meta_executor.front").joinpath("live.html").read_text("utf-8")
