@@ -12,6 +12,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -149,15 +150,26 @@ def hand_over(session: nox.Session, *arguments: str) -> None:
     def bind() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
 
+    # A signal just before a wait that blocks would be seen after it: each writes a byte, and the byte ends the wait.
+    wakeup, told = os.pipe()
+    os.set_blocking(told, False)
+    woken_before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         tool = subprocess.Popen([str(BIN / "python"), *arguments], cwd=ROOT, env=environment, preexec_fn=bind)
         if interrupted:
             tool.send_signal(signal.SIGINT)
+        ended = os.pidfd_open(tool.pid)
+        while ended not in select.select([ended, wakeup], [], [])[0]:
+            os.read(wakeup, 512)
+        os.close(ended)
         code = tool.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(woken_before)
+        os.close(wakeup)
+        os.close(told)
     if code != 0:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -66,6 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
     watched = {pid: name_of(pid) for pid in (options.launcher_pid, parent_pid) if pid > 1}
 
     with selectors.DefaultSelector() as selector:
+        # A signal just before a wait that blocks would be seen after it: each writes a byte, and the byte ends the wait.
+        wakeup, woken = os.pipe()
+        os.set_blocking(wakeup, False)
+        os.set_blocking(woken, False)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        selector.register(wakeup, selectors.EVENT_READ, 0)
         handles: dict[int, int] = {}
         for pid in watched:
             try:
@@ -91,6 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
         selector.register(handle, selectors.EVENT_READ, child.pid)
         while True:
             ended = {key.data for key, _ in selector.select()}
+            if 0 in ended:
+                os.read(wakeup, 512)
             if child.pid in ended:
                 break
             for pid in ended & set(watched):
@@ -103,6 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         if status != 0:
             # The launcher decides when the world ends; without one, or when it does not, the guard leaves by itself.
             selector.unregister(handle)
+            selector.unregister(wakeup)
             deadline = time.monotonic() + (LINGER_S if options.launcher_pid else 0.0)
             stop: list[int] = []
             signal.signal(signal.SIGTERM, lambda received, _frame: stop.append(received))

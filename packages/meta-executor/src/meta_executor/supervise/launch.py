@@ -709,6 +709,9 @@ class Launcher:
         # Their names go with a world's start; one that is ended before that cannot remove them any more.
         ranks = [member.rank for member in component.members.values() if member.rank is not None]
         segments = {path for rank in ranks for path in segments_of(rank.pid)}
+        if component.process is not None:
+            # It starts nobody any more, and has no word on the death of those that are ended here.
+            component.process.send_signal(signal.SIGSTOP)
         for identity in known:
             identity.kill()
         if component.process is not None and component.process.returncode is None:
