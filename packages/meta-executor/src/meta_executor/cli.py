@@ -281,10 +281,10 @@ def bench(config: Path | None, requests: int, concurrency: int, prompt_tokens: L
             trial = run_trial(service, load, evidence or Path(scratch), _say, drive=drive, pin=pin)
         except FileExistsError as error:
             _fail(2, str(error))
-    if trace is not None:
-        trace.write_bytes(trace_of(trial.records, trial.window_ns))
     click.echo(trial.report.text(), err=True)
     click.echo(json.dumps(trial.report.to_dict()))
+    if trace is not None:
+        _keep_trace(trace, trace_of(trial.records, trial.window_ns))
     sys.exit(0 if trial.report.good else 1)
 
 
@@ -433,8 +433,12 @@ def _write_trace(request_ids: tuple[str, ...], target: Path, url: str | None, ru
         raise click.UsageError(f"--trace wants one REQUEST, got {len(request_ids)}")
     with _client(url, run_dir) as client:
         told = client.request(request_ids[0])
+    _keep_trace(target, request_trace(told))
+
+
+def _keep_trace(target: Path, trace: bytes) -> None:
     try:
-        target.write_bytes(request_trace(told))
+        target.write_bytes(trace)
     except OSError as error:
         _fail(1, f"--trace {target}: {error.strerror}")
     _say(f"wrote {target}: open it at ui.perfetto.dev")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from meta_executor import preflight
+from meta_executor.bench import run
 from meta_executor.bench.lengths import LogNormal, Uniform, draw, longest, parse_lengths
 from meta_executor.bench.load import LoadConfig, LoadResult, Outcome
 from meta_executor.bench.loops import every_loop, loop_figures
@@ -382,3 +386,20 @@ def test_pieces_are_the_hand_overs_of_each_request() -> None:
     ids = [np.array([2, 1, 2]), np.array([1]), np.array([2])]
     assert pieces_of(zip([1.0, 2.0, 3.0], ids)) == {1: [1.0, 2.0], 2: [1.0, 1.0, 3.0]}
     assert pieces_of([]) == {}
+
+
+def test_a_trial_is_reported_also_when_its_trace_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What took minutes to measure is not lost to a folder that is not there; what went wrong is told in a line."""
+    report = make_report(LoadResult((), 1.0, 0.0, 0.0, 0), {}, VerifyResult(True, (), ()))
+    monkeypatch.setattr(preflight, "check_service", lambda *args, **kwargs: None)
+    monkeypatch.setattr(run, "run_trial", lambda *args, **kwargs: run.Trial(report, (), (), (0, 1)))
+    for target, code, words in (
+        (tmp_path / "none" / "trace", 1, f"meta-executor: error: --trace {tmp_path / 'none' / 'trace'}: No such file"),
+        (tmp_path / "trace", 0, f"wrote {tmp_path / 'trace'}"),
+    ):
+        done = CliRunner().invoke(cli, ["bench", "--engine", "synthetic", "--trace", str(target)])
+        assert done.exit_code == code and words in done.stderr
+        assert json.loads(done.stdout)["requests"] == 0
+    assert msgspec.json.decode((tmp_path / "trace").read_bytes())["traceEvents"] == []
