@@ -100,6 +100,9 @@ def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
     found = [Part("tests", ("tools/run_tests.py", "--slow"), TESTS_LIMIT_S)]
     under_faults = ("tools/faults.py", "--seconds", f"{SERVICE_FAULTS_S}", "--seed", f"{day.toordinal()}")
     found.append(Part("service under faults", under_faults, SERVICE_FAULTS_S + 600, beside=True))  # it mostly waits
+    # They take longest, each in environments or a clone of its own: first, so that the others end beside them.
+    found.append(Part("READMEs", ("tools/printed.py", "--day", day.isoformat()), READMES_LIMIT_S, beside=True))
+    found.append(Part("siblings", ("tools/siblings.py",), beside=True))
     for name, arguments in CHECKS.items():
         package, _, script = name.partition("/")
         found.append(Part(name, (f"packages/{package}/tools/{script}.py", *arguments), beside=True))
@@ -107,8 +110,6 @@ def parts(day: datetime.date, *, all_faults: bool) -> list[Part]:
     if not all_faults:
         faults = (whose_turn(day, packages()), "--seconds", f"{FAULTS_S}", "--shuffle", day.isoformat())
     found.append(Part("planted faults", ("tools/mutants.py", *faults), FAULTS_ALL_S if all_faults else LIMIT_S))
-    found.append(Part("siblings", ("tools/siblings.py",)))
-    found.append(Part("READMEs", ("tools/printed.py", "--day", day.isoformat()), READMES_LIMIT_S))
     return [*found, Part("distributions", ("tools/build_distributions.py",))]
 
 
